@@ -20,13 +20,13 @@ class ShardwrightError(Exception):
     """
 
     def __str__(self) -> str:
-        return _short_message(super().__str__())
+        return _shorten_message(super().__str__())
 
 
-def _short_message(message: str, limit: int = MAX_MESSAGE) -> str:
+def _shorten_message(message: str, limit: int = MAX_MESSAGE) -> str:
     """Shorten a message to `limit` characters, keeping the ends of both problem and remedy.
 
-    >>> print(_short_message("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
+    >>> print(_shorten_message("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
     no such keys: a1, … and more, a7, a8, a9
     remove them
     """

@@ -201,7 +201,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
         run, plan_or_search = _load_or_search_plan(run, options, device_range, world)
         profile = None if world.restarts else options.profile
         if profile is not None:
-            _check_profile(run, profile)
+            _check_profile_options(run, profile)
         if run.foreign is not None and run.foreign.only_strategies:
             if not isinstance(plan_or_search, Plan) and world.rank == 0:
                 plan_or_search()
@@ -417,7 +417,7 @@ def _train_one_rank(
             raise StoppedError(signal.SIGINT) from None
 
 
-def _check_profile(run: Run, steps: int) -> None:
+def _check_profile_options(run: Run, steps: int) -> None:
     """Raise ConfigError if the run has too few steps, or the profile page cannot be written."""
     check_profiled_steps(steps, run.num_steps)
     # Checked now, because the page is written only at the end of the training.

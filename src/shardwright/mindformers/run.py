@@ -112,6 +112,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
 
     Args:
         keys: the whole file.
+        parallelism: parallel degrees of the file.
         sizes: dimensions of the model.
 
     Returns:

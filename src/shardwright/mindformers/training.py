@@ -202,21 +202,21 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
 
 
 def _read_recomputation(section: Keys, stages: int, notes: list[str]) -> Recomputation:
-    communication = _read_stage_blocks(section, "select_comm_recompute", stages)
+    communication = _read_recomputed_blocks(section, "select_comm_recompute", stages)
     if communication is True or (communication and any(communication)):
         notes.append(
             "recompute_config.select_comm_recompute has no effect: communication is recomputed in"
             " fully recomputed blocks"
         )
     return Recomputation(
-        blocks=_read_stage_blocks(section, "recompute", stages),
-        selective=_read_stage_blocks(section, "select_recompute", stages),
+        blocks=_read_recomputed_blocks(section, "recompute", stages),
+        selective=_read_recomputed_blocks(section, "select_recompute", stages),
         communication=section.flag("mp_comm_recompute", True),
         gathers=section.flag("parallel_optimizer_comm_recompute", False),
     )
 
 
-def _read_stage_blocks(section: Keys, name: str, stages: int) -> StageBlocks:
+def _read_recomputed_blocks(section: Keys, name: str, stages: int) -> StageBlocks:
     value = section.any(name)
     if not isinstance(value, list):
         return section.flag(name, False)

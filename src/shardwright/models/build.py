@@ -67,7 +67,7 @@ def build(
     )
     if sizes.family not in FAMILIES:
         raise ConfigError(f"unknown family={sizes.family!r}\nuse one of {', '.join(FAMILIES)}")
-    net = FAMILIES[sizes.family](sizes, _check_attention(attention))
+    net = FAMILIES[sizes.family](sizes, _check_attention_name(attention))
     if prefix is not None:
         _add_prefixes(net, prefix, lora)
     return _add_lora_and_cast(net, lora, dtype)
@@ -92,7 +92,7 @@ def build_hf(
     Raises:
         ConfigError: the file or model does not exist, or no module matches `lora`.
     """
-    return _add_lora_and_cast(causal_lm(source, _check_attention(attention)), lora, dtype)
+    return _add_lora_and_cast(causal_lm(source, _check_attention_name(attention)), lora, dtype)
 
 
 def example_batch(
@@ -116,7 +116,7 @@ def example_batch(
     return ids, ids
 
 
-def _check_attention(attention: Attention) -> Attention:
+def _check_attention_name(attention: Attention) -> Attention:
     if attention not in get_args(Attention):
         valid = ", ".join(get_args(Attention))
         raise ConfigError(f"unknown attention={attention!r}\nuse one of {valid}")

@@ -89,7 +89,7 @@ class AlternativePlanner:
             yield self._plan_with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
-        """Plan the fastest strategy of each of the `top` fastest kinds, except `plan` itself.
+        """Plan the fastest strategy of each of the `top` fastest kinds of plans, except `plan`.
 
         A kind is a combination of stages, storage, recomputation and micro-batches.
 

@@ -226,7 +226,9 @@ class Run:
         return self._with_num_micro_batches(self._search_candidate(devices).pipeline.micro_batches)
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
-        """Plan the fastest strategy of each of the `top` fastest kinds; see `sw.best_plans`.
+        """Plan the fastest strategy of each of the `top` fastest kinds of plans.
+
+        A kind is a combination of stages, storage, recomputation and micro-batches.
 
         Raises:
             ShardwrightError: see `plan`; or the configuration names no cluster.
@@ -239,7 +241,7 @@ class Run:
         """Search for the fastest plan, and the number of micro-batches if the planner chooses it.
 
         Args:
-            ranking: receives the candidates of each kind; None to rank nothing.
+            ranking: receives the candidates, to rank the kinds of plans; None for no ranking.
 
         Returns:
             The fastest candidate.

@@ -1,4 +1,4 @@
-"""Trains a planned run as one rank."""
+"""Trains a planned run on one rank."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class RankEnd:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the rank failed without a failure of another rank as the cause."""
+        """Whether the rank failed for another reason than the failure of another rank."""
         if self.error is not None:
             return not self.error.is_consequence and self.error.stop is None
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)

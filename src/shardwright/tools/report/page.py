@@ -14,7 +14,7 @@ from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
 
 Size = TypeVar("Size", int, float)
-"""Number type of bytes (int) or of seconds (float)."""
+"""A size in bytes (int) or a time in seconds (float)."""
 
 
 @dataclass(frozen=True)
