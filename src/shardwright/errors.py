@@ -26,7 +26,8 @@ class ShardwrightError(Exception):
 def _shorten_message(message: str, limit: int = MAX_MESSAGE) -> str:
     """Shorten a message to `limit` characters, keeping the ends of both problem and remedy.
 
-    >>> print(_shorten_message("no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them", 56))
+    >>> message = "no such keys: a1, a2, a3, a4, a5, a6, a7, a8, a9\\nremove them"
+    >>> print(_shorten_message(message, 56))
     no such keys: a1, … and more, a7, a8, a9
     remove them
     """

@@ -234,7 +234,7 @@ def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
 
 
 def _read_dropout(config: Keys) -> float:
-    """Read the dropout probability of PanguAlpha and GPT, which must be equal everywhere."""
+    """Read the dropout probability of PanguAlpha and GPT; all its keys must be equal."""
     names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
     rates = {name: config.number(name, minimum=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:

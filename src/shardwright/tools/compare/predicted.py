@@ -190,7 +190,7 @@ class GridComparison:
                     yield parts
 
     def is_divisible_by(self, parts: GridPoint) -> bool:
-        """Whether `parts` divide the model's sizes, and the schedule can run the stages."""
+        """Whether these degrees divide the model's sizes, and the schedule can run the stages."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._manual_schedule)

@@ -117,7 +117,7 @@ def _slowest_seconds(step: Callable[[], object]) -> float:
 
 @record
 def run_worker(request: str, result: str) -> None:
-    """Run the `MeasureOrder` in the file `request`; rank 0 writes the seconds to `result`."""
+    """Measure the `MeasureOrder` in file `request`; rank 0 writes the seconds to file `result`."""
     order = MeasureOrder(**json.loads(Path(request).read_text(encoding="utf-8")))
     world = World.from_environment()
     with process_group(world) as device:
