@@ -161,7 +161,7 @@ def explain_command(
     Prints what other choices would cost and what would make them cheaper, where the inputs come
     from, and the redistributions.
     """
-    _check_options(config, devices, (mem_coeff, log_costs or None, cluster, memory_limit))
+    _check_planning_options(config, devices, (mem_coeff, log_costs or None, cluster, memory_limit))
     if devices is None:
         plan = Plan.load(config)
     else:
@@ -170,7 +170,7 @@ def explain_command(
     typer.echo(plan.explain(name))
 
 
-def _check_options(source: Path, devices: int | None, planning: Sequence[object]) -> None:
+def _check_planning_options(source: Path, devices: int | None, planning: Sequence[object]) -> None:
     """Raise `typer.BadParameter` for a saved plan with planning options, or without --devices.
 
     Args:
@@ -261,7 +261,7 @@ def report_command(
 
     For a configuration, searches for a plan first.
     """
-    _check_options(source, devices, (cluster, memory_limit, what_if or None, top))
+    _check_planning_options(source, devices, (cluster, memory_limit, what_if or None, top))
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
     require_existing(ConfigError)(files)

@@ -53,7 +53,7 @@ def tune_command(
                 tuning_table(tuning),
                 *_plan_lines(tuning),
                 *_break_even_lines(tuning),
-                _recommendation(tuning),
+                _recommendation_text(tuning),
             )
         )
     if tuning.best is None:
@@ -108,7 +108,7 @@ def _join_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_LISTED_NAMES]) + more
 
 
-def _recommendation(tuning: Tuning) -> str:
+def _recommendation_text(tuning: Tuning) -> str:
     best, limit = tuning.best, tuning.limit
     if best is None:
         return f"no value fits into {binary(limit or 0)}: shard parameters or recompute activations"

@@ -249,7 +249,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             setattr(args, name, self._global_batch_size(getattr(args, name)))
         self.args = args
-        self.accelerator.prepare_data_loader = self._prepare_for_single_process
+        self.accelerator.prepare_data_loader = self._prepare_unsharded_dataloader
         try:
             yield
         finally:
@@ -257,7 +257,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             # The method of the class applies again.
             del self.accelerator.prepare_data_loader
 
-    def _prepare_for_single_process(self, loader: DataLoader[Any], **_: Any) -> Any:
+    def _prepare_unsharded_dataloader(self, loader: DataLoader[Any], **_: Any) -> Any:
         accelerator = self.accelerator
         config = accelerator.dataloader_config
         rng_types = {str(RNGType(kind).value) for kind in accelerator.rng_types or ()}

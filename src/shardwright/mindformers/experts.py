@@ -68,7 +68,7 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
         raise section.error("shared_expert_num", problem)
     if not shared and (has_qkv_bias or not normalized):
         name = "norm_topk_prob" if not normalized else "shared_expert_num"
-        raise section.error(name, "differs from Mixtral's, and Qwen's models have a shared expert")
+        raise section.error(name, "differs from Mixtral's\nset shared_expert_num, as Qwen does")
     if not shared:
         return "mixtral", {}
     width = shared * config.integer("intermediate_size")

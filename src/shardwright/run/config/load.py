@@ -77,7 +77,7 @@ def _error_message(details: ErrorDetails) -> str:
     path, error_type, value = details["loc"], details["type"], details["input"]
     key = ".".join(str(part) for part in path)
     if error_type == "extra_forbidden":
-        return f"{key}: unknown key; {_key_hint(path)}"
+        return f"{key}: unknown key; {_valid_key_hint(path)}"
     if error_type == "missing":
         return f"{key}: the key is missing"
     if error_type in EXPECTED_TYPES:
@@ -92,7 +92,7 @@ def _error_message(details: ErrorDetails) -> str:
     return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_format_value(value)}"
 
 
-def _key_hint(path: tuple[int | str, ...]) -> str:
+def _valid_key_hint(path: tuple[int | str, ...]) -> str:
     """Return the closest valid key of the section, or all its keys, as the end of a message."""
     section: type[BaseModel] = Config
     for part in path[:-1]:

@@ -147,12 +147,12 @@ def token_sequences(
             raise DataError(
                 f"{path}: {problem}\nset `data.path` to a token file or a folder of token files"
             )
-        tokens = tuple(TokenArray(str(file), _map_tokens(file, dtype)) for file in files)
+        tokens = tuple(TokenArray(str(file), _map_token_file(file, dtype)) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)
     return sequences, TokenSequences(labels, seq_length) if labels else sequences
 
 
-def _map_tokens(file: Path, dtype: str | None) -> NDArray[Any]:
+def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
     """Memory-map a token file.
 
     Raises:

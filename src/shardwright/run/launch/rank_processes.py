@@ -96,7 +96,7 @@ class RankProcess:
             self.ended = time.monotonic()
             return False
         if not self.signals:
-            self.stopped_by = _stop_signal(self.process.pid)
+            self.stopped_by = _signal_that_stopped(self.process.pid)
         self.seconds_stopped = self.seconds_stopped + POLL_SECONDS if self.stopped_by else 0.0
         return True
 
@@ -119,7 +119,7 @@ class RankProcess:
         )
 
 
-def _stop_signal(pid: int) -> int | None:
+def _signal_that_stopped(pid: int) -> int | None:
     """Return the signal that has stopped a child process; None if it is not stopped."""
     # WNOWAIT leaves the process waitable, so that `Popen.poll` still sees its end.
     try:

@@ -127,7 +127,7 @@ class _ResultChecker(TorchFunctionMode):
         addresses = {_storage_address(t) for t in arguments if isinstance(t, Tensor)}
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and _storage_address(tensor) not in addresses:
-                self._check_tensor(self.forward, tensor, line, "the output of")
+                self._record_if_non_finite(self.forward, tensor, line, "the output of")
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_hook(self._gradient_check_hook(line))
         return result
@@ -136,11 +136,11 @@ class _ResultChecker(TorchFunctionMode):
         def hook(gradients: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
             for gradient in gradients:
                 if gradient is not None:
-                    self._check_tensor(self.backward, gradient, line, "the gradient of")
+                    self._record_if_non_finite(self.backward, gradient, line, "the gradient of")
 
         return hook
 
-    def _check_tensor(
+    def _record_if_non_finite(
         self, findings: dict[str, tuple[int, str]], tensor: Tensor, line: ProgramLine, role: str
     ) -> None:
         self.num_checked += 1

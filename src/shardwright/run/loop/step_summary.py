@@ -71,7 +71,7 @@ class StepSummary:
         """
         events, summary = list(events), cls()
         host = [each for each in events if _is_host_event(each)]
-        for event, context in _traverse_with_contexts(host):
+        for event, context in _events_with_contexts(host):
             microseconds = (
                 sum(kernel.duration for kernel in event.kernels)
                 if is_accelerated
@@ -135,7 +135,7 @@ def _is_host_event(event: Any) -> bool:
     return bool(event.device_type.name == "CPU")
 
 
-def _traverse_with_contexts(host: Sequence[Any]) -> Iterator[tuple[Any, _EventContext]]:
+def _events_with_contexts(host: Sequence[Any]) -> Iterator[tuple[Any, _EventContext]]:
     """Yield host events with their contexts, parents before their children."""
     stack = [
         (event, _EventContext())

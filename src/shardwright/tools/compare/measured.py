@@ -93,12 +93,12 @@ class RealComparison:
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     """Return Spearman's ρ; ties have their mean rank. NaN if all values of `x` or `y` are equal."""
-    ranks = np.array([_mean_ranks(x), _mean_ranks(y)])
+    ranks = np.array([_average_ranks(x), _average_ranks(y)])
     spread = ranks.std(axis=1).prod()
     return float(np.cov(ranks, bias=True)[0, 1] / spread) if spread else float("nan")
 
 
-def _mean_ranks(values: Sequence[float]) -> list[float]:
+def _average_ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 

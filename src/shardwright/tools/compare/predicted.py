@@ -193,7 +193,7 @@ class GridComparison:
         """Whether these degrees divide the model's sizes, and the schedule can run the stages."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
-        pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._manual_schedule)
+        pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._megatron_schedule)
         can_pipeline = stages == 1 or (
             stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
             and pipeline.can_run(parallel.num_micro_batches)
@@ -262,12 +262,12 @@ class GridComparison:
         parallel = self.run.config.parallel
         return {
             "micro_batches": parallel.num_micro_batches,
-            "schedule": self._manual_schedule,
+            "schedule": self._megatron_schedule,
             "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
         }
 
     @property
-    def _manual_schedule(self) -> str:
+    def _megatron_schedule(self) -> str:
         """Schedule of Megatron-style plans; the default one if the configuration has `auto`."""
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))

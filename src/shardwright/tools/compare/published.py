@@ -391,11 +391,11 @@ class PlannedRun:
         candidate = searched[0].aligned
         if run.recompute != "selective":
             return candidate
-        recompute_marks = dict(_selectively_recomputed(graph, blocks))
+        recompute_marks = dict(_selectively_recomputed_ops(graph, blocks))
         return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
 
 
-def _selectively_recomputed(
+def _selectively_recomputed_ops(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
     """Yield the names of operators that selective checkpointing recomputes, with their segment.

@@ -74,7 +74,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     seconds: list[list[float]] = [[] for _ in steps]
     for round_index in range(order.rounds):
         for plan_index in plan_order(len(steps), round_index):
-            seconds[plan_index].append(_slowest_seconds(steps[plan_index]))
+            seconds[plan_index].append(_seconds_on_slowest_rank(steps[plan_index]))
     return seconds
 
 
@@ -104,7 +104,7 @@ def plan_order(num_plans: int, round_index: int) -> list[int]:
     return [(round_index + step * index) % num_plans for index in range(num_plans)]
 
 
-def _slowest_seconds(step: Callable[[], object]) -> float:
+def _seconds_on_slowest_rank(step: Callable[[], object]) -> float:
     """Return the seconds of a step on the slowest process."""
     step()  # Untimed: as in training, the timed step follows a step of the same plan.
     dist.barrier()

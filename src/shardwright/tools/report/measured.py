@@ -110,7 +110,7 @@ def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
     table = []
     for stage, predicted in enumerate(measured.predicted):
         ranks = [rank for rank in measured.ranks if rank.stage == stage]
-        for key, (predicted_total, mean_total) in _paired_totals(predicted, ranks).items():
+        for key, (predicted_total, mean_total) in _pair_collective_totals(predicted, ranks).items():
             name = f"{key[0]} over {key[1]}" + (f", stage {stage}" if has_stages else "")
             table.append((name, *_collective_cells(predicted_total, mean_total)))
     header = ("collective", "count", "measured", "bytes", "measured", "seconds", "measured")
@@ -127,7 +127,7 @@ _Totals = tuple[CollectiveTotal | None, CollectiveTotal | None]
 """Predicted and measured totals of one collective."""
 
 
-def _paired_totals(
+def _pair_collective_totals(
     predicted: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
 ) -> dict[tuple[str, str], _Totals]:
     """Pair the predicted totals with the mean over `ranks`, by kind of collective and mesh axes."""

@@ -37,7 +37,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
         if isinstance(each, str):
             yield OtherPlan(name, each)
         else:
-            changes = Chart() if each is plan else _changes_table(plan, each)
+            changes = Chart() if each is plan else _differences_table(plan, each)
             yield OtherPlan(name, sentence(each), tuple(_plan_stacks(each, *maxima)), changes)
 
 
@@ -65,7 +65,7 @@ def _single_bar_stack(
     return Stack(kind, text, (Bar(kind, kind, text, 0.0, length),), limit, state)
 
 
-def _changes_table(plan: PlanData, other: PlanData) -> Chart:
+def _differences_table(plan: PlanData, other: PlanData) -> Chart:
     """Return the table of differences between the plan of the page and another plan."""
     # "model" is a difference of fingerprints, which depend on the batch size too.
     changes = [each for each in differences(plan, other) if each.what != "model"]

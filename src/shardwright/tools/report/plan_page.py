@@ -126,7 +126,7 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
     stored = f"{binary(plan.parameter_bytes)} stored per device"
-    yield Headline("Parameters", _params_text(count), stored)
+    yield Headline("Parameters", _param_count_text(count), stored)
     yield _memory_headline(plan)
     sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
     yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
@@ -138,10 +138,10 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
         yield Headline("Global batch", f"{plan.global_batch:,} {unit}", ", ".join(parts))
 
 
-def _params_text(count: int) -> str:
+def _param_count_text(count: int) -> str:
     """Format a number of parameters.
 
-    >>> _params_text(68_976_648_192), _params_text(1_250_000), _params_text(9_000)
+    >>> _param_count_text(68_976_648_192), _param_count_text(1_250_000), _param_count_text(9_000)
     ('69.0 billion', '1.2 million', '9,000')
     """
     for unit, size in (("billion", 1e9), ("million", 1e6)):
