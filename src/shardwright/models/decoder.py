@@ -41,8 +41,7 @@ class Decoder(nn.Module):
         config: Any = self.model.config
         if hasattr(config, "kv_lora_rank"):
             raise ConfigError(
-                "prefix: prefix tuning does not support multi-head latent attention"
-                " (DeepSeek-V2)\nuse LoRA instead"
+                "prefix: multi-head latent attention (DeepSeek-V2) is not supported\nuse LoRA"
             )
         self.requires_grad_(False)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads

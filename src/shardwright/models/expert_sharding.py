@@ -212,6 +212,5 @@ def _check_divisible(path: str, dimension: str, size: int, model_parallel: int) 
     if size % model_parallel:
         raise ConfigError(
             f"{path}: {size} {dimension} are not divisible by model_parallel {model_parallel}\n"
-            "use one of"
-            f" {', '.join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)}"
+            f"use one of {', '.join(str(n) for n in range(1, 65) if size % n == 0)}"
         )

@@ -88,8 +88,7 @@ class Dimensions:
             )
         if self.family == "pangualpha" and self.num_layers < 2:
             raise ConfigError(
-                f"num_layers={self.num_layers}: PanguAlpha needs at least 2, because the last is"
-                " its query layer"
+                f"num_layers={self.num_layers}: PanguAlpha needs at least 2, the last for queries"
             )
 
     def _check_field_values(self) -> None:

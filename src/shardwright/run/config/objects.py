@@ -218,8 +218,7 @@ def load_samples(
         if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
             raise ConfigError(
                 f"data.target: {data.target} returned a {type(tensors).__name__}, not a tuple of"
-                " tensors\nreturn tensors with samples on dimension 0, for example"
-                " (images, labels)"
+                " tensors\nreturn tensors with samples on dimension 0, such as (images, labels)"
             )
         return tensors
     path = folder / Path(data.path).expanduser() if data.path is not None else None
