@@ -162,7 +162,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         )
 
     def _global_batch_size(self, batch_size: int) -> int:
-        """Return the global batch size for a batch size per process; equal with `split_batches`."""
+        """Return the global batch size; with `split_batches`, `batch_size` is already global."""
         if self.args.accelerator_config.split_batches:
             return batch_size
         return batch_size * int(self.args.world_size)

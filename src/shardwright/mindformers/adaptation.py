@@ -1,4 +1,4 @@
-"""Parameter-efficient fine-tuning (LoRA, prefix tuning): `pet_config`."""
+"""Reads `pet_config` of a MindFormers file: LoRA and prefix tuning."""
 
 from __future__ import annotations
 

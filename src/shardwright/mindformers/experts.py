@@ -1,4 +1,4 @@
-"""Mixture of experts (MoE): `moe_config`."""
+"""Reads `moe_config` of a MindFormers file: mixture of experts (MoE)."""
 
 from __future__ import annotations
 

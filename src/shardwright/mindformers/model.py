@@ -1,4 +1,4 @@
-"""The model: `model.arch`, `model.model_config` and its `pet_config`."""
+"""Reads the section `model` of a MindFormers file: architecture, sizes and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallelism: `use_parallel`, `parallel` and `parallel_config`."""
+"""Reads `use_parallel`, `parallel` and `parallel_config` of a MindFormers file."""
 
 from __future__ import annotations
 

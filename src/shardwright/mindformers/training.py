@@ -1,4 +1,4 @@
-"""Training: `optimizer`, `lr_schedule`, `runner_config`, `recompute_config` and checkpoints."""
+"""Reads the training options of a MindFormers file: `optimizer`, `lr_schedule`, and others."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class Batch:
         )
 
     def _accumulation_key_and_steps(self) -> tuple[str, int]:
-        """Return the key and value of the number of micro-batches before interleaving."""
+        """Return the key and the value of the number of micro-batches or accumulation steps."""
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps

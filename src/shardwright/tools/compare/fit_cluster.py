@@ -26,8 +26,8 @@ TOLERANCE = 0.05
 """Assumed relative error of published throughput, the unit of the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Residual of a figure whose logarithm differs by `log_spread` from its initial value. The second
-weight applies to fewer runs than figures, because these runs determine each figure less."""
+"""Weight of the prior: residual of a figure whose logarithm is `log_spread` off its initial value.
+The second weight applies to fewer runs than figures, which determine each figure less."""
 
 UNEXPLAINED_ERROR = 0.15
 """Relative error of a fitted prediction above which its run is reported."""

@@ -281,7 +281,7 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
 
 
 def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
-    """Return `row`, an entry of a list of runs, as a validated `row_type`.
+    """Validate `row`, an entry of a list of runs, and return it as a `row_type`.
 
     Args:
         location: file and index of the entry, for error messages.

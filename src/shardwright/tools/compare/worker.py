@@ -98,7 +98,7 @@ def _training_step(
 def plan_order(num_plans: int, round_index: int) -> list[int]:
     """Return the order of the plans in a round, as indices.
 
-    Each round begins with the next plan; odd rounds go backwards.
+    Round r begins with plan r modulo `num_plans`; odd rounds run in reverse order.
     """
     step = -1 if round_index % 2 else 1
     return [(round_index + step * index) % num_plans for index in range(num_plans)]

@@ -36,7 +36,7 @@ def _module_children(
 ) -> Iterator[Branch | Operator]:
     """Yield the children of the module at `path`, in the order of the model.
 
-    A module whose only child is a module is merged with it.
+    A module whose only child is a module is merged with that child.
     """
     groups: dict[str | int, list[_OperatorInModules]] = {}
     for modules, operator in operators_in_modules:
