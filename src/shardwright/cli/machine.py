@@ -111,7 +111,7 @@ def calibrate_command(
         typer.echo(f"# saved in {cache_file()}")
         return
     if out is None or devices is not None:
-        raise typer.BadParameter("--from needs --out, and no --devices\nadd --out my_cluster.yaml")
+        raise typer.BadParameter("--from needs --out and cannot be combined with --devices")
     base = None if cluster is None else load_cluster(cluster)
     planned, left_out = planned_runs(runs_file, base)
     names = sorted({each.run.hardware for each in planned})

@@ -34,8 +34,7 @@ class PadToMultiple:
 
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
-            problem = f"PadToMultiple: multiple={self.multiple!r} is not an integer of at least 1"
-            raise DataError(f"{problem}\nuse for example multiple=64")
+            raise DataError(f"PadToMultiple: multiple={self.multiple!r}\nuse an int of at least 1")
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `samples`, dicts with the same fields, into one batch."""
