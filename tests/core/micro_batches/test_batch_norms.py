@@ -126,11 +126,11 @@ class Refused(Normalized):
 REFUSED: dict[str, tuple[Callable[[Normalized, Tensor], Tensor], str]] = {
     "running statistics": (
         lambda net, z: z.square().mean() + net.norm.running_mean.sum(),
-        "reads what mixes samples",
+        "reads a value that mixes samples",
     ),
     "a count of batches": (
         lambda net, z: z.square().mean() / net.norm.num_batches_tracked,
-        "reads what mixes samples",
+        "reads a value that mixes samples",
     ),
     "a spread": (lambda net, z: z.std(0).mean(), "aten.std"),
     "samples in another dimension": (

@@ -12,15 +12,20 @@ from shardwright.errors import StrategyError
 Dim = tuple[Value, int]
 
 MAX_CANDIDATES = 6
-"""Maximal number of candidates besides dimension 0 of all inputs; the model is captured for
-each."""
+"""Maximal number of candidates besides dimension 0 of all inputs. The model is captured once per
+candidate."""
 
 
 def sample_dims(graph: Graph) -> dict[Value, int]:
-    """The dimension of the samples of inputs: dimension 0 of all as long as the first.
+    """Return the batch dimension of each input that has one.
 
-    If there are no others, and another dimension of the first is joined with dimension 0 of labels
-    or lengths, as with `nn.LSTM`, all dimensions that are joined with it.
+    The batch dimension is dimension 0 of all inputs whose dimension 0 is as long as that of the
+    first input. If no other input is, and a later dimension of the first input shares a factor with
+    dimension 0 of labels or lengths, as with `nn.LSTM`, the batch dimensions are those that share
+    this factor.
+
+    Args:
+        graph: the graph of a batch or micro-batch.
     """
     inputs = [value for value in graph.input_values if value.shape]
     dims = {value: 0 for value in inputs if value.shape[0] == inputs[0].shape[0]}
@@ -36,8 +41,8 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
 
 
 def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
-    """Return the batch dimension of each leaf of a call, None where there is none; empty if no
-    batch dimension is other than 0."""
+    """Return the batch dimension of each leaf of a call's arguments, None for leaves without one;
+    empty if all batch dimensions are 0."""
     dims = sample_dims(graph)
     if not any(dims.values()):
         return ()
@@ -45,7 +50,7 @@ def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
 
 
 class JoinedDims:
-    """Groups of tensor dimensions that belong to the same factor in sharding rules of operators.
+    """Groups of tensor dimensions that the sharding rules of operators assign to one factor.
 
     Args:
         graph: the graph of the global batch.
@@ -62,13 +67,13 @@ class JoinedDims:
             for value, names in tensors:
                 for dim, name in enumerate(names):
                     if name is not None and value.shape[dim] > 1:
-                        self._join((value, dim), (op, name))
+                        self._join_groups((value, dim), (op, name))
 
     def candidates(self, count: int) -> Iterator[tuple[int | None, ...]]:
-        """Yield candidates for the batch dimensions of all leaves of a call.
+        """Yield candidates for the batch dimensions of all leaves of a call's arguments.
 
-        Each candidate contains dimension 0 of some input, as other dimensions may be features,
-        unless a dimension of a parameter is in the same group.
+        Each candidate contains dimension 0 of some input, as other dimensions may be features.
+        Groups that contain a dimension of a parameter yield none.
 
         Args:
             count: number of micro-batches, which must divide the batch size.
@@ -77,26 +82,28 @@ class JoinedDims:
         found: dict[tuple[int | None, ...], None] = {}
         for first in inputs:
             size = first.shape[0]
-            if size == 1 or size % count or self._is_joined_with_parameter((first, 0)):
+            if size == 1 or size % count or self._shares_factor_with_parameter((first, 0)):
                 continue
             # Inputs that operators combine only in the loss have a batch dimension too.
             others = {v: 0 for v in inputs if v.shape[0] == size}
             joined = self.of_inputs({first: 0})
             all_joined = self.of_inputs(
-                {v: 0 for v in others if not self._is_joined_with_parameter((v, 0))}
+                {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
             )
             found |= dict.fromkeys(map(self._dims_of_leaves, (all_joined, joined)))
         yield from list(found)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
-        """Return the batch dimensions of all leaves of a call, from those that the user specifies.
+        """Return the batch dimensions of all leaves of a call's arguments, given those of some
+        inputs.
 
         Args:
-            batch_dims: batch dimensions by input name; None for an input that is passed in full.
-                Other inputs have dimensions in the same groups, if any.
+            batch_dims: batch dimensions by input name; None for an input that each micro-batch
+                reads in full. Inputs without an entry have their dimension in the same groups, if
+                any.
 
         Raises:
-            StrategyError: if the model has no input of a name, or the input no such dimension.
+            StrategyError: if a name is not that of a tensor input, or a dimension is out of range.
         """
         by_name = {value.name: value for value in self._graph.input_values}
         given: dict[Value, int] = {}
@@ -121,29 +128,30 @@ class JoinedDims:
         return self._dims_of_leaves({v: dim for v, dim in dims.items() if v.name not in in_full})
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
-        """Return, for each input with one, its first dimension in a group of one of `dims`."""
-        roots = {self._root(dim) for dim in dims.items()}
+        """Return the first dimension of each input that is in the same group as one of `dims`;
+        inputs without such a dimension are left out."""
+        roots = {self._root_of_group(dim) for dim in dims.items()}
         return {
             value: dim
             for value in self._graph.input_values
             for dim in reversed(range(len(value.shape)))
-            if self._root((value, dim)) in roots
+            if self._root_of_group((value, dim)) in roots
         }
 
     def _dims_of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
         leaves = self._graph.inputs
         return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in leaves)
 
-    def _is_joined_with_parameter(self, dim: Dim) -> bool:
+    def _shares_factor_with_parameter(self, dim: Dim) -> bool:
         parameters = ((v, d) for v in self._graph.parameters for d in range(len(v.shape)))
-        return self._root(dim) in {self._root(each) for each in parameters}
+        return self._root_of_group(dim) in {self._root_of_group(each) for each in parameters}
 
-    def _root(self, node: object) -> object:
+    def _root_of_group(self, node: object) -> object:
         while node in self._parent:
             node = self._parent[node]
         return node
 
-    def _join(self, one: object, other: object) -> None:
-        one, other = self._root(one), self._root(other)
+    def _join_groups(self, one: object, other: object) -> None:
+        one, other = self._root_of_group(one), self._root_of_group(other)
         if one != other:
             self._parent[one] = other

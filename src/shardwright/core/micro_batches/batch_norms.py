@@ -1,4 +1,4 @@
-"""Norms in training with statistics of samples: of the whole batch, or of each micro-batch."""
+"""Batch norms in training, with statistics of the global batch or of each micro-batch."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
 
 NORMALIZES_ALL = "normalizes by statistics of all samples"
 AVERAGES_ALL = "updates running statistics by those of all samples"
-"""Verb phrases of errors, which `batch_norm="per_micro_batch"` resolves."""
+"""Verb phrases for errors that `batch_norm="per_micro_batch"` resolves."""
 
 UPDATED = "each micro-batch updates "
 """Start of the error for a buffer that `forward` updates."""
 
 
 def takes_statistics(op: Op) -> bool:
-    """Whether an operator takes statistics of all its samples: a batch norm in training, or an
-    instance norm with running statistics."""
+    """Whether `op` computes statistics over the batch: a batch norm in training, or an instance
+    norm with running statistics."""
     return op.target in (batch_norm_train, instance_norm_train)
 
 
 def use_of_statistics(op: Op) -> str:
-    """Return what a norm does with the statistics of its samples, as a verb phrase for errors."""
+    """Return `NORMALIZES_ALL` for a batch norm, or `AVERAGES_ALL` for an instance norm."""
     return NORMALIZES_ALL if op.target is batch_norm_train else AVERAGES_ALL
 
 
 def running_statistics(graph: Graph) -> set[Value]:
-    """Updated buffers, and all that follows from them and from new running statistics alone."""
+    """Return updated buffers, new running statistics, and values computed from these only."""
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
         if takes_statistics(op):
@@ -42,10 +42,11 @@ def running_statistics(graph: Graph) -> set[Value]:
 
 
 def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
-    """Why micro-batches must not update the buffers of a graph; None if they may.
+    """Return why micro-batches must not update the buffers of a graph, or None if they may.
 
     Args:
-        per_micro_batch: whether batch norms take their statistics from each micro-batch.
+        graph: the graph of a micro-batch.
+        per_micro_batch: whether batch norms compute statistics over each micro-batch.
     """
     if graph.loss is None:
         return None

@@ -16,26 +16,25 @@ LINEAR = frozenset(
         *("linear", "matmul", "mm", "mv", "bmm", "dot"),
     }
 )
-"""Names of operators f with f(x + y) = f(x) + f(y) in one operand, the others being constant."""
+"""Names of operators with f(x + y) = f(x) + f(y) in one operand while the others are constant."""
 
 ADDITIVE = frozenset({"add", "sub", "rsub", "cat", "stack", "where"})
-"""Names of operators that are linear in all operands together."""
+"""Names of operators with f(a + b, x + y) = f(a, x) + f(b, y), jointly linear in all operands."""
 
 INDEXED_SUMS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_put"})
-"""Names of operators that can add slices of a tensor to a base, `op.inputs[0]`, each at its index.
-"""
+"""Names of operators that can add slices of a tensor to `op.inputs[0]` at given indices."""
 
 
 def dims_of_indexed_sum(
     op: Op, states: Mapping[Value, SampleState], outside: Collection[Value]
 ) -> tuple[int | None, ...] | None:
-    """Return the batch dimension of each input of an operator that adds all samples to a base
-    without batch dimension; None for another operator.
+    """Return the batch dimension of each input of an operator such as `index_add` that adds all
+    samples to a tensor without batch dimension; None for any other operator.
 
     Args:
         op: an operator with an input that is split into micro-batches.
-        states: states of values.
-        outside: values that the prologue computes, of which micro-batches can read slices.
+        states: the state of each value.
+        outside: values that the prologue computes; micro-batches can read slices of these.
     """
     if not _is_indexed_sum(op):
         return None

@@ -1,4 +1,4 @@
-"""Rewrites the graph of a micro-batch so that its loss is a term of the loss of the batch."""
+"""Rewrites the graph of a micro-batch so that losses sum or average to that of the global batch."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ from shardwright.core.torch_internals import pytree
 aten = torch.ops.aten
 
 COUNTED_LOSSES = ("cross_entropy", "nll_loss_nd", "nll_loss", "nll_loss2d")
-"""Names of losses whose mean divides by the number of valid targets, or by the sum of their class
-weights."""
+"""Names of losses whose mean divides by the number of valid targets, or by the sum of the class
+weights of valid targets."""
 
 FILLED_LIKE = frozenset({"zeros_like", "ones_like", "full_like"})
 """Names of operators that read the shape of a tensor, but not its elements."""
 
 ADDED_SUFFIXES = ("share", "mean", "mean_cast")
-"""Ends of the names of added operators, after the name of the operator that they follow and `_`."""
+"""Suffixes of names of added operators, as in `add_share` for an operator added beside `add`."""
 
 
 class MicroBatchGraph:
     """Collects the changes to the graph of a micro-batch.
 
     Args:
-        pair: graphs of the batch and of a micro-batch. Operators and values that methods receive
-            belong to the graph of the batch.
+        pair: graphs of the global batch and of a micro-batch. Operators and values passed to
+            methods belong to the graph of the global batch.
         count: number of micro-batches.
     """
 
     def __init__(self, pair: PairedGraphs, count: int) -> None:
         self.pair, self.count = pair, count
         self.replaced: dict[Value, Value] = {}
-        """For values of the batch, the value of a micro-batch if a new operator computes it."""
+        """Values that new operators compute in a micro-batch, by value of the global batch."""
         self.shares: dict[Value, Value] = {}
         self.taken: dict[tuple[Value, int | None], Value] = {}
-        """Outputs of the prologue, each with the dimension that is split into micro-batches or
-        None; mapped to the buffer as which micro-batches read it."""
+        """Buffers from which micro-batches read outputs of the prologue, by output and the
+        dimension split into micro-batches (None for outputs read in full)."""
         self.counts: list[Op] = []
-        """Operators of the prologue that are not in the graph of the batch."""
+        """Operators of the prologue that are not in the graph of the global batch."""
         self._ops: dict[Op, list[Op]] = {}
         self._names = {value.name for value in pair.micro.values()} | set(pair.micro.by_name)
 
     # Values
 
     def take(self, value: Value, dim: int | None) -> Value:
-        """Make `value` an output of the prologue, and return the buffer as which micro-batches read
-        it.
+        """Make `value` an output of the prologue, and return the buffer from which micro-batches
+        read `value`.
 
         Args:
-            value: a value of the batch's graph.
-            dim: dimension that is split into micro-batches; None to pass the full value to each.
+            value: a value in the graph of the global batch.
+            dim: dimension that is split into micro-batches; None to pass the full tensor to each.
         """
         if (value, dim) not in self.taken:
             shape = list(value.shape)
@@ -76,22 +76,23 @@ class MicroBatchGraph:
         return self.taken[value, dim]
 
     def share(self, value: Value, reader: Op) -> Value:
-        """Return `value` divided by the number of micro-batches, so that their sum is `value`.
+        """Return `value` divided by the number of micro-batches, so that the sum over micro-batches
+        is `value`.
 
         Args:
             value: a value that is equal in all micro-batches.
-            reader: the operator that reads the result, before which it is computed.
+            reader: the operator that reads the result. The division is inserted before `reader`.
         """
         if value not in self.shares:
-            source = self._value_in_micro_batch(value, reader)
+            source = self._micro_batch_value(value, reader)
             args = (source, 1 / self.count)
             dtype = source.dtype if source.dtype.is_floating_point else reader.output.dtype
-            self.shares[value] = self._insert_after(
+            self.shares[value] = self._insert_op_after(
                 reader, aten.mul.Tensor, args, source, dtype, "share"
             )
         return self.shares[value]
 
-    def _value_in_micro_batch(self, value: Value, reader: Op) -> Value:
+    def _micro_batch_value(self, value: Value, reader: Op) -> Value:
         own = self.replaced.get(value, self.pair.values.get(value))
         if own is None:
             raise UnsplittableError(reader, "reads a value that a micro-batch of one sample lacks")
@@ -113,15 +114,20 @@ class MicroBatchGraph:
         shared: Iterable[Value] = (),
         numbers: Mapping[str, Any] | None = None,
     ) -> None:
-        """Compute `op` in each micro-batch, with the micro-batch's sizes and the batch's numbers.
+        """Compute `op` in each micro-batch, with sizes of the micro-batch and all other numbers of
+        the global batch.
 
         Args:
-            op: an operator of the batch's graph.
-            dims: for each input, the dimension that is split into micro-batches if the prologue
-                computes the input; else None.
+            op: an operator in the graph of the global batch.
+            dims: for each input that the prologue computes, the dimension that is split into
+                micro-batches; None for inputs read in full and for all other inputs.
             outside: inputs that the prologue computes.
             shared: inputs that are divided by the number of micro-batches.
             numbers: new values of number arguments, by name.
+
+        Raises:
+            UnsplittableError: if a micro-batch of one sample lacks `op`, unless `op` is arithmetic,
+                or lacks a value that `op` reads.
         """
         outside, shared = set(outside), set(shared)
 
@@ -134,7 +140,7 @@ class MicroBatchGraph:
         if own is None:
             changes = {*outside, *shared, *self.replaced}.intersection(op.inputs) or numbers
             if changes or self.pair.changed_numbers(op):
-                self._insert_op(op, read, numbers or {})
+                self._insert_missing_op(op, read, numbers or {})
             return
         args, kwargs, changed = merged_arguments(op, own, read)
         for name, number in (numbers or {}).items():
@@ -142,15 +148,15 @@ class MicroBatchGraph:
         if changed or numbers:
             self._replace_op(op, replace(own, args=args, kwargs=kwargs))
 
-    def _insert_op(
+    def _insert_missing_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
     ) -> None:
-        """Insert an operator that the graph of a micro-batch of one sample lacks, as in
-        `x / len(x)`."""
+        """Insert an operator that is not captured for a micro-batch of one sample, such as the
+        division in `x / len(x)`."""
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
         args, kwargs, _ = merged_arguments(
-            op, op, lambda v, n: read(v, n) or self._value_in_micro_batch(v, op)
+            op, op, lambda v, n: read(v, n) or self._micro_batch_value(v, op)
         )
         for name, number in numbers.items():
             args, kwargs = with_argument(op, args, kwargs, name, number)
@@ -162,7 +168,16 @@ class MicroBatchGraph:
         self.replaced[op.output] = output
 
     def sum_over_targets(self, op: Op, count: Value) -> None:
-        """Replace a mean over targets by a sum over targets, divided by `count` of the batch."""
+        """Replace a mean over targets by a sum over targets, divided by `count`.
+
+        Args:
+            op: a loss for which `is_mean_over_targets` is true.
+            count: number of valid targets, or sum of their class weights, in the global batch: a
+                scalar that the prologue computes.
+
+        Raises:
+            UnsplittableError: if a micro-batch of one sample lacks `op`.
+        """
         own = self.pair.ops.get(op)
         if own is None:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
@@ -171,9 +186,9 @@ class MicroBatchGraph:
         summed = self._replace_op(op, replace(made, args=args, kwargs=kwargs))
         arguments = (summed.output, self.take(count, None))
         dtype, wide = summed.output.dtype, count.dtype
-        mean = self._insert_after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
+        mean = self._insert_op_after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
         if wide != dtype:
-            mean = self._insert_after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
+            mean = self._insert_op_after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
         self.replaced[op.output] = mean
 
     def _replace_op(self, op: Op, made: Op) -> Op:
@@ -185,7 +200,7 @@ class MicroBatchGraph:
         self.replaced.update(zip(op.outputs, outputs, strict=True))
         return made
 
-    def _insert_after(
+    def _insert_op_after(
         self,
         op: Op,
         target: Any,
@@ -194,14 +209,14 @@ class MicroBatchGraph:
         dtype: torch.dtype,
         suffix: str,
     ) -> Value:
-        """Add a new operator after those that replace `op`, and return its output.
+        """Add a new operator after the replacements of `op`, and return its output.
 
         Args:
-            op: the operator after which the new operator is added.
+            op: the operator that the new operator follows.
             target, args: target and arguments of the new operator.
             source: a value with the shape of the output.
             dtype: dtype of the output.
-            suffix: end of the new operator's name.
+            suffix: one of `ADDED_SUFFIXES`.
         """
         near = self.pair.ops.get(op, op)
         name = self._unique_name(f"{near.name}_{suffix}")
@@ -218,22 +233,25 @@ class MicroBatchGraph:
         """Return the graph of a micro-batch with all changes.
 
         Args:
-            reduction: whether the loss of the batch is the mean or the sum of the micro-batches'
-                losses.
-            outputs: for outputs of the batch's graph, their reduction over micro-batches or their
-                batch dimension.
+            reduction: whether the loss of the global batch is the mean or the sum of the losses of
+                micro-batches.
+            outputs: reduction over micro-batches, or batch dimension, of each output of the global
+                batch that is not equal in all micro-batches.
+
+        Raises:
+            UnsplittableError: if an operator is called with other arguments for a micro-batch.
         """
         graph = self.pair.micro
         pairs = list(zip(self.pair.whole.output_values, graph.output_values, strict=True))
         ends_of = {own: self.replaced.get(value, own) for value, own in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
-        ops = list(_needed_ops(self._ordered_ops(), (*ends, *(new for _, new in graph.updates))))
+        ops = list(_needed_ops(self._changed_ops(), (*ends, *(new for _, new in graph.updates))))
         if self.pair.micro is not self.pair.twin:
             self.pair.check_operators(ops)
             for value, own in pairs:
                 if ends_of[own] is own and not self.pair.are_paired(value, own):
                     raise UnsplittableError(self.pair.whole.producer[value], OTHER_ARGUMENTS)
-        ops = _with_unique_names(ops, {op for ops in self._ops.values() for op in ops})
+        ops = _rename_replaced_ops(ops, {op for ops in self._ops.values() for op in ops})
         read = {value for op in ops for value in op.inputs} | set(ends)
         taken = {key: value for key, value in self.taken.items() if value in read}
         names = {value: ends_of[own].name for value, own in pairs}
@@ -249,16 +267,15 @@ class MicroBatchGraph:
             loss=None if graph.loss is None else ends_of[graph.loss],
             whole_batch=WholeBatch(
                 reduction,
-                self._prologue([value for value, _ in taken]) if taken else None,
+                self._prologue_graph([value for value, _ in taken]) if taken else None,
                 tuple((value.name, dim) for (_, dim), value in taken.items()),
                 tuple((names[value], each) for value, each in outputs.items()),
                 rewritten=bool(self._ops),
             ),
         )
 
-    def _ordered_ops(self) -> list[Op]:
-        """Return the operators of the micro-batch, each followed by new operators that replace
-        it."""
+    def _changed_ops(self) -> list[Op]:
+        """Return the operators of the micro-batch, each followed by its replacements."""
         following: dict[Op | None, list[Op]] = {}
         before = None
         for op in self.pair.whole.ops:
@@ -267,9 +284,9 @@ class MicroBatchGraph:
         first = following.get(None, [])
         return [*first, *(e for op in self.pair.micro.ops for e in (op, *following.get(op, ())))]
 
-    def _prologue(self, values: Sequence[Value]) -> Graph:
+    def _prologue_graph(self, values: Sequence[Value]) -> Graph:
         whole = self.pair.whole
-        ops = tuple(_needed_ops((*map(_filled, whole.ops), *self.counts), values))
+        ops = tuple(_needed_ops((*map(_as_full_op, whole.ops), *self.counts), values))
         read = {value for op in ops for value in op.inputs} | set(values)
         return replace(
             whole,
@@ -290,9 +307,9 @@ class MicroBatchGraph:
         )
 
 
-def _filled(op: Op) -> Op:
-    """Return an operator without tensor inputs that computes the same as one of `FILLED_LIKE`;
-    other operators unchanged."""
+def _as_full_op(op: Op) -> Op:
+    """Return `aten.full` of equal shape in place of an operator in `FILLED_LIKE`; other operators
+    unchanged."""
     if op.short_name not in FILLED_LIKE:
         return op
     number = call_arguments(op).get("fill_value", int(op.short_name == "ones_like"))
@@ -301,7 +318,7 @@ def _filled(op: Op) -> Op:
 
 
 def _needed_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
-    """Return the operators on which `values` depend, in order."""
+    """Return the operators among `ops` on which `values` depend, in order of execution."""
     needed, kept = set(values), []
     for op in reversed(list(ops)):
         if needed.intersection(op.outputs):
@@ -310,12 +327,12 @@ def _needed_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
     return kept[::-1]
 
 
-def _with_unique_names(ops: list[Op], made: set[Op]) -> list[Op]:
-    """Rename operators, and their outputs, that remain beside operators that replace them.
+def _rename_replaced_ops(ops: list[Op], made: set[Op]) -> list[Op]:
+    """Rename replaced operators and their outputs where the replacement has the same name.
 
     Args:
         ops: operators of a micro-batch.
-        made: the new operators among `ops`, which keep their names.
+        made: the new operators among `ops`, whose names do not change.
     """
     names = {op.name for op in ops if op in made}
     renamed: dict[Value, Value] = {}
@@ -337,7 +354,7 @@ def _with_unique_names(ops: list[Op], made: set[Op]) -> list[Op]:
 def with_argument(
     op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, argument: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of `op` with argument `name` replaced by `argument`."""
+    """Return positional and keyword arguments for `op` with argument `name` set to `argument`."""
     position = list(schema_parameters(op.target)).index(name)
     if position < len(args):
         return (*args[:position], argument, *args[position + 1 :]), dict(kwargs)
@@ -345,7 +362,7 @@ def with_argument(
 
 
 def is_mean_over_targets(op: Op) -> bool:
-    """Whether an operator is a mean over valid (not ignored) integer targets."""
+    """Whether `op` is a loss that averages over valid (not ignored) integer targets."""
     if op.short_name not in COUNTED_LOSSES:
         return False
     arguments = call_arguments(op)
@@ -353,9 +370,13 @@ def is_mean_over_targets(op: Op) -> bool:
 
 
 def count_of_targets(op: Op) -> tuple[Value, list[Op]]:
-    """Return the divisor of a mean over targets, and the operators that compute it.
+    """Return the divisor of a mean over targets, and the operators that compute this divisor.
 
-    The divisor is the number of valid targets or, with class weights, the sum of their weights.
+    The divisor is the number of valid targets or, with class weights, the sum of the class weights
+    of valid targets.
+
+    Args:
+        op: a loss for which `is_mean_over_targets` is true.
     """
     arguments, ops = call_arguments(op), list[Op]()
     target, weight = arguments["target"], arguments["weight"]

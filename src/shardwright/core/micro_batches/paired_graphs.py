@@ -20,11 +20,11 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload
 
 SIZES = frozenset({"size", "sizes", "shape", "repeats", "output_size", "split_sizes"})
-"""Names of arguments of PyTorch's operators that may depend on the batch size; shapes of results
-are checked instead."""
+"""Names of size arguments of PyTorch's operators. Sizes are not compared, as they may depend on the
+batch size; shapes of results are compared instead."""
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
-"""Names of operators that are not captured where a number makes them do nothing."""
+"""Names of operators that are not captured where a number makes them the identity, as `x / 1`."""
 
 NOT_CALLED = "is not called for a micro-batch: operators depend on its size"
 FEWER_TENSORS = "returns fewer tensors for a micro-batch than for the batch"
@@ -37,18 +37,18 @@ DEPENDENCES_ON_SIZE = (
     *(NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS),
     *(TAKES_PART, NOT_PROPORTIONAL),
 )
-"""Verb phrases for errors."""
+"""Verb phrases for errors about operators that depend on the batch size."""
 
 
 @dataclass(frozen=True)
 class PairedGraphs:
-    """The graph of a batch and the graph of one of its micro-batches, operator by operator.
+    """The graph of the global batch, and the matching operators in the graph of a micro-batch.
 
     Args:
-        whole: graph of the batch.
+        whole: graph of the global batch.
         micro: graph of a micro-batch.
-        twin: graph with the same operators as `whole` for another batch size: `micro`, unless
-            micro-batches have one sample.
+        twin: graph with the same operators as `whole` for another batch size: `micro` or, if
+            `micro` has other operators, the graph of 2 or 4 micro-batches.
     """
 
     whole: Graph
@@ -65,10 +65,11 @@ class PairedGraphs:
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
-        """The operator of `micro` for each operator of `whole`, if it exists.
+        """Operators of `micro` by the matching operator of `whole`.
 
         Dimensions of size 1 are captured differently: they are broadcast, or dropped from views. So
-        operators of a micro-batch of one sample are matched by name, target and source line.
+        operators of a micro-batch of one sample are matched by name, target, module and source
+        line.
         """
         if self.micro is self.twin:
             return self.twin_ops
@@ -80,7 +81,7 @@ class PairedGraphs:
             own = self.micro.by_name.get(op.name)
             if own is None or _op_key(op) != _op_key(own) or len(op.inputs) != len(own.inputs):
                 continue
-            views = _Views(self, ops, values)
+            views = _PairedViews(self, ops, values)
             read = zip(map(views.source_of_inserted, op.inputs), own.inputs, strict=True)
             same_number = len(op.outputs) == len(own.outputs)
             equally_often = kinds[_op_key(op)] == micro_kinds[_op_key(own)]
@@ -91,18 +92,27 @@ class PairedGraphs:
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
-        """The value of `micro` for each value of `whole`, if it exists."""
+        """Values of `micro` by the matching value of `whole`."""
         return dict(_paired_values(self.whole, self.micro, self.ops))
 
     def are_paired(self, value: Value, own: Value) -> bool:
-        """Whether a value of `micro` is that of `whole`, up to dimensions of size 1."""
-        return _Views(self, self.ops, self.values).are_paired(value, own)
+        """Whether two values match up to dimensions of size 1.
+
+        Args:
+            value: a value of `whole`.
+            own: a value of `micro`.
+        """
+        return _PairedViews(self, self.ops, self.values).are_paired(value, own)
 
     def check_operators(self, ops: Iterable[Op]) -> None:
-        """Check that the operators of a rewritten `micro` are those of `whole`.
+        """Check that each operator of a rewritten `micro` matches an operator of `whole`.
+
+        Args:
+            ops: operators of the rewritten graph.
 
         Raises:
-            UnsplittableError: for the first other one.
+            UnsplittableError: for the first operator without a match, views aside, or with other
+                arguments.
         """
         whole_ops = {own: op for op, own in self.ops.items()}
         for made in ops:
@@ -120,12 +130,12 @@ class PairedGraphs:
                 raise UnsplittableError(op, OTHER_ARGUMENTS)
 
     def shape_of_micro_batch(self, value: Value) -> Sequence[int]:
-        """Return the shape that a value of either graph has in a micro-batch."""
+        """Return the shape that `value`, of `whole` or `micro`, has in a micro-batch."""
         twin = self.twin_values.get(value)
         if twin is None or len(twin.shape) != len(value.shape):
             return value.shape
         pairs = zip(value.shape, twin.shape, strict=True)
-        return [size if size == other else size // self._count for size, other in pairs]
+        return [size if size == other else size // self._num_micro_batches for size, other in pairs]
 
     def is_proportional(self, value: Value, dim: int) -> bool:
         """Whether the size of a dimension of a value of `whole` is a multiple of the batch size,
@@ -136,26 +146,28 @@ class PairedGraphs:
         return value.shape[dim] * twin_size == self.twin_values[value].shape[dim] * size
 
     @cached_property
-    def _count(self) -> int:
-        """The number of micro-batches."""
+    def _num_micro_batches(self) -> int:
         inputs = zip(self.whole.input_values, self.micro.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
         return max((size // own for size, own in pairs if own), default=1)
 
     def changed_numbers(self, op: Op) -> bool:
-        """Whether numbers in the arguments of an operator of `whole` depend on the batch size."""
+        """Whether number arguments of `op`, an operator of `whole`, depend on the batch size.
+
+        Sizes, such as the shape of a view, are not compared.
+        """
         twin = self.twin_ops[op]
-        sizes = _size_arguments(op, twin)
+        sizes = _names_of_size_arguments(op, twin)
         return numbers_in_arguments(op, sizes) != numbers_in_arguments(twin, sizes)
 
 
 @dataclass(frozen=True)
-class _Views:
-    """Values of the graphs of a pair up to views that only one graph has.
+class _PairedViews:
+    """Compares values of two graphs up to views that only one graph has.
 
     Args:
-        pair: the graphs.
-        ops, values: operators and values of `pair.micro` for those of `pair.whole`.
+        pair: the graphs of the global batch and of a micro-batch.
+        ops, values: operators and values of `pair.micro` by those of `pair.whole`.
     """
 
     pair: PairedGraphs
@@ -163,7 +175,8 @@ class _Views:
     values: Mapping[Value, Value]
 
     def are_paired(self, value: Value, own: Value) -> bool:
-        """Whether a value of `micro` is that of `whole`, up to dimensions of size 1."""
+        """Whether `value` of `pair.whole` and `own` of `pair.micro` match up to dimensions of size
+        1."""
         if self.values.get(value) is own:
             return True
         whole, micro = self.pair.whole, self.pair.micro
@@ -179,8 +192,8 @@ class _Views:
         return read_equal_elements(of_batch, of_micro_batch, self.pair.shape_of_micro_batch)
 
     def source_of_inserted(self, value: Value) -> Value:
-        """Return the value from which arithmetic that a micro-batch lacks, as `x / len(x)`,
-        computes `value`."""
+        """Return the operand of arithmetic that a micro-batch lacks: `x` if `value` is the result
+        of `x / len(x)`."""
         op = self.pair.whole.producer.get(value)
         while (
             op is not None
@@ -214,8 +227,8 @@ def _paired_values(
 
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
-    """Return the first operator in which two graphs differ other than in sizes and numbers, and a
-    verb phrase for errors; None if they differ in none.
+    """Return the first operator that differs between two graphs, and a verb phrase for errors; None
+    if the graphs differ in sizes and numbers only.
 
     Args:
         graph: graph of a micro-batch.
@@ -243,13 +256,13 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     return None
 
 
-def _size_arguments(op: Op, other: Op) -> frozenset[str]:
-    """Return the names of arguments that say how large the results of an operator are, and that a
-    micro-batch has for itself.
+def _names_of_size_arguments(op: Op, other: Op) -> frozenset[str]:
+    """Return the names of arguments that determine the shapes of the results of `op`, and so may
+    differ between batch sizes.
 
     Args:
-        op: the operator in the graph of the batch.
-        other: the same operator in the graph of another batch size.
+        op: an operator in the graph of the global batch.
+        other: the matching operator in the graph of another batch size.
     """
     if not isinstance(op.target, OpOverload) or op.target.namespace not in ("aten", "shardwright"):
         return frozenset()
@@ -263,20 +276,20 @@ def _size_arguments(op: Op, other: Op) -> frozenset[str]:
 
 
 def _have_equal_options(op: Op, other: Op) -> bool:
-    """Whether two calls of an operator have equal arguments except tensors, numbers and sizes."""
+    """Whether two matching operators have equal arguments, tensors, numbers and sizes aside."""
     arguments, others = call_arguments(op), call_arguments(other)
     if arguments.keys() != others.keys():
         return False
-    sizes = _size_arguments(op, other)
+    sizes = _names_of_size_arguments(op, other)
     # The first element of a range may not depend on the batch size where the last one does.
     fixed = ("start", "step") if "end" in sizes else ()
     if any(arguments.get(name) != others.get(name) for name in fixed):
         return False
     pairs = ((arguments[name], others[name]) for name in arguments.keys() - sizes)
-    return all(_have_equal_leaves(*map(pytree.tree_leaves, pair)) for pair in pairs)
+    return all(_are_equal_except_numbers(*map(pytree.tree_leaves, pair)) for pair in pairs)
 
 
-def _have_equal_leaves(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_equal_except_numbers(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
     def kind(leaf: Any) -> Any:
         kinds = (Value, (int, float, complex))
         # A flag, such as `descending`, is no number.
@@ -289,8 +302,12 @@ def _have_equal_leaves(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
-    """Return the numbers in the arguments of an operator, except those named in `sizes`, by
-    argument name and index in the argument."""
+    """Return the numbers in the arguments of `op`, with keys such as `"dim 0"`.
+
+    Args:
+        op: an operator.
+        sizes: names of arguments that are left out.
+    """
     numbers: dict[str, object] = {}
     for name, argument in call_arguments(op).items():
         if name not in sizes:
@@ -306,18 +323,19 @@ def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
 def merged_arguments(
     op: Op, micro: Op, read: Callable[[Value, int], Value | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Merge the arguments of an operator of a micro-batch: its own sizes, and the batch's numbers.
+    """Merge the arguments of two matching operators: sizes of the micro-batch, and all other
+    numbers of the global batch.
 
     Args:
-        op: the operator in the graph of the batch.
-        micro: the operator in the graph of a micro-batch.
-        read: returns the value to read for a value of `op` and its index in `op.inputs`; None for
-            that of `micro`.
+        op: an operator in the graph of the global batch.
+        micro: the matching operator in the graph of a micro-batch.
+        read: returns the value that replaces an input of `op`, given the input and its index in
+            `op.inputs`; None to read the input of `micro`.
 
     Returns:
-        Positional and keyword arguments, and whether any differs from those of `micro`.
+        Positional arguments, keyword arguments, and whether any differs from those of `micro`.
     """
-    index, changed, sizes = 0, False, _size_arguments(op, micro)
+    index, changed, sizes = 0, False, _names_of_size_arguments(op, micro)
 
     def merged(name: str, leaf: Any, own: Any) -> Any:
         nonlocal index, changed

@@ -1,4 +1,4 @@
-"""Compares values of the graphs of a batch and of a micro-batch, up to views that only one has."""
+"""Compares values of the graphs of a batch and of a micro-batch, aside from unmatched views."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.rules.notation import call_arguments
 
 VIEWS = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "permute", "transpose"})
-"""Names of operators that may not be captured, or differ, where a dimension has size 1."""
+"""Names of operators that may be missing or different in a graph where a dimension has size 1."""
 
 NUM_POSITIONS = 64
-"""Number of random elements by which views are compared."""
+"""Number of random elements at which two views are compared."""
 
 ElementIndex = tuple[int, ...]
 
 
 def keeps_elements(op: Op) -> bool:
-    """Whether an operator returns the elements of its input in another shape or order."""
+    """Whether `op` only changes the shape or order of elements, or expands them."""
     if op.short_name not in VIEWS or len(op.inputs) != 1:
         return False
     return op.short_name == "expand" or op.inputs[0].numel == op.output.numel
@@ -27,12 +27,12 @@ def keeps_elements(op: Op) -> bool:
 
 @dataclass(frozen=True)
 class Viewed:
-    """A value as a view of another.
+    """A value, and the value of which it is a view.
 
     Args:
-        result: the value.
-        source: the value of which it is a view.
-        views: operators from `result` back to `source`.
+        result: the view.
+        source: the viewed value; equals `result` if `views` is empty.
+        views: view operators in order from `result` back to `source`.
     """
 
     result: Value
@@ -41,12 +41,12 @@ class Viewed:
 
 
 def viewed(value: Value, graph: Graph, paired: Collection[Op]) -> Viewed:
-    """Return a value as a view of the last value that is not one.
+    """Trace a value back through view operators that only its graph has.
 
     Args:
         value: a value of `graph`.
         graph: one of two graphs.
-        paired: operators of `graph` that the other graph has too.
+        paired: operators of `graph` with a match in the other graph, which end the trace.
     """
     source, views = value, list[Op]()
     op = graph.producer.get(source)
@@ -60,14 +60,14 @@ def viewed(value: Value, graph: Graph, paired: Collection[Op]) -> Viewed:
 def read_equal_elements(
     value: Viewed, own: Viewed, shape: Callable[[Value], Sequence[int]]
 ) -> bool:
-    """Whether a view of a batch reads of its first sample what a view of that sample alone reads.
+    """Whether two views read the same elements of the first sample, dimensions of size 1 aside.
 
-    Dimensions of size 1 are not compared.
+    Random elements are compared.
 
     Args:
-        value: a value of the batch.
-        own: a value of a micro-batch of one sample.
-        shape: returns the shape of a value in a micro-batch.
+        value: a view in the graph of the batch.
+        own: a view in the graph of a micro-batch of one sample.
+        shape: returns the shape that a value of either graph has in a micro-batch.
     """
     sizes, own_sizes = shape(value.result), shape(own.result)
     compared = [size for size in own_sizes if size != 1]
@@ -76,37 +76,37 @@ def read_equal_elements(
     numbers = random.Random(0)
     for _ in range(NUM_POSITIONS):
         position = [numbers.randrange(max(size, 1)) for size in compared]
-        read = _position_in_source(value.views, _with_zeros(position, sizes))
-        own_read = _position_in_source(own.views, _with_zeros(position, own_sizes))
+        read = _position_before_views(value.views, _insert_unit_dims(position, sizes))
+        own_read = _position_before_views(own.views, _insert_unit_dims(position, own_sizes))
         source, own_source = shape(value.source), shape(own.source)
-        if _without_zeros(read, source) != _without_zeros(own_read, own_source):
+        if _drop_unit_dims(read, source) != _drop_unit_dims(own_read, own_source):
             return False
     return True
 
 
-def _with_zeros(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
+def _insert_unit_dims(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
     indices = iter(position)
     return tuple(0 if size == 1 else next(indices) for size in sizes)
 
 
-def _without_zeros(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
-    """Return a position without dimensions of size 1; None if it is not in the first sample."""
+def _drop_unit_dims(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
+    """Drop dimensions of size 1 from `position`; return None for a position out of range."""
     pairs = list(zip(position, sizes, strict=True))
     if any(index >= size for index, size in pairs):
         return None
     return tuple(index for index, size in pairs if size != 1)
 
 
-def _position_in_source(views: Sequence[Op], position: ElementIndex) -> ElementIndex:
+def _position_before_views(views: Sequence[Op], position: ElementIndex) -> ElementIndex:
     for op in views:
-        position = _position_in_input(op, position)
+        position = _position_before_view(op, position)
     return position
 
 
-def _position_in_input(op: Op, position: ElementIndex) -> ElementIndex:
+def _position_before_view(op: Op, position: ElementIndex) -> ElementIndex:
     shape, result = op.inputs[0].shape, op.output.shape
     if op.short_name in ("permute", "transpose"):
-        read = dict(zip(_order_of_dims(op), position, strict=True))
+        read = dict(zip(_permutation_of_dims(op), position, strict=True))
         return tuple(read[dim] for dim in range(len(shape)))
     if op.short_name == "expand":
         last = position[len(result) - len(shape) :]
@@ -121,8 +121,8 @@ def _position_in_input(op: Op, position: ElementIndex) -> ElementIndex:
     return tuple(reversed(indices))
 
 
-def _order_of_dims(op: Op) -> list[int]:
-    """Return the dimension of the input that each dimension of the output is."""
+def _permutation_of_dims(op: Op) -> list[int]:
+    """Return the input dimension of each output dimension of a `permute` or `transpose`."""
     arguments, rank = call_arguments(op), len(op.output.shape)
     if op.short_name == "permute":
         return [dim % rank for dim in arguments["dims"]]

@@ -1,4 +1,4 @@
-"""States of values of a graph: how they depend on the samples of the batch."""
+"""`SampleState`: how a value of a graph depends on the samples of the batch."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SampleState = int | Literal["mean", "sum", "whole", "positions", "unknown"]
 """How a value depends on the samples of the batch:
 
 - an int: the value is split into micro-batches along this dimension;
-- `AVERAGE`, `SUM`: the value of the batch is the mean or sum of the values of its micro-batches;
-- `WHOLE`: the value is the same in all micro-batches;
-- `POSITIONS`: the value has the indices of all samples, as `arange(len(x))`;
-- `UNKNOWN`: none of these; the loss must not depend on the value.
+- `AVERAGE`, `SUM`: the value for the global batch is the mean or sum of the micro-batches' values;
+- `WHOLE`: the value is equal in all micro-batches;
+- `POSITIONS`: the value contains the indices of all samples, as `arange(len(x))`;
+- `UNKNOWN`: none of the above; the loss must not depend on the value.
 """
 
 
 class UnsplittableError(Exception):
-    """An operator prevents the split of a batch into micro-batches.
+    """An operator cannot run on micro-batches: the batch cannot be split.
 
     Args:
         op: the operator.
-        why: verb phrase that follows the operator's name in errors.
+        why: verb phrase that follows the operator's name in the error, such as "mixes samples".
     """
 
     def __init__(self, op: Op, why: str) -> None:
@@ -43,12 +43,13 @@ class UnsplittableError(Exception):
 
 
 def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:
-    """Return the batch dimension of the output of `x[..., rows, i, j]`, where `rows` has state
-    `POSITIONS` and indexes the batch dimension of `x`; None for any other indexing.
+    """Return the batch dimension of the output of `x[..., arange(batch_size), i, j]`, where the
+    indices of all samples (state `POSITIONS`) index the batch dimension of `x`; None for any other
+    indexing.
 
     Args:
         op: an `aten.index` operator.
-        states: states of values.
+        states: the state of each value.
     """
     x, indices = op.args[0], op.args[1]
     sample_dim = states.get(x)
@@ -63,7 +64,7 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     from_end = next((d for d, size in enumerate(rows[0].shape) if size > 1), 0) - len(rows[0].shape)
 
     def follows(index: Value) -> bool:
-        """Whether an index is equal for all samples, or has the same batch dimension as `rows`."""
+        """Whether `index` is equal for all samples, or has the same batch dimension as `rows`."""
         state, shape = states.get(index), index.shape
         if state == WHOLE:
             return len(shape) < -from_end or shape[from_end] == 1

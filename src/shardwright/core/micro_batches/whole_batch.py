@@ -1,4 +1,4 @@
-"""Makes the loss of a micro-batch a term of the loss of the global batch."""
+"""Rewrites losses of micro-batches so that their mean or sum is the loss of the global batch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ def with_whole_batch(
     captured: Callable[[int], Graph],
     batch_norm: str = WHOLE_BATCH,
 ) -> Graph:
-    """Return the graph of a micro-batch with `Graph.whole_batch` set, rewritten if necessary.
+    """Return the graph of a micro-batch with `Graph.whole_batch` set.
+
+    Operators are rewritten where the loss of the global batch is not the mean or sum of the losses
+    of micro-batches otherwise. `Graph.whole_batch` is the reason as a `str` if no rewrite is
+    possible.
 
     Args:
         graph: the captured graph of a micro-batch.
-        micro_batches: number of micro-batches of the batch.
-        captured: captures the model for a batch of the number of micro-batches that it is passed.
+        micro_batches: number of micro-batches in the global batch.
+        captured: captures the model for a batch as large as a given number of micro-batches.
         batch_norm: one of `BATCH_NORMS`.
 
     Raises:
@@ -42,13 +46,13 @@ def with_whole_batch(
     if refusal is not None:
         return replace(graph, whole_batch=refusal)
     try:
-        pair = _paired(graph, micro_batches, captured)
+        pair = _pair_up(graph, micro_batches, captured)
         return graph_of_micro_batch(SampleFlow(pair, micro_batches, per_micro_batch))
     except UnsplittableError as mixed:
         return replace(graph, whole_batch=str(mixed))
 
 
-def _paired(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> PairedGraphs:
+def _pair_up(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> PairedGraphs:
     whole = captured(micro_batches)
     twin, different = graph, different_operator(graph, whole)
     if different is not None:
