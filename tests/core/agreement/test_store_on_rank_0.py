@@ -40,7 +40,8 @@ for ending in endings:
         result = room.on_rank_0(f"thing that {ending}", request, make, str, str)
         print(result if len(result) < 99 else len(result), flush=True)
     except Exception as error:
-        print(type(error).__name__, error, getattr(error, "needed", ""), flush=True)
+        first_line = str(error).splitlines()[0]
+        print(type(error).__name__, first_line, getattr(error, "needed", ""), flush=True)
 os._exit(0)
 """
 NO_MEMORY = "MemoryLimitError too little 7"

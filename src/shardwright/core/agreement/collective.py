@@ -17,7 +17,7 @@ from shardwright.errors import PlanError
 Sent = TypeVar("Sent")
 
 PIECE = 64 * 2**20
-"""Bytes per broadcast; bounds the temporary copy of a tensor that is not on the group's device."""
+"""Maximal bytes per broadcast, which bounds the copy of a tensor on the group's device."""
 
 
 def has_other_ranks() -> bool:
@@ -26,12 +26,17 @@ def has_other_ranks() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is rank 0, or the only one."""
+    """Whether this process is rank 0, or no process group of real ranks is initialized."""
     return not has_other_ranks() or dist.get_rank() == 0
 
 
 def value_of_rank(value: Sent, rank: int = 0) -> Sent:
-    """Return the value that `rank` passes, on every rank. Collective."""
+    """Broadcast a Python value from `rank` to all ranks. Collective.
+
+    Args:
+        value: this rank's value, which can be pickled; ignored on ranks other than `rank`.
+        rank: global rank that sends its value.
+    """
     box = [value]
     if has_other_ranks():
         dist.broadcast_object_list(box, src=rank)
@@ -39,11 +44,11 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
-    """Return the values that all ranks of `group` pass, in the order of ranks. Collective.
+    """All-gather a Python value over `group`, in the order of ranks. Collective.
 
     Args:
-        value: this rank's value, which is pickled.
-        group: the ranks that take part; by default all.
+        value: this rank's value, which can be pickled.
+        group: process group; None for all ranks.
     """
     if not has_other_ranks():
         return [value]
@@ -53,17 +58,24 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the tensors of all ranks, of equal shapes, stacked along a new dimension 0.
-    Collective."""
+    """All-gather a tensor, stacked along a new dimension 0. Collective.
+
+    Args:
+        tensor: this rank's tensor, of equal shape on all ranks.
+
+    Returns:
+        A tensor of shape (number of ranks, *`tensor.shape`).
+    """
     stacked = tensor.new_empty(dist.get_world_size(), *tensor.shape)
     dist.all_gather(list(stacked), tensor)
     return stacked
 
 
 def check_description(lines: Sequence[str], device: torch.device) -> None:
-    """Check that all ranks have the same description of their model and plan. Collective.
+    """Check that models and plans of all ranks have equal descriptions. Collective.
 
-    Each rank sends a hash of 8 bytes; two ranks send their full descriptions if hashes differ.
+    Ranks all-gather hashes of 8 bytes. If hashes differ, rank 0 and the first rank with another
+    hash broadcast their full descriptions.
 
     Args:
         lines: the description of this rank's model and plan.
@@ -88,7 +100,7 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
 
 
 def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Copy the values of rank 0 into the tensors of all ranks. Collective.
+    """Broadcast tensors of rank 0 to all ranks, in place. Collective.
 
     Only tensors whose hashes differ between ranks are broadcast.
 
@@ -105,12 +117,12 @@ def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -
     differ = (hashes != hashes[0]).any(0).tolist()
     names = [name for name, differs in zip(tensors, differ, strict=True) if differs]
     for name in names:
-        _broadcast(tensors[name].detach(), device)
+        _broadcast_from_rank_0(tensors[name].detach(), device)
     return names
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor, device: torch.device) -> None:
+def _broadcast_from_rank_0(tensor: Tensor, device: torch.device) -> None:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:  # `copy_` rejects expanded tensors, whose elements share one location
             tensor = tensor.narrow(dim, 0, 1)

@@ -1,21 +1,21 @@
-"""Predict the next collective call of a rank from its last ones, identically on all ranks."""
+"""Predict the next collective call of a rank from its call history."""
 
 from __future__ import annotations
 
 CONTEXTS = (8, 4, 2, 1)
-"""Numbers of last calls from which the next is predicted; the most that occurred before count."""
+"""Numbers of last calls that predict the next call; the longest sequence seen before is used."""
 
 MAX_CONTEXTS = 4096
-"""Largest number of contexts that are remembered."""
+"""Maximal number of call sequences in the history, which is cleared beyond."""
 
 
 class ExpectedCalls:
-    """The call that a rank expects next: the one that followed the same calls the last time.
+    """Predicts that the last calls are followed by the same call as when they occurred before.
 
-    Ranks that have made the same calls expect the same next call. If two of them then make
-    different calls, at least one makes a call that it does not expect. So if unexpected calls wait
-    for all ranks before they communicate, collectives of different calls never meet, and a loop
-    waits only where its pattern changes.
+    Ranks with equal call histories expect the same next call. If two ranks then make different
+    calls, at least one of the two calls is unexpected. So if unexpected calls wait for all ranks
+    before they communicate, collectives of different calls are never matched with each other, and a
+    training loop waits only where its pattern changes.
 
     >>> calls = ExpectedCalls()
     >>> [calls.begin(kind) for kind in 10 * ["step"] + ["evaluation"]][-3:]
@@ -29,7 +29,11 @@ class ExpectedCalls:
         self._replaced: dict[tuple[str, ...], str | None] = {}
 
     def begin(self, kind: str) -> bool:
-        """Add a call, and return whether it was expected."""
+        """Record a call, and return whether the history predicted this call.
+
+        Args:
+            kind: what is called, such as "step".
+        """
         if len(self._next) > MAX_CONTEXTS:
             self._next.clear()
         last, expected, self._replaced = self._last, None, {}
@@ -43,7 +47,7 @@ class ExpectedCalls:
         return kind == expected
 
     def undo(self) -> None:
-        """Remove the last call, which was refused on this rank; others may not have made it."""
+        """Remove the last call, which raised an error on this rank before it communicated."""
         self._last = self._before
         for context, previous in self._replaced.items():
             if previous is None:

@@ -1,4 +1,4 @@
-"""Find ranks that wait for each other in different calls, from what each rank is doing."""
+"""Detect deadlocks: ranks that wait for each other in different collective calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 
 WAITING = "the ranks wait for each other"
-"""Beginning of the error of ranks that are all there."""
+"""First words of the error if no rank has ended."""
 
 REMEDY = (
     "make the same calls in the same order on all ranks: train, evaluate, save and gather on all of"
@@ -18,17 +18,18 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class RankState:
-    """The calls and the position of a rank that has made no call for some seconds.
+    """The call history and the current call of a rank that has made no call for some seconds.
 
     Args:
-        rank: the rank.
-        count: number of collective calls that it has begun.
-        calls: the last of them, by kind and number, such as "backward pass 12".
-        is_inside: whether it is inside the last of them.
-        waits_in: the collective of all ranks in which its own code waits, such as "barrier"; empty
-            without one.
-        line: the line of the user's program from which it waits; empty if it does not.
-        exception: the exception that ended the rank; empty if it runs, or has ended without one.
+        rank: the global rank.
+        count: number of collective calls that the rank has begun.
+        calls: the last collective calls of the rank, such as "backward pass 12".
+        is_inside: whether the last of `calls` has not returned.
+        waits_in: the collective of all ranks that user code has called and that has not returned,
+            such as "barrier"; empty if there is none.
+        line: the line of the user's program in which the rank waits; empty if it does not wait.
+        exception: the exception that ended the rank; empty if the rank runs or has ended without
+            an exception.
     """
 
     rank: int
@@ -48,7 +49,7 @@ class RankState:
         return RankState(**{**fields, "calls": tuple(fields["calls"])})
 
     def call(self, number: int) -> str | None:
-        """The call of this number, from 1; None if it is not begun or forgotten."""
+        """Return call `number`, counted from 1; None if not begun or no longer in `calls`."""
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
@@ -62,24 +63,28 @@ class RankState:
 
 
 def difference_of_calls(states: Sequence[RankState]) -> str:
-    """Describe ranks that can never meet; empty if all may only be slow.
+    """Return an error message if ranks wait for each other forever; empty if some may be slow only.
 
-    They cannot if two have made different calls, or if one is inside a call that another has not
-    begun, which itself waits in a collective of all ranks.
+    Ranks wait forever if two have made different calls, or if one is inside a call that another
+    has not begun while the other waits in a collective of all ranks.
+
+    Args:
+        states: the last state of each rank.
     """
-    if not any(_made_other_calls(*pair) or _wait_apart(*pair) for pair in _pairs(states)):
+    if not any(_differ_in_calls(*pair) or _are_deadlocked(*pair) for pair in _state_pairs(states)):
         return ""
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
     groups = [([state.rank for state in group], text) for text, group in groupby(ordered, key=str)]
-    places = [f"{_name_ranks(ranks)} {text}" for ranks, text in sorted(groups)]
+    places = [f"{_format_ranks(ranks)} {text}" for ranks, text in sorted(groups)]
     return f"{WAITING}: {', '.join(places)}\n{REMEDY}"
 
 
 def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
-    """Describe ranks that have ended before a call in which another waits; empty without any.
+    """Return an error message if ranks have ended before a call in which another rank waits; empty
+    if none has.
 
     Args:
-        waiting: the rank that waits.
+        waiting: the state of the rank that waits.
         ended: the last states of ranks that have ended.
     """
     missing = [state for state in ended if state.count < waiting.count]
@@ -89,7 +94,7 @@ def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
     first = [state for state in missing if state.count == count]
     exception = next((state.exception for state in first if state.exception), "")
     calls = f"after {first[0].calls[-1]}" if first[0].calls else "before its first call"
-    has_ended = f"{_name_ranks([state.rank for state in first])} ended {calls}"
+    has_ended = f"{_format_ranks([state.rank for state in first])} ended {calls}"
     if exception:
         has_ended += f" with {exception}"
     remedy = (
@@ -101,25 +106,26 @@ def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
     return f"{has_ended}, but rank {waiting.rank} waits {waiting}\n{remedy}"
 
 
-def _pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
-    """Every state with one of each kind of others: all pairs of a large run would take long."""
+def _state_pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
+    """Return pairs of different states. Ranks in equal states are represented by one of them, as a
+    large run has too many pairs of ranks."""
     different = list({(s.count, s.calls, s.is_inside, s.waits_in): s for s in states}.values())
     return [(a, b) for a in different for b in different if a is not b]
 
 
-def _made_other_calls(a: RankState, b: RankState) -> bool:
+def _differ_in_calls(a: RankState, b: RankState) -> bool:
     numbers = range(1, min(a.count, b.count) + 1)
     both = ((a.call(n), b.call(n)) for n in numbers[-len(a.calls) :])
     return any(x is not None and y is not None and x != y for x, y in both)
 
 
-def _wait_apart(a: RankState, b: RankState) -> bool:
+def _are_deadlocked(a: RankState, b: RankState) -> bool:
     return a.is_inside and bool(b.waits_in) and not b.is_inside and b.count < a.count
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """
-    >>> _name_ranks([0]), _name_ranks([1, 2, 3, 5])
+    >>> _format_ranks([0]), _format_ranks([1, 2, 3, 5])
     ('rank 0', 'ranks 1-3, 5')
     """
     starts = [ranks[0], *(b for a, b in pairwise(ranks) if b != a + 1)]

@@ -1,7 +1,7 @@
-"""Compare facts and share rank 0's results through the key-value store of the rendezvous.
+"""Compare settings and broadcast results of rank 0 through the key-value store of the rendezvous.
 
-The store exists before the process group, and the timeout of collectives does not limit waiting on
-it. While rank 0 computes a result, it writes heartbeats.
+The store exists before the process group, and the timeout of collectives does not apply. While rank
+0 computes a result, a thread of rank 0 writes heartbeats to the store.
 """
 
 from __future__ import annotations
@@ -31,37 +31,38 @@ BEAT = 1.0
 """Seconds between two heartbeats of rank 0."""
 
 PATIENCE = 60.0
-"""Seconds that a rank waits for rank 0's call, or for its next heartbeat."""
+"""Seconds that other ranks wait for rank 0 to make the same call, and for its next heartbeat."""
 
 FAREWELL = 10.0
-"""Largest number of seconds that the process serving the store waits for its readers."""
+"""Maximal seconds that rank 0, whose process may serve the store, waits for the other ranks' reads.
+"""
 
 PIECE = 4 * 2**20
-"""Largest size of an entry in bytes; `TCPStore` accepts at most 8 MiB."""
+"""Maximal bytes per entry of the store; `TCPStore` accepts at most 8 MiB."""
 
 
 def check_same_facts(
     store: Store, rank: int, size: int, facts: Mapping[str, Any], own: str | None = None
 ) -> None:
-    """Check that all ranks have the same facts. Every rank must call this function.
+    """Check that settings are equal on all ranks. Must be called by every rank.
 
     Args:
-        store: a store without entries of an earlier check; rank 0's process may serve it.
+        store: a store without entries of an earlier check; may be served by rank 0's process.
         rank, size: this rank, and the number of ranks.
-        facts: JSON values by name.
+        facts: settings by name, as JSON values.
         own: a value that must differ between ranks of a host, such as the name of the accelerator.
 
     Raises:
-        ConfigError: on all ranks, with the first difference.
+        ConfigError: on all ranks, with the first setting that differs.
         RuntimeError: if a rank does not call this function within the store's timeout.
     """
     store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, own]))
     if rank == 0:
         texts = store.multi_get([f"rank {each}" for each in range(size)])
         ranks = [json.loads(text) for text in texts]
-        difference = _publish(store, lambda: _difference(ranks) or _shared_device(ranks), str)
+        difference = _publish(store, lambda: _fact_error(ranks) or _device_error(ranks), str)
     else:
-        difference = _receive(store)
+        difference = _receive_result(store)
     # Rank 0's process may serve the store: it must outlive the reads of the other ranks.
     count_until(store, "read", 1, lambda readers: rank != 0 or readers >= size)
     if difference:
@@ -75,20 +76,21 @@ def on_rank_0(
     write: Callable[[Answer], str],
     read: Callable[[str], Answer],
 ) -> Answer:
-    """Compute a result on rank 0, and return it on every rank that makes the same request.
+    """Compute a result on rank 0, and return that result on every rank with the same request.
 
-    The n-th call of each rank is matched with the n-th call of rank 0. A rank whose request
-    differs, or whose call rank 0 does not match within `PATIENCE`, computes its own result.
+    The n-th call of each rank is matched with the n-th call of rank 0. A rank computes its own
+    result if its request differs from rank 0's, or if rank 0 makes no matching call within
+    `PATIENCE` seconds.
 
     Args:
         what: name of the result; calls are counted per name.
-        request: a text that determines the result.
+        request: a string that determines the result.
         make: computes the result.
-        write, read: convert the result to text and back.
+        write, read: convert the result to a string and back.
 
     Raises:
-        ShardwrightError: on every rank, if `make` raises one on rank 0.
-        PlanError: on other ranks, if `make` raises another error on rank 0.
+        ShardwrightError: on every rank, if `make` raises a `ShardwrightError` on rank 0.
+        PlanError: on other ranks, if `make` raises any other error on rank 0.
         CommunicationError: on other ranks, if rank 0 has ended or does not respond.
     """
     rank, name = dist.get_rank(), sha256(request.encode()).hexdigest()
@@ -97,9 +99,9 @@ def on_rank_0(
     store = PrefixStore(str(number), calls)
     if rank == 0:
         store.set("request", name)
-        with _heartbeat(store):
+        with _send_heartbeats(store):
             return _publish(store, make, write)
-    if not _wait_for(store, "request"):
+    if not _wait_for_key(store, "request"):
         # Undo the count, so that rank 0's call is matched with this rank's next call.
         calls.add(f"calls of rank {rank}", -1)
         log.info("rank 0 computes no %s, so this rank computes its own", what)
@@ -108,19 +110,26 @@ def on_rank_0(
         log.info("rank 0 computes the %s of another request, so this rank computes its own", what)
         return make()
     try:
-        if not _wait_for(store, "pieces"):
+        if not _wait_for_key(store, "pieces"):
             raise CommunicationError(
-                f"rank 0, which computes the {what}, has ended or does not respond"
+                f"rank 0, which computes the {what}, has ended or does not respond\nsee its log"
             )
-        result = _receive(store)
+        result = _receive_result(store)
     except dist.DistNetworkError as error:
         raise CommunicationError(f"rank 0, which computes the {what}, has ended") from error
     return read(result)
 
 
 def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]) -> None:
-    """Add `step` to the counter `key` of the store, and wait until `enough(count)`, at most
-    `FAREWELL` seconds."""
+    """Add `step` to a counter in the store, and wait until the counter is high enough.
+
+    Args:
+        store: the store.
+        key: name of the counter.
+        step: number to add.
+        enough: whether a value of the counter ends the wait, which takes at most `FAREWELL`
+            seconds.
+    """
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not enough(count) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -128,8 +137,8 @@ def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]
 
 
 @contextmanager
-def _heartbeat(store: Store) -> Iterator[None]:
-    """Context in which a thread adds a heartbeat to the store every `BEAT` seconds."""
+def _send_heartbeats(store: Store) -> Iterator[None]:
+    """Context manager that writes a heartbeat to the store every `BEAT` seconds, in a thread."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -146,9 +155,9 @@ def _heartbeat(store: Store) -> Iterator[None]:
         thread.join()
 
 
-def _wait_for(store: Store, key: str) -> bool:
-    """Wait for a key until `PATIENCE` seconds after rank 0's last heartbeat; return whether the key
-    exists."""
+def _wait_for_key(store: Store, key: str) -> bool:
+    """Wait for `key` until `PATIENCE` seconds after the last heartbeat of rank 0; return whether
+    `key` exists."""
     beats, deadline = 0, time.monotonic() + PATIENCE
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -161,33 +170,33 @@ def _wait_for(store: Store, key: str) -> bool:
 
 
 def _publish(store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]) -> Answer:
-    """Run `make`, send its result, or its error, to the other ranks, and return the result."""
+    """Return the result of `make`, and write the result or the error to the store."""
     try:
         result = make()
-        _send(store, {"result": write(result)})
+        _send_answer(store, {"result": write(result)})
     except BaseException as error:
         fields = {k: v for k, v in vars(error).items() if isinstance(v, (int, str))}
-        _send(store, {"kind": type(error).__name__, "message": str(error), "fields": fields})
+        _send_answer(store, {"kind": type(error).__name__, "message": str(error), "fields": fields})
         raise
     return result
 
 
-def _receive(store: Store) -> str:
-    """Receive rank 0's result as text, or raise rank 0's error."""
+def _receive_result(store: Store) -> str:
+    """Return the result of rank 0 as a string, or raise the error of rank 0."""
     pieces = (store.get(f"piece {number}") for number in range(int(store.get("pieces"))))
     answer: dict[str, Any] = json.loads(zlib.decompress(b"".join(pieces)))
     if "result" in answer:
         return str(answer["result"])
     kind, message = getattr(errors, str(answer["kind"]), None), answer["message"]
     if kind is None:
-        raise PlanError(f"rank 0 raised {answer['kind']}: {message}")
+        raise PlanError(f"rank 0 raised {answer['kind']}: {message}\nsee the log of rank 0")
     # Without `__init__`, whose arguments differ between exception classes.
     error: Exception = kind.__new__(kind, message)
     vars(error).update(answer["fields"])
     raise error
 
 
-def _send(store: Store, answer: Mapping[str, Any]) -> None:
+def _send_answer(store: Store, answer: Mapping[str, Any]) -> None:
     content = zlib.compress(json.dumps(answer).encode())
     pieces = [content[start : start + PIECE] for start in range(0, len(content), PIECE)]
     for number, piece in enumerate(pieces):
@@ -196,11 +205,12 @@ def _send(store: Store, answer: Mapping[str, Any]) -> None:
     store.set("pieces", str(len(pieces)))
 
 
-def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """Return the first fact in which a rank differs from rank 0, as an error message, or "".
+def _fact_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+    """Return an error message about the first setting that differs from rank 0's; empty if all are
+    equal.
 
     Args:
-        ranks: host, facts and unique value of each rank.
+        ranks: host, settings by name, and unique value of each rank, as in `check_same_facts`.
     """
     first, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
@@ -214,8 +224,12 @@ def _difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> s
     return ""
 
 
-def _shared_device(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """Return the first accelerator that two ranks use, as an error message, or ""."""
+def _device_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+    """Return an error message about the first accelerator that two ranks use; empty if none.
+
+    Args:
+        ranks: host, settings by name, and unique value of each rank, as in `check_same_facts`.
+    """
     users: dict[tuple[str, str], int] = {}
     for rank, (host, _, own) in enumerate(ranks):
         first = rank if own is None else users.setdefault((host, own), rank)
