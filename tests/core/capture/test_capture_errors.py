@@ -203,7 +203,7 @@ def looped(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
-        (functionalized, "call the function without it"),
+        (functionalized, "call the function without `functionalize`"),
         (branched, "Compute both branches and choose by `torch.where`"),
         (looped, "loop in Python as often as is known"),
     ],

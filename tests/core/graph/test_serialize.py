@@ -178,7 +178,7 @@ ENUM = json.dumps([{"__enum__": True, "fqn": "planted_module_of_a_structure:Kind
     [
         ({"type": "collections.defaultdict", "context": FACTORY}, "the function `os.abort`"),
         ({"type": "builtins.dict", "context": ENUM}, "enumeration `planted_module"),
-        ({"type": "builtins.dict", "context": "["}, "not the structure of a call"),
+        ({"type": "builtins.dict", "context": "["}, "not a serialized `TreeSpec`"),
     ],
 )
 def test_a_structure_imports_no_module(

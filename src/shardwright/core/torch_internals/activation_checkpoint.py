@@ -1,4 +1,4 @@
-"""Intercept `torch.utils.checkpoint`."""
+"""Intercept calls of `torch.utils.checkpoint.checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.utils import checkpoint
 
 @contextmanager
 def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """A context in which `checkpoint(function, …, use_reentrant=False)` only calls the function.
+    """Context manager in which `checkpoint(function, …, use_reentrant=False)` calls `function`
+    without checkpointing.
 
     Args:
-        context: function that makes the context of each call, which tags the operators of the call
-            for recomputation by the plan.
+        context: makes the context manager of each call, which tags the call's operators so that
+            the plan decides on recomputation.
     """
 
     def around_call(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -33,8 +34,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
 
 
 class _NonReentrantCheckpoint:
-    """Replacement of `CheckpointFunction` that makes reentrant calls of `checkpoint`
-    non-reentrant."""
+    """Replacement of `CheckpointFunction` that runs reentrant checkpoints as non-reentrant ones."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -47,15 +47,15 @@ class _NonReentrantCheckpoint:
 
 @contextmanager
 def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """A context in which functions called by `checkpoint` are recomputed in `context()` during the
-    backward pass.
+    """Context manager in which functions called by `checkpoint` run in `context()`, both in the
+    forward pass and when recomputed.
 
-    Reentrant calls become non-reentrant, with equal results: the separate backward pass of a
-    reentrant call would reach parameters of the program around it, and reduce their gradients one
-    by one.
+    Reentrant checkpoints become non-reentrant, with equal results: the nested backward pass of a
+    reentrant checkpoint would accumulate into parameters of the sharded program, and reduce their
+    gradients one by one.
 
     Args:
-        context: function that makes the context of each recomputation.
+        context: makes the context manager of each call.
     """
     original: Any = checkpoint._checkpoint_without_reentrant_generator
     reentrant = checkpoint.CheckpointFunction

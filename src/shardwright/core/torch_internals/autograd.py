@@ -15,17 +15,17 @@ from torch.autograd import function as functions
 from torch.autograd.function import _SingleLevelFunction
 
 Apply = Callable[[type[Function], tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-"""Function that applies a custom autograd function, given the function, its positional and keyword
-arguments, and a callable that runs PyTorch's own implementation."""
+"""Signature of a replacement of `Function.apply`. Arguments: subclass of `Function`, positional
+arguments, keyword arguments, and a callable that runs PyTorch's own implementation."""
 
 
 @contextmanager
 def functions_applied_by(apply: Apply) -> Iterator[None]:
-    """A context in which `apply` handles all calls of custom autograd functions.
+    """Context manager in which `apply` handles all calls of custom autograd functions.
 
-    Replacing `Function.apply` would miss names bound to it earlier (`ste = STE.apply`). So the two
-    functions that it calls are replaced: one for calls outside and one for calls inside of
-    `torch.func` transforms.
+    Replacing `Function.apply` would miss names bound earlier (`ste = STE.apply`). So the two
+    functions that `Function.apply` calls are replaced: one for calls outside and one for calls
+    inside of `torch.func` transforms.
     """
 
     def apply_outside(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
 
 
 def sets_up_context(function: type[Function]) -> bool:
-    """Whether a function defines `setup_context`, so that its `forward` takes no context."""
+    """Whether an autograd function defines `setup_context`, so that `forward` takes no `ctx`."""
     return function.setup_context is not _SingleLevelFunction.setup_context
 
 
@@ -62,18 +62,22 @@ def gradient_edge_of(tensor: Any) -> tuple[Any, int]:
 
 
 def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
-    """Call `check` before every `torch.autograd.grad`, and every `backward` with `inputs`.
+    """Call `check` before every `torch.autograd.grad` and every `backward(inputs=…)`.
 
     Permanent for the process.
 
     Args:
-        check: function of the outputs and the inputs, which are tensors or `GradientEdge`s.
+        check: called with the outputs and the inputs, which are tensors or `GradientEdge`s.
     """
-    _wrap_run_backward(lambda run_backward: _checked(run_backward, check))
+    _wrap_run_backward(lambda run_backward: _check_before_run(run_backward, check))
 
 
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run every backward pass in a context of its own. Permanent for the process."""
+    """Run every backward pass inside a new context manager. Permanent for the process.
+
+    Args:
+        context: makes the context manager of each backward pass.
+    """
 
     def wrap(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run_backward)
@@ -86,7 +90,7 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None
     _wrap_run_backward(wrap)
 
 
-def _checked(
+def _check_before_run(
     run_backward: Callable[..., Any], check: Callable[[Sequence[Any], Sequence[Any]], None]
 ) -> Callable[..., Any]:
     @wraps(run_backward)
@@ -100,7 +104,7 @@ def _checked(
 
 
 def _wrap_run_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function through which all backward passes of Python enter the engine."""
+    """Replace the function through which Python starts backward passes in the autograd engine."""
     wrapped = wrap(graph._engine_run_backward)
     for module in (graph, torch.autograd):
         vars(module)["_engine_run_backward"] = wrapped

@@ -34,15 +34,15 @@ _ALLOWED_OBJECTS: dict[tuple[str, str], Any] = {
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
-"""Objects that metadata may refer to, by (module, name)."""
+"""Objects that `.metadata` files may refer to besides dtypes, by (module, name)."""
 
 
 def loads_metadata(content: bytes) -> Metadata:
-    """Load the content of a `.metadata` file.
+    """Unpickle the content of a `.metadata` file.
 
     Raises:
-        ValueError: if the bytes are malformed, or refer to an object that metadata does not need,
-            since it could run code.
+        ValueError: if the bytes are malformed, or refer to an object other than those in
+            `_ALLOWED_OBJECTS` and dtypes: unpickling other objects could run code.
     """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()

@@ -1,4 +1,4 @@
-"""Keep tensor subclasses out of compiled functions."""
+"""Exclude tensor subclasses from `torch.compile`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch._dynamo.config import nontraceable_tensor_subclasses
 
 
 def run_uncompiled_with(tensor_class: type[Tensor]) -> None:
-    """Make `torch.compile` fall back to eager mode for functions of tensors of `tensor_class`."""
+    """Make `torch.compile` run functions eagerly if an argument is a `tensor_class`."""
     nontraceable_tensor_subclasses.add(tensor_class)

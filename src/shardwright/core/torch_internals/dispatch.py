@@ -19,24 +19,24 @@ from torch.utils._python_dispatch import (
 from shardwright.core.torch_internals.operators import unregister
 
 plain_torch_function = torch._C._disabled_torch_function_impl
-"""A `__torch_function__` that overrides nothing, for subclasses of `Tensor`."""
+"""Default `__torch_function__` for subclasses of `Tensor` that override no function."""
 
 without_torch_function = torch._C.DisableTorchFunction
-"""Context that disables `__torch_function__` of subclasses and of modes."""
+"""Context manager that disables `__torch_function__` of tensor subclasses and of modes."""
 
 without_torch_dispatch = torch._C._DisableTorchDispatch
-"""Context that disables `__torch_dispatch__` of subclasses and of modes."""
+"""Context manager that disables `__torch_dispatch__` of tensor subclasses and of modes."""
 
 without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Context that disables `__torch_function__` of subclasses; modes stay active."""
+"""Context manager that disables `__torch_function__` of tensor subclasses, but not of modes."""
 
 without_dispatch_modes = _disable_current_modes
-"""Context that disables dispatch modes; `__torch_dispatch__` of subclasses stays active."""
+"""Context manager that disables dispatch modes, but not tensor subclasses' `__torch_dispatch__`."""
 
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """A context that suspends the current function modes; modes entered inside are active."""
+    """Context manager that suspends the active function modes; modes entered inside are active."""
     with ExitStack() as popped:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             popped.enter_context(_pop_mode_temporarily())
@@ -46,8 +46,8 @@ def without_function_modes() -> Iterator[None]:
 class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Base class of dispatch modes for code that is never compiled.
 
-    For other modes PyTorch wraps `__torch_dispatch__` to keep `torch.compile` out, which on the
-    meta device takes as long as the operator itself.
+    PyTorch wraps `__torch_dispatch__` of other modes in `torch._disable_dynamo`. On the meta device
+    the wrapper takes as long as the operator itself.
     """
 
     @classmethod
@@ -62,22 +62,29 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
-    """A context in which autograd also records inside the implementation of an operator."""
+    """Context manager in which autograd records inside the implementation of an operator."""
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
 
 
 def names_with_autocast(key: str) -> list[str]:
-    """Return the names of the operators with a kernel for an autocast key such as
-    `"AutocastCPU"`."""
+    """Return the names of the operators that have a kernel for an autocast dispatch key.
+
+    Args:
+        key: a dispatch key such as `"AutocastCPU"`.
+    """
     names = torch._C._dispatch_get_all_op_names()
     return [n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key)]
 
 
 @contextmanager
 def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """A context in which autocast on the CPU runs the given kernels, by operator name."""
+    """Context manager in which CPU autocast runs other kernels.
+
+    Args:
+        kernels: replacements of autocast kernels, by operator name.
+    """
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
@@ -90,22 +97,27 @@ def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[N
 
 
 Region = tuple[str, bool]
-"""(device type of an autocast region, whether it is enabled)."""
+"""Device type of an autocast context, and whether autocast is enabled."""
 
 
 def region_of(autocast: torch.autocast) -> Region:
-    """Return the device type of an autocast context, and whether it is enabled."""
+    """Return the device type of an autocast context, and whether autocast is enabled."""
     return autocast.device, autocast._enabled
 
 
 def set_region(autocast: torch.autocast, region: Region) -> None:
-    """Set the device type of an autocast context that is not entered, and whether it is enabled."""
+    """Set the device type of an autocast context, and whether autocast is enabled.
+
+    Args:
+        autocast: a context that has not been entered.
+        region: the new device type and state.
+    """
     autocast.device, autocast._enabled = region
 
 
 @contextmanager
 def below_autocast() -> Iterator[None]:
-    """A context in which an autocast kernel can call the operator that it implements."""
+    """Context manager in which an autocast kernel can call its own operator without recursion."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(key), without_torch_function():
         yield

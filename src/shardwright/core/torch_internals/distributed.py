@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
 FAKE = "fake"
-"""Name of the backend of a process group without other processes."""
+"""Name of PyTorch's backend that simulates a process group in a single process."""
 
 functional_collectives = torch.ops._c10d_functional
 """Collectives that return new tensors, which are ready after `wait_tensor`; `torch.compile` can
@@ -37,12 +37,13 @@ def is_collective(operator: Any) -> bool:
 
 
 def is_group_call(operator: Any) -> bool:
-    """Whether an operator implements a function of `torch.distributed`, such as `isend`."""
+    """Whether an operator is a `c10d` operator, which functions such as `dist.isend` call."""
     return bool(operator.namespace == "c10d")
 
 
 class GroupClock:
-    """Context that counts the calls that create process groups and measures their CPU seconds."""
+    """Context manager that counts creations of process groups and measures their CPU time in
+    seconds."""
 
     def __init__(self) -> None:
         self.calls, self.seconds = 0, 0.0
@@ -65,23 +66,25 @@ class GroupClock:
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """Return the process group that functional collectives identify by `name`."""
+    """Return the process group with the name that functional collectives take."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
 
 
 def name_of_local_group(ranks: list[int]) -> str:
-    """Return the name that PyTorch gives a process group that only its own ranks create."""
+    """Return the name of a process group created by its own ranks only
+    (`use_local_synchronization`)."""
     return str(distributed_c10d._hash_ranks_to_str(ranks))
 
 
 def own_connection(group: dist.ProcessGroup) -> Store:
-    """Return the store of a group with a connection of its own, on which others do not block."""
+    """Return a clone of a group's store with its own connection, which other threads' waits do not
+    block."""
     store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
     return store
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of collectives of `group`; None if its backend has no timeout."""
+    """Return the timeout of collectives of `group`; None if the backend has no timeout."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -97,23 +100,25 @@ WAITING_COLLECTIVES = (
     *("barrier", "all_reduce", "all_gather", "all_gather_object", "all_gather_single"),
     *("reduce_scatter", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
 )
-"""Functions that return on no rank before all ranks have called them, unless asynchronous."""
+"""Names of functions that, unless asynchronous, synchronize all ranks: no rank returns before all
+have called."""
 
 ROOTED_COLLECTIVES = (
     *("broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter"),
     "scatter_object_list",
 )
-"""Functions that may return on one rank before others have called them."""
+"""Names of functions that may return on one rank before other ranks have called them."""
 
 
 def around_world_collectives(context: Callable[[str, bool], AbstractContextManager[None]]) -> None:
-    """Run the collectives of the default process group in a context of their own.
+    """Run each collective of the default process group inside a new context manager.
 
-    Also where they were imported before. Permanent for the process; a second call is ignored.
+    Functions imported before this call are included. Permanent for the process; a second call is
+    ignored.
 
     Args:
-        context: called with the name of the function, and whether it returns on no rank before all
-            have called it.
+        context: makes the context manager, given the name of the function and whether the call
+            synchronizes all ranks.
     """
     for name in (*WAITING_COLLECTIVES, *ROOTED_COLLECTIVES):
         function = getattr(dist, name, None)  # Names differ between versions.
@@ -122,10 +127,10 @@ def around_world_collectives(context: Callable[[str, bool], AbstractContextManag
         cell = next(cells, None)
         if cell is not None and not hasattr(cell.cell_contents, "counts_calls"):
             waits = name in WAITING_COLLECTIVES
-            cell.cell_contents = _in_context(cell.cell_contents, name, waits, context)
+            cell.cell_contents = _run_in_context(cell.cell_contents, name, waits, context)
 
 
-def _in_context(
+def _run_in_context(
     function: Callable[..., Any],
     name: str,
     waits: bool,
@@ -152,17 +157,25 @@ def _in_context(
 
 
 def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
-    """Make an int that differs between simulated ranks."""
+    """Make an int that differs between simulated ranks.
+
+    Args:
+        values: the value of each rank.
+    """
     return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
 
 
 def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
-    """Return the tensor of each simulated rank, by rank; None for a tensor that all ranks share."""
+    """Return the tensor of each simulated rank; None for a tensor that all ranks share."""
     return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
 
 
 def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
-    """Make a tensor that differs between simulated ranks, from the tensor of each rank."""
+    """Make a tensor that differs between simulated ranks.
+
+    Args:
+        tensors: the tensor of each rank.
+    """
     with get_local_tensor_mode_list()[-1].disable():
         result: Tensor = LocalTensor(dict(tensors))  # type: ignore[no-untyped-call]
         return result
@@ -170,8 +183,8 @@ def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
 
 @contextmanager
 def on_simulated_rank(rank: int) -> Iterator[None]:
-    """A context in which code runs on ordinary tensors as one of the simulated ranks, and draws
-    this rank's random numbers."""
+    """Context manager in which code runs as one simulated rank: on ordinary tensors, with random
+    numbers of that rank."""
     mode = get_local_tensor_mode_list()[-1]
     with mode.disable():
         states, generator = mode._per_rank_rng_states, torch.default_generator

@@ -19,30 +19,34 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwright.core.torch_internals.tensors import as_subclass
 
 StridedShard = _StridedShard
-"""Placement of a mesh axis that shards a dimension after an axis further right: the blocks of a
-rank are `split_factor` apart. `Shard` can only express that axes shard from left to right."""
+"""Placement of a mesh axis that shards a tensor dimension after a later mesh axis: a rank owns
+blocks that are `split_factor` apart. `Shard` expresses sharding in order of mesh axes only."""
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return the local tensor; `to_local()` would add an autograd node."""
+    """Return the local tensor of a DTensor, without the autograd node of `to_local()`."""
     return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Return the mesh, the placements, and the global shape, strides and dtype of a DTensor."""
+    """Return the spec of a DTensor: its mesh, placements, and global shape, strides and dtype."""
     return tensor._spec
 
 
 def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Make a DTensor without gradient from a local tensor.
+    """Make a DTensor that requires no gradient from a local tensor.
 
     Much faster than `DTensor.from_local`, which takes longer than a small operator.
+
+    Args:
+        local: the local tensor.
+        spec: mesh, placements and global shape of the DTensor.
     """
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """Return the offsets and sizes of the local chunks in the full tensor."""
+    """Return the offsets and sizes of this rank's chunks in the full tensor."""
     return tensor.__create_chunk_list__()  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -100,19 +104,20 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
 
 
 def dtensor_of_class(tensor_class: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Make a tensor of a subclass of `DTensor` from a local tensor."""
+    """Make a `tensor_class`, a subclass of `DTensor`, from a local tensor and a spec."""
     result = with_spec(local, spec)
     result.__class__ = tensor_class
     return result
 
 
 def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManager[None]]) -> None:
-    """Run redistributions of DTensors that communicate in a context of their own.
+    """Run each redistribution of a DTensor that communicates inside a new context manager.
 
-    Those of operators too (`p.norm().item()`). Permanent for the process; a second call is ignored.
+    Implicit redistributions are included (`p.norm().item()`). Permanent for the process; a second
+    call is ignored.
 
     Args:
-        context: called with the mesh of the DTensor.
+        context: makes the context manager, given the mesh of the DTensor.
     """
     redistribute = _redistribute.redistribute_local_tensor
 
@@ -154,11 +159,11 @@ def before_fully_shard(check: Callable[[Tensor], None]) -> None:
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:
     """Call `check` before a DTensor is pickled or saved as safetensors.
 
-    `copy.copy` and `copy.deepcopy` do not call it. Permanent for the process; a second check is
+    Not called by `copy.copy` and `copy.deepcopy`. Permanent for the process; a second check is
     ignored.
 
     Args:
-        check: function of the tensor, which may raise an error.
+        check: called with the tensor; raises an error to refuse the pickling.
     """
     reduce: Any = DTensor.__reduce_ex__
     if hasattr(reduce, "checks_pickling"):

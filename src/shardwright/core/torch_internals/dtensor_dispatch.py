@@ -1,5 +1,5 @@
-"""Hooks into the dispatch of operators on DTensors: other implementations, fallbacks where PyTorch
-raises an error, and a shortcut for elementwise operators."""
+"""Hooks into DTensor dispatch: custom handlers, fallbacks where PyTorch raises an error, and a fast
+path for elementwise operators."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shardwright.core.torch_internals.operators import (
 )
 
 MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
-"""Part of PyTorch's error for an operator that gets both DTensors and ordinary tensors."""
+"""Substring of PyTorch's error for an operator called with both DTensors and ordinary tensors."""
 
 Fallback = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Exception | None], Any]
-"""Called with an operator, its arguments, and PyTorch's error, None if PyTorch was not asked.
-Returns the results, or raises an error."""
+"""Function that returns an operator's results or raises an error. Arguments: operator, positional
+arguments, keyword arguments, and PyTorch's error (None if PyTorch has not run the operator)."""
 
 
 def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
-    """Change the results of an operator when it is called with DTensors.
+    """Postprocess the results of an operator on DTensors.
 
-    Permanent for the process; a second change of the same operator is ignored.
+    Permanent for the process; a second call for the same operator is ignored.
 
     Args:
         operator: the ATen operator.
@@ -69,7 +69,7 @@ def set_operator_handler(
 
 
 def _convert_gradients_to_full(tensor: Tensor) -> None:
-    """Convert the gradient of an ordinary tensor to a full tensor if it is a DTensor."""
+    """Register a hook that converts a DTensor gradient of an ordinary tensor to a full tensor."""
     if tensor.requires_grad and not hasattr(tensor, "converts_gradients"):
         tensor.converts_gradients = True  # type: ignore[attr-defined]
         tensor.register_hook(  # type: ignore[no-untyped-call]
@@ -80,8 +80,8 @@ def _convert_gradients_to_full(tensor: Tensor) -> None:
 def handle_mixed_tensors(fallback: Fallback) -> None:
     """Call `fallback` for operators that mix DTensors and ordinary tensors.
 
-    Tensors of one element, such as a loss, can be mixed with DTensors if they are not written to;
-    their gradient is an ordinary tensor. Permanent for the process.
+    Ordinary tensors of one element, such as a loss, can be mixed with DTensors if the operator does
+    not write to them; their gradients are ordinary tensors. Permanent for the process.
     """
     for operator in operators_of_several_tensors():
         set_operator_handler(operator, partial(run_unless_mixed, operator, fallback))
@@ -90,15 +90,16 @@ def handle_mixed_tensors(fallback: Fallback) -> None:
 def run_unless_mixed(
     operator: OpOverload, fallback: Fallback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operator on DTensors, or `fallback` if PyTorch refuses to mix them with others."""
+    """Run an operator, or `fallback` if PyTorch does not support mixing DTensors with the ordinary
+    tensors among the arguments."""
     if torch.is_grad_enabled():
         for argument in args:
             for leaf in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                     _convert_gradients_to_full(leaf)
-    # PyTorch would write this rank's part of a result into an ordinary tensor of one element.
+    # PyTorch would write the local shard of a result into an ordinary tensor of one element.
     written = written_arguments(operator)
-    if written and any(_ordinary_tensors(written, args, kwargs)):
+    if written and any(_written_tensors(written, args, kwargs)):
         return fallback(operator, args, kwargs, None)
     try:
         return operator(*args, **kwargs)
@@ -108,10 +109,15 @@ def run_unless_mixed(
         return fallback(operator, args, kwargs, mixed)
 
 
-def _ordinary_tensors(
+def _written_tensors(
     written: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[bool]:
-    """True for each ordinary tensor that an operator writes to."""
+    """Yield True for each ordinary tensor that an operator writes to.
+
+    Args:
+        written: positions and names of the arguments that the operator writes to.
+        args, kwargs: the operator's arguments.
+    """
     for index, name in written:
         argument = args[index] if index < len(args) else kwargs.get(name)
         for leaf in argument if isinstance(argument, list | tuple) else (argument,):
@@ -120,20 +126,22 @@ def _ordinary_tensors(
 
 
 def handle_collectives(call: Callable[..., Any]) -> None:
-    """Call `call(operator, args, kwargs)` for operators of `torch.distributed` on DTensors.
+    """Replace `c10d` operators (`torch.distributed` functions) on DTensors. Permanent for the
+    process.
 
-    Permanent for the process.
+    Args:
+        call: called with the operator, positional and keyword arguments; returns the results.
     """
     for operator in operators_in_namespace("c10d"):
         set_operator_handler(operator, partial(call, operator))
 
 
 def handle_unsupported_operators(fallback: Fallback) -> None:
-    """Call `fallback` for operators on DTensors that PyTorch does not support.
+    """Call `fallback` for operators on DTensors whose sharding propagation fails in PyTorch.
 
-    Nothing has been computed or sent by then. Not called within
-    `without_torch_function_of_subclasses`, for whose code PyTorch's error is an answer. Permanent
-    for the process; a second fallback is ignored.
+    The operator has not computed or communicated when `fallback` is called. Inside
+    `without_torch_function_of_subclasses`, PyTorch's error is raised instead, for callers that
+    handle this error. Permanent for the process; a second fallback is ignored.
     """
     propagate = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
 
@@ -168,7 +176,12 @@ def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
 
 
 def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) -> None:
-    """Make methods of DTensors, such as `numpy`, raise `error(name)`. Permanent for the process."""
+    """Make methods of DTensors raise an error. Permanent for the process.
+
+    Args:
+        names: names of the methods, such as "numpy".
+        error: makes the error, given the name of the method.
+    """
 
     def refuse(name: str, *_: object, **__: object) -> Any:
         raise error(name)
@@ -178,8 +191,8 @@ def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) ->
 
 
 def format_values() -> None:
-    """Format DTensors of one element with a format as their number (`f"{p.norm():.3f}"`), as
-    ordinary tensors are. Permanent for the process."""
+    """Support format specifications for scalar DTensors, such as `f"{p.norm():.3f}"`, as for
+    ordinary tensors. Permanent for the process."""
 
     def format_value(tensor: DTensor, specification: str) -> str:
         if tensor.ndim or not specification:
@@ -190,9 +203,12 @@ def format_values() -> None:
 
 
 def compute_on_local_tensors(names: Collection[str]) -> None:
-    """Make elementwise methods of DTensors compute on local tensors where all have equal layouts.
+    """Make elementwise methods of DTensors compute on local tensors if all layouts are equal.
 
     Faster than DTensor's dispatch. Permanent for the process.
+
+    Args:
+        names: names of the methods, such as "add_".
     """
     for name in names:
         method = getattr(Tensor, name)
@@ -208,7 +224,7 @@ def _make_local_method(method: Callable[..., Any]) -> Callable[..., Any]:
         local_args = _local_arguments(tensor, args, kwargs)
         if local_args is None:
             return method(tensor, *args, **kwargs)
-        return _with_local_result(tensor, method(*local_args, **kwargs))
+        return _dtensor_of_result(tensor, method(*local_args, **kwargs))
 
     return run_on_local_tensors
 
@@ -216,11 +232,15 @@ def _make_local_method(method: Callable[..., Any]) -> Callable[..., Any]:
 def _local_arguments(
     tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any] | None:
-    """The arguments of an elementwise operator as local tensors; None if it needs DTensor's
-    dispatch.
+    """Return the positional arguments of an elementwise method as local tensors; None if the method
+    needs DTensor's dispatch.
 
-    Computing on local tensors is faster, and gives the same result if all tensors have the same
-    layout, none is a partial sum, and autograd does not record.
+    Local tensors give the same result if all tensors have the same layout, none is a partial sum,
+    and autograd does not record.
+
+    Args:
+        tensor: the DTensor whose method is called.
+        args, kwargs: the other arguments.
     """
     spec, local = tensor._spec, tensor._local_tensor
     if torch.is_grad_enabled() or tensor.is_inference():
@@ -244,7 +264,7 @@ def _local_arguments(
 
 
 def have_same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
-    """Whether two DTensors have the same mesh, placements and shape, by their specs."""
+    """Whether two DTensor specs have the same mesh, placements and global shape."""
     return first is second or (
         first.mesh is second.mesh
         and first.placements == second.placements
@@ -252,9 +272,9 @@ def have_same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
     )
 
 
-def _with_local_result(tensor: DTensor, result: Tensor) -> Any:
-    """Convert a local result to a DTensor with the layout of `tensor`; returns `tensor` itself
-    after an in-place operator."""
+def _dtensor_of_result(tensor: DTensor, result: Tensor) -> Any:
+    """Return a local result as a DTensor with the layout of `tensor`, or `tensor` itself after an
+    in-place method."""
     if result is tensor._local_tensor:
         increment_version(tensor)
         return tensor

@@ -1,8 +1,8 @@
-"""TorchDynamo: the graph, the guards and the bytecode of one call of a Python function.
+"""Graph, guards and bytecode that TorchDynamo captures in one call of a Python function.
 
-`fullgraph_capture` is the entry point below `torch.compile` and `aot_compile`. It executes the
-bytecode of a function symbolically and returns the graph of its tensor operations, code that
-replays its side effects and rebuilds its result, and guards on all Python state that was read.
+`fullgraph_capture`, the entry point below `torch.compile` and `aot_compile`, executes the bytecode
+of a function symbolically. The result is a graph of the tensor operations, bytecode that replays
+side effects and rebuilds the function's result, and guards on all Python state that was read.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ _CHECKED_BY_CALLER = frozenset(
 
 @contextmanager
 def _tracing_options(numbers: frozenset[str]) -> Iterator[None]:
-    """Context in which Dynamo captures a call or builds guards.
+    """Context manager with the options for capture and for building guards.
 
     Args:
-        numbers: sources of Python numbers that become inputs of the graph.
+        numbers: Dynamo sources of Python numbers that become inputs of the graph.
     """
 
     def size_entry(tx: Any, name: str, entry: FrameStateSizeEntry, **_: Any) -> Any:
@@ -112,27 +112,35 @@ Traced = TypeVar("Traced", bound=Callable[..., Any])
 
 
 def as_one_call(function: Traced) -> Traced:
-    """Let Dynamo put calls of `function` into graphs, and call it with tensors without values
-    instead of tracing it."""
+    """Make Dynamo record a call of `function` as one graph node, without tracing into `function`.
+
+    During capture, Dynamo calls `function` with fake tensors.
+    """
     allowed: Traced = allow_in_graph(function)  # type: ignore[no-untyped-call]
     return allowed
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module that is one call in a graph of Dynamo.
+    """A module call that Dynamo records as one graph node.
 
     Args:
-        function: the result of `as_one_call`; takes the positional and the keyword arguments of the
-            module, and its tensors.
-        names: of the parameters and buffers of the module that are passed.
+        function: a result of `as_one_call`. Arguments: tuple of the module's positional arguments,
+            dictionary of its keyword arguments, and list of the tensors in `names`.
+        names: names of the parameters and buffers of the module that are passed.
     """
 
     function: Callable[..., Any]
     names: tuple[str, ...]
 
     def in_graph(self, module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Put the call into the graph that is being traced."""
+        """Add the node to the graph of a running trace.
+
+        Args:
+            module: Dynamo's variable of the module.
+            tx: Dynamo's translator of the running trace.
+            args, kwargs: Dynamo's variables of the arguments.
+        """
         keywords = {ConstantVariable.create(name): value for name, value in kwargs.items()}
         tensors = []
         for name in self.names:
@@ -149,9 +157,11 @@ class ModuleCall:
 _trace_numpy = NumpyVariable.call_function
 
 
-def _call_of_numpy(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call of numpy as Dynamo does, except that functions of constants are evaluated, and
-    random numbers, which Dynamo would draw from torch's generator, are refused."""
+def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a NumPy call, but evaluate functions of constants, and fail on random draws.
+
+    Dynamo alone would draw random numbers from torch's generator instead of NumPy's.
+    """
     is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
         "random"
     )
@@ -165,7 +175,8 @@ def _call_of_numpy(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _logger_methods() -> Iterator[Callable[..., Any]]:
-    """The methods of loggers, with those that libraries have added, such as `warning_once`."""
+    """Yield the logging methods of `logging.Logger`, including those that libraries have added,
+    such as `warning_once`."""
     for name in dir(logging.Logger):
         method = getattr(logging.Logger, name)
         if not name.startswith("_") and callable(method) and name != "getChild":
@@ -179,9 +190,9 @@ class DynamoCapture:
     Args:
         output: Dynamo's graph, bytecode and the state from which guards are built.
         function: the traced function; for a method the underlying function.
-        changes: the objects that existed before the call and are changed by it.
-        impure_caches: names of functions under `functools.lru_cache` that act otherwise without
-            their cache, which Dynamo ignores.
+        changes: objects that existed before the call and that the call changes.
+        impure_caches: names of functions under `functools.lru_cache` that behave differently
+            without their cache. Dynamo traces into these functions as if they had no cache.
     """
 
     output: CaptureOutput
@@ -198,11 +209,13 @@ class DynamoCapture:
         numbers: frozenset[str] = frozenset(),
         module_calls: Mapping[int, ModuleCall] = MappingProxyType({}),
     ) -> DynamoCapture:
-        """Trace `function(*args, **kwargs)`; no tensor operation is executed.
+        """Trace `function(*args, **kwargs)` without executing tensor operations.
 
         Args:
-            numbers: sources of Python numbers that become inputs of the graph.
-            module_calls: calls of modules that are not traced, by the id of the module.
+            function: the function or method.
+            args, kwargs: arguments of the call.
+            numbers: Dynamo sources of Python numbers that become inputs of the graph.
+            module_calls: calls of modules that are recorded as one node, by the id of the module.
 
         Raises:
             TorchDynamoException: if Dynamo cannot trace the function as one graph.
@@ -227,7 +240,7 @@ class DynamoCapture:
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
             guarding_missing_attributes(),
-            patch.object(NumpyVariable, "call_function", _call_of_numpy),
+            patch.object(NumpyVariable, "call_function", _trace_numpy_call),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))
@@ -238,7 +251,7 @@ class DynamoCapture:
 
     @property
     def graph_module(self) -> fx.GraphModule | None:
-        """The graph of tensor operations; None if there are none."""
+        """Graph of the tensor operations; None if the call has no tensor operation."""
         graph_input = self.output.backend_input
         return None if graph_input is None else graph_input.graph_module
 
@@ -248,7 +261,12 @@ class DynamoCapture:
         return inspect.signature(self.function, follow_wrapped=False)
 
     def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the local variables at the start of a call, by name."""
+        """Return the arguments and closure variables at the start of a call, by name.
+
+        Args:
+            owner: the object passed as `self`.
+            args, kwargs: the other arguments.
+        """
         call = self.signature.bind(owner, *args, **kwargs)
         call.apply_defaults()
         cells = zip(
@@ -259,8 +277,11 @@ class DynamoCapture:
     def around(self, program: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """Make a copy of the traced function in which `program` replaces the tensor operations.
 
-        The copy takes the arguments of the traced function, with `self` first; calls `program` with
-        the inputs of the graph; changes the same Python objects; and returns the same result.
+        The copy takes the same arguments, with `self` first, replays the side effects on Python
+        objects, and returns the same result.
+
+        Args:
+            program: takes the inputs of the graph and returns the outputs of the graph.
         """
         assert self.output.backend_input is not None
         captured = self.output.graph_capture_output
@@ -285,8 +306,12 @@ class DynamoCapture:
         return around
 
     def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the inputs of the graph for a call; no tensor operation is executed, and no object
-        is changed."""
+        """Return the graph inputs of a call, without tensor operations and side effects.
+
+        Args:
+            owner: the object passed as `self`.
+            args, kwargs: the other arguments.
+        """
         flat: list[Any] = []
 
         def program(*inputs: Any) -> Sequence[Any]:
@@ -307,14 +332,16 @@ class DynamoCapture:
         numbers: frozenset[str],
         unguarded: frozenset[int],
     ) -> Guards:
-        """Build the guards on the Python state that the traced call read.
+        """Build guards on the Python state that the traced call read.
 
-        The objects of the call must be in the state in which they were traced.
+        The arguments must be in the same state as at the start of the trace.
 
         Args:
-            numbers: sources of Python numbers that are inputs of the graph.
-            unguarded: ids of tensors that the caller compares itself: at run time parameters are
-                DTensors, and arguments may be shards.
+            owner: the object passed as `self`.
+            args, kwargs: the other arguments.
+            numbers: Dynamo sources of Python numbers that are inputs of the graph.
+            unguarded: ids of tensors without guards, which the caller compares: at run time
+                parameters are DTensors, and arguments may be local shards.
         """
         captured = self.output.graph_capture_output
         scope = self.scope(owner, args, kwargs)
@@ -329,7 +356,7 @@ class DynamoCapture:
             for entry in entries:
                 if entry.has_value and type(entry.value) in (int, float):
                     constants[entry.orig_guard.name] = entry.value
-            return [_is_kept_guard(entry, unguarded) for entry in entries]
+            return [_is_needed_guard(entry, unguarded) for entry in entries]
 
         with _tracing_options(numbers):
             manager = captured.build_guards(
@@ -344,11 +371,10 @@ class ChangedObject:
     """An object that a traced call changes.
 
     Args:
-        value: the object; for a global variable the dictionary of its module's variables, or the
-            name of the module.
+        value: the object; for a global variable the module's `__dict__` or the module's name.
         attributes: names of the attributes that are set; None for a container whose contents
-            change.
-        global_name: the name of the global variable that is set.
+            change and for a global variable.
+        global_name: name of the global variable that is set; None for other objects.
     """
 
     value: Any
@@ -366,12 +392,12 @@ def _changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
         names = None if attributes is None else tuple(attributes)
         if isinstance(variable, NewGlobalVariable):
             assert names is not None
-            yield ChangedObject(_module_of_global(variable.source), None, names[0])
+            yield ChangedObject(_module_of_global_variable(variable.source), None, names[0])
         else:
             yield ChangedObject(existing[key], names)
 
 
-def _module_of_global(source: Any) -> Any:
+def _module_of_global_variable(source: Any) -> Any:
     """Return the name of the module of a global variable; None for the traced function's module."""
     if isinstance(source, GlobalSource):
         return None
@@ -381,17 +407,17 @@ def _module_of_global(source: Any) -> Any:
 
 
 def _delete_global(scope: dict[str, Any], name: str, value: object) -> None:
-    """Delete the global variable `name` of `scope` if its value is still `value`."""
+    """Delete `scope[name]` unless the value has been replaced since."""
     if scope.get(name) is value:
         del scope[name]
 
 
 class _InputsReachedError(Exception):
-    """Raised to end a call of the bytecode once the inputs of the graph are known."""
+    """Ends a call of captured bytecode where the graph would run."""
 
 
-def _is_kept_guard(entry: Any, unguarded: frozenset[int]) -> bool:
-    """Whether to build a guard: not for a tensor in `unguarded`, nor a type in
+def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
+    """Whether to build a guard: its tensor is not in `unguarded`, its type not in
     `_CHECKED_BY_CALLER`."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
@@ -404,10 +430,12 @@ def _is_kept_guard(entry: Any, unguarded: frozenset[int]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Guards:
-    """Guards on the Python state that a capture depends on.
+    """Guards on the Python state that a captured call has read.
 
     Args:
-        constants: Python numbers that are constants of the capture, by source.
+        capture: the captured call.
+        manager: Dynamo's guard manager.
+        constants: values of Python numbers that are constants in the graph, by Dynamo source.
     """
 
     capture: DynamoCapture
@@ -415,12 +443,22 @@ class Guards:
     constants: Mapping[str, Any]
 
     def hold(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether all guards hold for a call."""
+        """Whether all guards hold for a call, so that the captured graph is valid.
+
+        Args:
+            owner: the object passed as `self`.
+            args, kwargs: the other arguments.
+        """
         scope = self.capture.scope(owner, args, kwargs)
         return bool(self.manager.guard_manager.check(scope))
 
     def failing(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Return the first guard that fails for a call, as Python code; empty if all hold."""
+        """Return the first guard that fails for a call, as Python code; empty if all guards hold.
+
+        Args:
+            owner: the object passed as `self`.
+            args, kwargs: the other arguments.
+        """
         scope = self.capture.scope(owner, args, kwargs)
         parts = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]) if parts else ""
@@ -428,8 +466,13 @@ class Guards:
     def changed_numbers(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> frozenset[str]:
-        """Return the sources of Python numbers whose value, of the same type, differs from that at
-        capture."""
+        """Return the Dynamo sources of Python numbers whose value, but not type, has changed since
+        capture.
+
+        Args:
+            owner: the object passed as `self`.
+            args, kwargs: the other arguments.
+        """
         scope = {
             "L": self.capture.scope(owner, args, kwargs),
             "G": self.capture.function.__globals__,
@@ -442,7 +485,8 @@ class Guards:
 
 
 def _evaluate_source(source: str, scope: dict[str, Any]) -> Any:
-    """Evaluate a guard's source; None if that raises, as for a deleted attribute."""
+    """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises, as for a
+    deleted attribute."""
     try:
         return eval(source, dict(scope))
     except Exception:

@@ -1,7 +1,7 @@
-"""Guards on attributes that an object does not have in a trace of TorchDynamo.
+"""Guards on missing attributes in a trace of TorchDynamo.
 
-Dynamo 2.13 guards on the result of `hasattr`, but not on the `AttributeError` of a read, which
-`forward` may catch to make the attribute in its first call.
+PyTorch 2.13 guards on the result of `hasattr`, but not on an `AttributeError`, which `forward` may
+catch to create the attribute in its first call.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from torch._dynamo.variables import UserDefinedClassVariable, UserDefinedObjectV
 
 @contextmanager
 def guarding_missing_attributes() -> Iterator[None]:
-    """Guard on every attribute whose read fails during a trace."""
-    with (
-        patch.object(
-            UserDefinedObjectVariable, "var_getattr", _guarding(UserDefinedObjectVariable)
-        ),
-        patch.object(UserDefinedClassVariable, "var_getattr", _guarding(UserDefinedClassVariable)),
-    ):
+    """Context manager in which Dynamo guards on each missing attribute that a trace reads."""
+    with _guarded_reads(UserDefinedObjectVariable), _guarded_reads(UserDefinedClassVariable):
         yield
 
 
-def _guarding(kind: type) -> Any:
+def _guarded_reads(kind: type) -> Any:
     read = vars(kind)["var_getattr"]
 
     def guarded(variable: Any, tx: Any, name: str) -> Any:
@@ -41,4 +36,4 @@ def _guarding(kind: type) -> Any:
                 install_guard(variable.source.make_guard(missing))
             raise
 
-    return guarded
+    return patch.object(kind, "var_getattr", guarded)

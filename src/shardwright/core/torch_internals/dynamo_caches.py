@@ -1,7 +1,7 @@
-"""Calls of functions under `functools.lru_cache` in a trace of TorchDynamo, which has no caches.
+"""Calls of functions under `functools.lru_cache` in a trace of TorchDynamo, which ignores caches.
 
-A function computed anew in each call equals a cached one if it draws no random numbers, changes
-nothing, and nothing changes its result.
+Ignoring the cache is correct if the function draws no random numbers and has no side effects, and
+if its result is not mutated.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class CachedFunctionCalls:
     """The calls of cached functions in one trace.
 
     Args:
-        impure: names of the functions that would act otherwise without their cache, in order.
-        running: names of the cached functions that are being traced, the outermost first.
-        results: objects that cached functions have made, by id, with the name of the function.
+        impure: names of functions that behave differently without their cache, in order.
+        running: stack of names of the cached functions that are being traced.
+        results: objects that cached functions have created, with the name of the function, by id.
     """
 
     impure: dict[str, None] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class CachedFunctionCalls:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the calls of cached functions during a trace."""
+        """Context manager that records the calls of cached functions in a trace."""
         call = WrapperUserFunctionVariable.call_function
         check = SideEffects.check_allowed_side_effect
 
@@ -61,40 +61,55 @@ class CachedFunctionCalls:
 
     @contextmanager
     def call_of(self, name: str, graph: fx.Graph) -> Iterator[None]:
-        """Record whether a call of the function `name` draws random numbers."""
+        """Context manager for the trace of one cached function, which records random draws.
+
+        Args:
+            name: name of the function.
+            graph: Dynamo's graph of the running trace.
+        """
         num_nodes = len(graph.nodes)
         self.running.append(name)
         try:
             yield
         finally:
             self.running.pop()
-        if any(map(_draws, islice(graph.nodes, num_nodes, None))):
+        if any(map(_is_random_node, islice(graph.nodes, num_nodes, None))):
             self.impure[name] = None
 
     def record_result(self, result: Any, name: str, tx: Any) -> None:
-        """Record the objects that a cached function has created and returned."""
+        """Record the objects that a cached function has created and returned.
+
+        Args:
+            result: Dynamo's variable of the result.
+            name: name of the function.
+            tx: Dynamo's translator of the running trace.
+        """
 
         def record(variable: VariableTracker) -> None:
-            if _is_new(variable):
+            if _is_made_in_trace(variable):
                 self.results[id(variable)] = variable, name
 
         VariableTracker.visit(record, result, side_effects=tx.output.side_effects)
 
     def record_change(self, item: VariableTracker) -> None:
-        """Record the cached function that mutates an object, or whose result is mutated."""
-        if self.running and not _is_new(item):
+        """Record a mutation of an object by a cached function, or of a cached function's result.
+
+        Args:
+            item: Dynamo's variable of the mutated object.
+        """
+        if self.running and not _is_made_in_trace(item):
             self.impure[self.running[-1]] = None
         elif id(item) in self.results:
             self.impure[self.results[id(item)][1]] = None
 
 
-def _is_new(variable: VariableTracker) -> bool:
-    """Whether the trace has made the object itself."""
+def _is_made_in_trace(variable: VariableTracker) -> bool:
+    """Whether an object was created during the trace."""
     return type(variable.mutation_type).__name__.endswith("New")
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph, a function or method of torch, draws random numbers."""
+def _is_random_node(node: fx.Node) -> bool:
+    """Whether a node calls a function or method of torch that draws random numbers."""
     name = str(getattr(node.target, "__name__", node.target))
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or node.op not in ("call_function", "call_method"):

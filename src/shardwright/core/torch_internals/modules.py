@@ -1,4 +1,4 @@
-"""Internals of modules: their state dictionaries and calls; and PyTorch's logging."""
+"""Internals of `nn.Module`: tensors, state and calls; log level of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from torch.nn.modules import adaptive, transformer
 from torch.nn.modules import module as registration
 
 AdaptiveSoftmaxOutput = adaptive._ASMoutput
-"""The result of `nn.AdaptiveLogSoftmaxWithLoss`: a named tuple of output and loss."""
+"""Class of the result of `nn.AdaptiveLogSoftmaxWithLoss`: a named tuple of output and loss."""
 
 detects_causal_mask = transformer._detect_is_causal_mask.__code__
-"""Code of the function with which `nn.Transformer` modules test whether a mask is causal."""
+"""Code object of the function by which `nn.Transformer` modules detect causal masks."""
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's live dictionary of its children."""
+    """Return a module's dictionary of children; changes of the dictionary change the module."""
     return module._modules
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's live dictionary of its parameters, without those of its children."""
+    """Return a module's dictionary of parameters, without those of children; changes of the
+    dictionary change the module."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return a module's live dictionary of its buffers, without those of its children."""
+    """Return a module's dictionary of buffers, without those of children; changes of the dictionary
+    change the module."""
     return module._buffers
 
 
 @dataclass(frozen=True)
 class TensorSlots:
-    """The attributes of a module's submodules that contain some of its parameters and buffers.
+    """The attributes that hold given parameters and buffers of a module.
 
     Args:
-        owners: (submodule, name of the attribute) of each tensor; several if the tensor is tied.
-        recurrent: recurrent submodules, which also have their parameters in a list.
+        owners: for each tensor, the submodules and attribute names that hold the tensor; several
+            pairs for a tied tensor.
+        recurrent: recurrent submodules, whose `_flat_weights` list holds their parameters too.
     """
 
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]
@@ -50,11 +53,11 @@ class TensorSlots:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> TensorSlots:
-        """Find the attributes that contain some tensors of a module.
+        """Find the attributes that hold given parameters and buffers of a module.
 
         Args:
             module: the module.
-            names: all names of each tensor in `module`.
+            names: for each tensor, all its names in `module`; several for a tied tensor.
         """
 
         def owner_of(name: str) -> tuple[nn.Module, str]:
@@ -66,13 +69,13 @@ class TensorSlots:
         return cls(owners, recurrent)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the current value of each tensor."""
+        """Return the tensors that the attributes hold now, in the order of `owners`."""
         first_owners = (owners[0] for owners in self.owners)
         return [{**owner._parameters, **owner._buffers}[name] for owner, name in first_owners]  # type: ignore[misc]
 
     @contextmanager
     def holding(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which the attributes contain `tensors`, in the order of `owners`."""
+        """Context manager in which the attributes hold `tensors`, in the order of `owners`."""
         replaced: list[tuple[dict[str, Any], str, Any]] = []
         flat_weights = [module._flat_weights for module in self.recurrent]
         try:
@@ -95,13 +98,15 @@ class TensorSlots:
 def alias_module(
     module: nn.Module, cls: type[nn.Module] | None = None, state: dict[str, Any] | None = None
 ) -> nn.Module:
-    """Make another object that shares all state of `module`.
+    """Make a second object that shares all state of `module`.
 
-    The methods of its class remain callable through it after the class of `module` is replaced.
+    Methods of the original class can be called on the alias after the class of `module` is
+    replaced.
 
     Args:
-        cls: class of the object; by default the current class of `module`.
-        state: attributes of the object; by default those of `module`.
+        module: the module.
+        cls: class of the alias; by default the current class of `module`.
+        state: `__dict__` of the alias; by default that of `module`.
     """
     alias: nn.Module = object.__new__(cls or type(module))
     object.__setattr__(alias, "__dict__", vars(module) if state is None else state)
@@ -109,10 +114,11 @@ def alias_module(
 
 
 def drop_buffer_assignments_of_export() -> None:
-    """Remove the hook with which `torch.export` appends copies for buffers assigned by `forward`.
+    """Remove the global hook by which `torch.export` turns buffers assigned in `forward` into
+    copies.
 
-    `torch.export` does so for the root module only, whereas capture handles the buffers of all
-    modules. When it removes the hook later, it ignores that the hook is missing.
+    The hook handles buffers of the root module only, whereas capture handles those of all modules.
+    `torch.export` does not fail when it removes the missing hook later.
     """
     hooks = registration._global_buffer_registration_hooks
     for handle_id, hook in list(hooks.items()):
@@ -121,7 +127,8 @@ def drop_buffer_assignments_of_export() -> None:
 
 
 def state_names(module: nn.Module) -> set[str]:
-    """Return the names of parameters and persistent buffers in the state dict; calls no hooks."""
+    """Return the names of parameters and persistent buffers in the state dict, without calling
+    state dict hooks."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for path, child in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -132,9 +139,9 @@ def state_names(module: nn.Module) -> set[str]:
 
 
 def share_state(wrapper: nn.Module, module: nn.Module) -> None:
-    """Let `wrapper` share the parameters, buffers, submodules and state dict hooks of `module`.
+    """Make `wrapper` share the parameters, buffers, submodules and state dict hooks of `module`.
 
-    The dictionaries are the same objects: registrations in one module appear in the other.
+    Both modules have the same dictionaries, so that registrations in one appear in the other.
     """
     wrapper._modules = module._modules
     wrapper._parameters = module._parameters
@@ -147,9 +154,9 @@ def share_state(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def forget_flat_weights(module: nn.RNNBase) -> None:
-    """Drop a recurrent module's weak references to its parameters.
+    """Clear a recurrent module's weak references to its parameters.
 
-    `torch.utils.swap_tensors` refuses tensors with weak references.
+    `torch.utils.swap_tensors` raises for tensors with weak references.
     """
     module._flat_weight_refs = []
 
@@ -160,9 +167,9 @@ def restore_flat_weights(module: nn.RNNBase) -> None:
 
 
 def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable[[], None]:
-    """Call `callback` before each call of `module`; copies of the module are not observed.
+    """Call `callback` before each call of `module`, but not before calls of copies of `module`.
 
-    Does not register a hook, since the model's hooks are captured and checked.
+    Not a forward hook, as capture reads and checks the hooks of a model.
 
     Returns:
         A function that ends the observation, to be called once.
@@ -190,8 +197,8 @@ def set_log_level(level: int) -> None:
 
 
 def process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
-    """Return a memo for `copy.deepcopy` that shares the process groups that a model holds, such as
-    those of `SyncBatchNorm`, as these cannot be copied."""
+    """Return a memo with which `copy.deepcopy` shares a model's process groups, such as those of
+    `SyncBatchNorm`, which cannot be copied."""
     return {
         id(value): value
         for part in module.modules()

@@ -1,4 +1,4 @@
-"""Extend the functions of `torch.nn.utils` that compute or clip the total norm of tensors."""
+"""Hooks into `clip_grad_norm_` and related functions of `torch.nn.utils`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 IMPLEMENTATION_VARIABLE = "func"
-"""Name of the free variable of a public norm function that contains its implementation."""
+"""Name of the closure variable that holds the implementation of `clip_grad_norm_`."""
 
 NON_FINITE = (
     "The total norm of order {} for gradients from `parameters` is non-finite, so it cannot be "
@@ -24,7 +24,7 @@ NON_FINITE = (
 
 
 class Norms(Protocol):
-    """Norms that PyTorch would compute of one device only, or not at all."""
+    """Total norms of tensors that are sharded or on several devices."""
 
     def total(
         self,
@@ -34,10 +34,10 @@ class Norms(Protocol):
         source: nn.Module | None,
         norm_type: float,
     ) -> Tensor | None:
-        """Return the total norm of `measured`; None to leave its computation to PyTorch.
+        """Return the total norm of `measured` as a scalar, or None to use PyTorch's implementation.
 
         Args:
-            function: name of the function of `torch.nn.utils`.
+            function: name of the called function of `torch.nn.utils`.
             listed: the tensors passed to the function.
             measured: the tensors of the norm: `listed`, or their gradients.
             source: the module whose `parameters()` are `listed`; None if unknown.
@@ -45,40 +45,38 @@ class Norms(Protocol):
         """
 
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Split tensors into groups, each of which one operator can scale."""
+        """Split tensors into groups that one foreach operator can scale."""
 
 
 def extend_norms(norms: Norms) -> None:
-    """Make `clip_grad_norm_` and `get_total_norm` compute the norm of several tensors by `norms`.
+    """Make `clip_grad_norm_` and `get_total_norm` compute total norms by `norms`.
 
-    Also makes `clip_grads_with_norm_` scale tensors group by group. Calls with a single tensor, and
-    calls in compiled functions, are not changed. Permanent for the process; a second call is
-    ignored.
+    Also makes `clip_grads_with_norm_` scale each group of `norms.groups` separately. Calls with a
+    single tensor, and calls in compiled functions, are not changed. Permanent for the process; a
+    second call is ignored.
     """
     # Whether the running call is extended: `clip_grad_norm_` calls the other two.
     running = ContextVar("running", default=False)
     extensions = (
-        (nn.utils.clip_grad_norm_, _clip_grad_norm),
-        (nn.utils.get_total_norm, _get_total_norm),
-        (nn.utils.clip_grads_with_norm_, _clip_grads_with_norm),
+        (nn.utils.clip_grad_norm_, _clip_grad_norm_by_norms),
+        (nn.utils.get_total_norm, _total_norm_by_norms),
+        (nn.utils.clip_grads_with_norm_, _clip_grads_by_group),
     )
     for function, extension in extensions:
         cell = _implementation_cell(function)
         if not hasattr(cell.cell_contents, "extends_norms"):
-            cell.cell_contents = _extend_implementation(
-                cell.cell_contents, extension, norms, running
-            )
+            cell.cell_contents = _wrap_implementation(cell.cell_contents, extension, norms, running)
 
 
 CallArguments = dict[str, Any]
-"""Arguments of a call by name, with defaults; the tensors are a list."""
+"""Arguments of a call by name, defaults included; iterables of tensors are converted to lists."""
 
 Extension = Callable[[Norms, CallArguments, "nn.Module | None", Callable[..., Any]], Any]
-"""Function that computes a call, given the norms, the call's arguments, the module whose
+"""Replacement of a norm function. Arguments: the norms, the call's arguments, the module whose
 `parameters()` are passed (None if unknown), and PyTorch's implementation, which takes keywords."""
 
 
-def _clip_grad_norm(
+def _clip_grad_norm_by_norms(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     parameters, norm_type = arguments["parameters"], float(arguments["norm_type"])
@@ -86,24 +84,24 @@ def _clip_grad_norm(
     norm = norms.total("clip_grad_norm_", parameters, gradients, source, norm_type)
     if norm is None:
         return original(**arguments)
-    _check_finite(norm, arguments)
+    _check_norm_is_finite(norm, arguments)
     for group in norms.groups(parameters):
         nn.utils.clip_grads_with_norm_(group, arguments["max_norm"], norm, arguments["foreach"])
     return norm
 
 
-def _get_total_norm(
+def _total_norm_by_norms(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     tensors, norm_type = arguments["tensors"], float(arguments["norm_type"])
     norm = norms.total("get_total_norm", tensors, tensors, source, norm_type)
     if norm is None:
         return original(**arguments)
-    _check_finite(norm, arguments)
+    _check_norm_is_finite(norm, arguments)
     return norm
 
 
-def _clip_grads_with_norm(
+def _clip_grads_by_group(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
     groups = norms.groups(arguments["parameters"])
@@ -111,29 +109,36 @@ def _clip_grads_with_norm(
         original(**{**arguments, "parameters": group})
 
 
-def _check_finite(norm: Tensor, arguments: CallArguments) -> None:
+def _check_norm_is_finite(norm: Tensor, arguments: CallArguments) -> None:
     if arguments["error_if_nonfinite"] and not bool(norm.isfinite()):
         raise RuntimeError(NON_FINITE.format(float(arguments["norm_type"])))
 
 
 def _implementation_cell(function: Callable[..., Any]) -> CellType:
-    """Return the closure cell with the implementation of a public norm function.
+    """Return the closure cell that holds the implementation of a public norm function.
 
-    Replacing its content also affects code that has already imported the function, unlike replacing
-    the attribute of the module.
+    Replacing the cell's content also affects code that has imported the function before, unlike
+    replacing an attribute of `torch.nn.utils`.
     """
     closure = function.__closure__
     assert closure is not None, f"{function} is expected to wrap another function"
     return closure[function.__code__.co_freevars.index(IMPLEMENTATION_VARIABLE)]
 
 
-def _extend_implementation(
+def _wrap_implementation(
     implementation: Callable[..., Any],
     extension: Extension,
     norms: Norms,
     running: ContextVar[bool],
 ) -> Callable[..., Any]:
-    """Wrap the implementation of a norm function, so that `extension` computes its calls."""
+    """Wrap the implementation of a norm function in a function that calls `extension`.
+
+    Args:
+        implementation: PyTorch's implementation.
+        extension: the replacement, which may call `implementation`.
+        norms: passed to `extension`.
+        running: set while `extension` runs; nested calls run `implementation`.
+    """
     signature_ = signature(implementation)
     first = next(iter(signature_.parameters))
 
@@ -170,8 +175,8 @@ def _extend_implementation(
 
 
 def module_of_parameters(tensors: object) -> nn.Module | None:
-    """Return the module of which `tensors` is the generator `parameters()`, with the parameters of
-    its children; None for other objects."""
+    """Return the module if `tensors` is a generator `module.parameters()` that includes children;
+    None for other objects."""
     if not isgenerator(tensors) or tensors.gi_code is not nn.Module.parameters.__code__:
         return None
     arguments = getgeneratorlocals(tensors)

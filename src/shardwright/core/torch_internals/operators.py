@@ -13,10 +13,10 @@ from torch._ops import OpOverload as OpOverload
 from torch.library import Library
 
 assert_tensor = torch._assert
-"""`assert` as a function, which function modes intercept."""
+"""`torch._assert`: `assert` as a function, which function modes intercept."""
 
 pack_padded_sequence = torch._pack_padded_sequence
-"""The implementation of `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence`."""
+"""Function that implements `torch.nn.utils.rnn.pack_padded_sequence` and `pack_sequence`."""
 
 
 def schema_of(overload: OpOverload) -> FunctionSchema:
@@ -36,14 +36,18 @@ def overload_name(overload: OpOverload) -> str:
 
 
 def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run the composite kernel of an operator, which calls other operators."""
+    """Run the composite kernel of an operator, which calls other operators.
+
+    Raises:
+        NotImplementedError: if the operator has no composite kernel.
+    """
     name = overload.name()  # type: ignore[no-untyped-call]
     for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
             # Function modes, such as that of `make_fx`, would record the operator itself.
             with torch._C.DisableTorchFunction():
                 return overload._op_dk(key, *args, **kwargs)
-    raise NotImplementedError(f"{overload} has no composite kernel")
+    raise NotImplementedError(f"operator {overload} has no composite kernel")
 
 
 @cache
@@ -61,7 +65,7 @@ def operators_in_namespace(namespace: str) -> tuple[OpOverload, ...]:
 
 @cache
 def operators_of_several_tensors() -> tuple[OpOverload, ...]:
-    """Return the ATen operators whose arguments are a list of tensors, or more than one tensor."""
+    """Return the ATen operators that can take more than one tensor, as arguments or in a list."""
     operators = []
     for operator in operators_in_namespace("aten"):
         types = [str(argument.type) for argument in schema_of(operator).arguments]
@@ -87,5 +91,5 @@ def unregister(library: Library) -> None:
 
 
 def is_erased(node: fx.Node) -> bool:
-    """Whether a node was removed from its graph."""
+    """Whether a node has been erased from its graph."""
     return node._erased

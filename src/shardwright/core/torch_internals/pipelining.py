@@ -1,4 +1,4 @@
-"""Stages and backward functions of PyTorch's pipeline schedules."""
+"""Stages and backward functions for `torch.distributed.pipelining` schedules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 SENDS_ONLY_GRADIENTS = not hasattr(PipelineStage, "get_outputs_meta")
-"""Whether `PipelineStage` handles values without gradient at stage boundaries, also in a split
-backward pass. True in PyTorch 2.13, false in 2.11."""
+"""Whether `PipelineStage` supports tensors without gradient at stage boundaries, also with separate
+backward passes for inputs and weights. True in PyTorch 2.13, false in 2.11."""
 
 
 def pipeline_stage(
@@ -42,18 +42,18 @@ def pipeline_stage(
     group: dist.ProcessGroup | None,
     dw_builder: Callable[[], Callable[..., None]] | None,
 ) -> PipelineStage:
-    """Make the PyTorch stage of a model chunk.
+    """Make the `PipelineStage` of a model chunk.
 
     Args:
-        module: the chunk.
-        stage_index: index of the chunk.
+        module: the model chunk.
+        stage_index: index of the chunk in the model.
         num_stages: number of chunks of the model.
-        device: the device on which the chunk runs.
-        arriving, leaving: meta tensors of the values received and sent; gradients are exchanged
-            only for those that require a gradient.
-        group: the process group of the pipeline.
-        dw_builder: function that returns the function that computes the weight gradients, as
-            documented at `PipelineStage`; None lets PyTorch split the backward pass.
+        device: device on which the chunk runs.
+        arriving, leaving: meta tensors with the shapes and dtypes of the tensors received and sent.
+            Gradients are sent for tensors that require a gradient only.
+        group: process group of the pipeline.
+        dw_builder: `dw_builder` of `PipelineStage`, which returns the function that computes weight
+            gradients; None lets PyTorch split the backward pass.
     """
     stage = (PipelineStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
         module,
@@ -71,10 +71,10 @@ def pipeline_stage(
 
 
 class SelectiveStage(PipelineStage):
-    """A stage for PyTorch 2.11 that sends and receives the same tensors as a stage of 2.13.
+    """Stage for PyTorch 2.11 that supports tensors without gradient, as `PipelineStage` of 2.13.
 
-    The stage of 2.11 treats all received tensors, including integers, as leaves that require
-    gradients, and fails if one of them has no gradient.
+    `PipelineStage` of 2.11 treats all received tensors, including integers, as leaves that require
+    gradients, and fails if one of them receives no gradient.
     """
 
     arriving: tuple[Tensor, ...]

@@ -1,7 +1,6 @@
-"""PyTorch's pytrees: nested containers as a list of leaves and a structure.
+"""PyTorch's pytrees: nested containers flattened into a list of leaves and a `TreeSpec`.
 
-`torch.export` describes arguments and results by these structures, so no other pytree library is
-used.
+`torch.export` describes arguments and results by a `TreeSpec`, so no other pytree library is used.
 """
 
 from __future__ import annotations
@@ -30,49 +29,56 @@ from shardwright.core.torch_internals.tensors import version
 
 _BUILTIN_TYPES = (bool, dict, float, int, list, set, str, tuple)
 _ALLOWED_FACTORIES = {(each.__module__, each.__name__) for each in _BUILTIN_TYPES}
-"""(module, name) of default factories of a `defaultdict` that may be loaded."""
+"""Module and name of each default factory that a serialized `defaultdict` may have."""
 
 
 def treespec_loads(text: str) -> TreeSpec:
-    """Load a structure that `treespec_dumps` wrote.
+    """Deserialize a `TreeSpec` that `treespec_dumps` has written.
+
+    Args:
+        text: JSON.
 
     Raises:
-        ValueError: if the text is malformed, or could run code: it has default factories other than
-            built-in types, or enumerations of modules that are not imported.
+        ValueError: if the text is malformed, or loading could run code: a default factory is not a
+            built-in type, or an enumeration is of a module that is not imported.
     """
     try:
         _, structure = json.loads(text)
-        _check_imported_names(structure)
+        _check_no_code_runs(structure)
         return _pytree.treespec_loads(text)
     except Exception as error:  # malformed text may cause any error
-        raise ValueError(f"the text is not the structure of a call: {error}") from error
+        raise ValueError(f"the text is not a serialized `TreeSpec`: {error}") from error
 
 
-def _check_imported_names(structure: dict[str, Any]) -> None:
-    """Raise ValueError if loading a structure could run code: PyTorch imports the modules of the
-    names in it."""
+def _check_no_code_runs(structure: dict[str, Any]) -> None:
+    """Raise ValueError if loading a serialized `TreeSpec` could run code.
+
+    PyTorch imports the modules of default factories and enumerations.
+    """
     context = structure["context"]
     if isinstance(context, dict) and "default_factory_name" in context:
         factory = context["default_factory_module"], context["default_factory_name"]
         if factory not in _ALLOWED_FACTORIES:
             raise ValueError(f"the text refers to the function `{'.'.join(factory)}`")
     if isinstance(context, str) and structure["type"] is not None:
-        json.loads(context, object_hook=_check_enumeration)
+        json.loads(context, object_hook=_check_enum_is_imported)
     for part in structure["children_spec"]:
-        _check_imported_names(part)
+        _check_no_code_runs(part)
 
 
-def _check_enumeration(context: dict[str, Any]) -> None:
-    """Raise ValueError if a structure has an enumeration of a module that is not imported."""
+def _check_enum_is_imported(context: dict[str, Any]) -> None:
+    """Raise ValueError if a JSON object is an enumeration of a module that is not imported."""
     if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
         raise ValueError(f"the text refers to the enumeration `{context['fqn']}`")
 
 
 def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses in `value` as pytree nodes (`torch.export.register_dataclass`).
+    """Register the dataclasses in a pytree as pytree nodes (`torch.export.register_dataclass`).
 
-    Dataclasses that cannot be rebuilt from their fields, because `__init__` or `__post_init__` does
-    more than store them, remain leaves.
+    Dataclasses whose `__init__` or `__post_init__` does more than store the fields remain leaves.
+
+    Args:
+        value: a pytree that contains instances of dataclasses.
     """
     for leaf in tree_leaves(value):
         cls = type(leaf)
@@ -84,7 +90,7 @@ def register_dataclasses(value: Any) -> None:
 
 
 def _can_rebuild(cls: type, parts: dict[str, Any]) -> bool:
-    """Whether a dataclass called with its fields has the same fields, and changes none in place."""
+    """Whether `cls(**parts)` stores `parts` as attributes and does not change them in place."""
     before = _ids_and_versions(parts)
     try:
         rebuilt = cls(**parts)
@@ -95,6 +101,6 @@ def _can_rebuild(cls: type, parts: dict[str, Any]) -> bool:
 
 
 def _ids_and_versions(parts: dict[str, Any]) -> list[tuple[int, int]]:
-    """(id, version) of each leaf, to detect changes in place."""
+    """Return the id and the version counter of each leaf, to detect replaced and mutated leaves."""
     leaves = tree_leaves(parts)
     return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Guards on symbolic sizes: the conditions under which a trace is valid for other shapes."""
+"""Guards on symbolic sizes, under which a trace is valid for other shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.core.torch_internals.tensors import FakeTensor, FakeTensorMode
 
 
 class ShapeGuards:
-    """The conditions under which a call with other shapes would have the same trace.
+    """Guards on the shapes of inputs, under which another call has the same trace.
 
     Args:
         inputs: the fake inputs of the trace, whose sizes may be symbolic.
@@ -23,5 +23,5 @@ class ShapeGuards:
         self.code = self.symbols.produce_guards_expression(inputs, ignore_static=False)
 
     def hold(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether the sizes and strides of the inputs of a call satisfy the conditions."""
+        """Whether the sizes and strides of a call's inputs satisfy the guards."""
         return self.code is None or bool(self.symbols.evaluate_guards_expression(self.code, inputs))

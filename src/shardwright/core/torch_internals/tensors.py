@@ -1,4 +1,4 @@
-"""Internals of tensors: storage, version counter, flags; operators on lists of tensors."""
+"""Internals of tensors: storage, version counter and flags; foreach operators."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from torch.overrides import TorchFunctionMode
 Subclass = TypeVar("Subclass", bound=Tensor)
 
 base_getter = Tensor._base.__get__  # type: ignore[union-attr]
-"""The getter of `tensor._base`, as a `TorchFunctionMode` receives it."""
+"""The `func` argument that a `TorchFunctionMode` receives for `tensor._base`."""
 
 data_getter = Tensor.data.__get__  # type: ignore[attr-defined]
-"""The getter of `tensor.data`, as a `TorchFunctionMode` receives it."""
+"""The `func` argument that a `TorchFunctionMode` receives when `tensor.data` is read."""
 
 data_setter = Tensor.data.__set__  # type: ignore[attr-defined]
-"""The setter of `tensor.data`, as a `TorchFunctionMode` receives it."""
+"""The `func` argument that a `TorchFunctionMode` receives when `tensor.data` is assigned."""
 
 
 grad_getter = Tensor.grad.__get__  # type: ignore[union-attr]
-"""The getter of `tensor.grad`, as a `TorchFunctionMode` receives it."""
+"""The `func` argument that a `TorchFunctionMode` receives when `tensor.grad` is read."""
 
 
 class compare_tensors_by_identity(TorchFunctionMode):  # noqa: N801
-    """Context in which `==` compares tensors by identity, without reading values.
+    """Context manager in which `==` on containers compares tensors by identity, without reading
+    values.
 
-    Containers compare their items by `is` first, so that `==` is called for different tensors only,
-    and returns False.
+    Containers compare items by `is` first, and call `==` for different tensors only, which here
+    returns False.
     """
 
     def __torch_function__(
@@ -45,10 +46,7 @@ class compare_tensors_by_identity(TorchFunctionMode):  # noqa: N801
 
 @contextmanager
 def copied_results() -> Iterator[None]:
-    """Context in which results of operators that require a gradient can be deep-copied.
-
-    The copies have no history: they are leaves.
-    """
+    """Context manager in which `copy.deepcopy` supports non-leaf tensors; copies are leaves."""
     deepcopy = Tensor.__deepcopy__
 
     def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -68,31 +66,31 @@ def underlying_device(tensor: Tensor) -> torch.device:
 
 
 storage_id: Callable[[Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
-"""The identity of a tensor's storage, also of fake and meta tensors. After a storage is freed, its
-identity may be reused."""
+"""Return the id of a tensor's storage, also for fake and meta tensors. Ids of freed storages may be
+reused."""
 
 requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 """Whether a tensor requires a gradient."""
 
 getters_without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context that disables `__torch_function__` of subclasses, which takes most of the time of a
-DTensor's getters, although DTensor overrides none of them."""
+"""Context manager that disables `__torch_function__` of tensor subclasses. The call takes most of
+the time of reading a DTensor's attributes, although DTensor overrides none of the getters."""
 
 version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-"""The version counter of a tensor: the number of its in-place changes."""
+"""Return the version counter of a tensor, which each in-place operator increments."""
 
 
 def as_subclass(tensor_class: type[Subclass], tensor: Tensor) -> Subclass:
-    """Make a detached tensor of a subclass that shares the storage of `tensor`."""
+    """Return a detached tensor of a subclass that shares the storage of `tensor`."""
     return torch.Tensor._make_subclass(tensor_class, tensor)
 
 
 def prioritize_gradient(tensor: Tensor) -> Tensor:
-    """Let the backward pass propagate the gradient of `tensor` as soon as it is complete.
+    """Make the backward pass run the autograd node of `tensor` as soon as its gradient is complete.
 
-    The engine runs ready nodes by descending sequence number, which is their order of creation, so
-    that the node of an early tensor waits for all later nodes. This gives the node of `tensor` the
-    highest number, which leaves have.
+    The engine runs ready nodes in descending order of sequence number, which is the order of
+    creation, so that a node created early waits for all later nodes. The node of `tensor` is given
+    the highest number, as leaves have. Returns `tensor`.
     """
     if tensor.grad_fn is not None:
         tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
@@ -110,12 +108,17 @@ def negated(tensor: Tensor) -> Tensor:
 
 
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, in place; in one kernel if the device supports it."""
+    """Copy each source into the target at the same index, in one kernel where possible."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def norms_of_each(tensors: Sequence[Tensor], norm_type: float = 2.0) -> tuple[Tensor, ...]:
-    """Return the norm of each tensor, as scalar tensors."""
+    """Return the norm of each tensor as a scalar tensor.
+
+    Args:
+        tensors: tensors of any shapes.
+        norm_type: the order of the norms.
+    """
     return tuple(torch._foreach_norm(list(tensors), norm_type))
 
 

@@ -22,16 +22,19 @@ _vjp: Callable[..., Any] = eager_transforms._vjp_with_argnums
 _functionalized: str = eager_transforms._wrap_all_tensors_to_functional.__name__
 
 Calling = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Function of a callable, its positional and its keyword arguments, which calls the callable."""
+"""Function that runs a transformed function. Arguments: the function, its positional and keyword
+arguments."""
 
 
 @contextmanager
 def transforms_called_by(call: Calling) -> Iterator[None]:
-    """A context in which `call` runs every outermost transformed function.
+    """Context manager in which `call` runs every outermost transformed function.
 
-    These are the functions that `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp` and transforms built
-    on them return. PyTorch runs nested transforms. Calling a function transformed by
-    `functionalize` raises CaptureError.
+    Transformed functions are those that `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp`, and
+    transforms built on these, return. PyTorch runs nested ones.
+
+    Raises:
+        CaptureError: inside the context, by functions that `functionalize` returns.
     """
     inside = False
 
@@ -64,7 +67,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         return outermost(lambda p, t: _jvp(f, p, t, argnums, **options), primals, tangents)
 
     def vjp(f: Any, *primals: Any, **options: Any) -> Any:
-        """Run `vjp` with a pullback that runs `f` again; its unneeded operators are dead code."""
+        """Run `vjp` with a pullback that recomputes `f`; unneeded operators become dead code."""
         if inside:
             return _vjp(f, *primals, **options)
 
@@ -81,7 +84,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
     def functionalize(*_: Any) -> NoReturn:
         raise CaptureError(
             "`torch.func.functionalize` cannot be captured\n"
-            "call the function without it: in-place changes can be captured"
+            "call the function without `functionalize`: in-place changes can be captured"
         )
 
     with ExitStack() as patches:
@@ -99,9 +102,9 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
 
 @contextmanager
 def restored_transforms() -> Iterator[None]:
-    """Context that ends with the same active `torch.func` transforms as it began.
+    """Context manager that restores the active `torch.func` transforms on exit.
 
-    TorchDynamo enters and leaves transforms without `finally`: if it raises, they stay active.
+    TorchDynamo does not leave transforms in `finally`, so that they stay active after an error.
     """
     depth, level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
     hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
