@@ -1,4 +1,4 @@
-"""Facts derived from a plan and its graph: memory, alternative cuts, optimality gap."""
+"""Memory, alternative cuts and optimality gap of a plan, computed from its graph."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardwright.progress import OnProgress, ignore_progress, share_reporter
 
 @dataclass
 class PlanAnalysis:
-    """Facts derived from a plan and its captured graph, computed on first use and cached.
+    """Properties of a plan that need its captured graph, computed on first use and cached.
 
-    The planner assigns `partitioned` and `memory` if it has computed them already.
+    The planner assigns `partitioned` and `memory` if the search has computed them already.
 
     Args:
         partitioned: the graph with the decisions of the plan.
@@ -48,17 +48,17 @@ class PlanAnalysis:
 
     @cached_property
     def choices(self) -> tuple[AxisChoice, ...]:
-        """The alternative cuts of the main operators per mesh axis, with their costs."""
+        """Alternative cuts of the operators whose cuts the search chose by cost, per mesh axis."""
         graph, mesh = self.partitioned.graph, self.partitioned.mesh
         decisions = self.partitioned.decisions
         return choices(graph, mesh, decisions, self.pricing, self.mem_coeff)
 
     @cached_property
     def gap(self) -> float | None:
-        """Upper bound on how much the plan costs more than the best plan with the same device
-        matrix, stages and micro-batches, as a fraction of that plan's cost.
+        """Optimality gap: upper bound on the relative cost above the best plan with the same
+        device matrix, stages and micro-batches.
 
-        None without `pricing`, or if no lower bound was found.
+        None without `pricing`, or if no lower bound on the cost was found.
         """
         if self.pricing is None:
             return None
@@ -73,7 +73,7 @@ class PlanAnalysis:
 
     @contextmanager
     def reporting(self, on_progress: OnProgress) -> Iterator[None]:
-        """Report the progress of computations in this context to `on_progress`."""
+        """Context manager in which computations report their progress to `on_progress`."""
         self.on_progress = on_progress
         try:
             yield

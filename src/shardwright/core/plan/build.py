@@ -1,4 +1,4 @@
-"""Build a `Plan` from the decisions of a search: derive its rows, redistributions and bytes."""
+"""Build a `Plan` from the decisions of a search: operator rows, redistributions and bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_plan(
         partitioned: the graph with the search's decisions.
         mode: the search mode.
         options: the options of the search mode, by name.
-        search_seconds: duration of the search.
+        search_seconds: duration of the search in seconds.
         training: whether the plan is for training rather than evaluation.
         pins: the strategies that the user fixed, by operator.
         predicted: the predicted step time; None without a cluster.
@@ -97,7 +97,7 @@ def make_plan(
         pins=dict(pins),
         parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},
         inputs=leaves,
-        structure=_structure_text(graph),
+        structure=_serialized_structure(graph),
         fingerprint=graph.fingerprint,
         operators=_operator_rows(partitioned, pins, counted_transfers, predicted),
         returned=_returned_rows(partitioned, counted_transfers),
@@ -120,8 +120,8 @@ def make_plan(
     return plan
 
 
-def _structure_text(graph: Graph) -> str:
-    """The pytree structure of the model's arguments as JSON.
+def _serialized_structure(graph: Graph) -> str:
+    """Return the pytree structure of the model's arguments as JSON.
 
     Raises:
         PlanError: if an argument's class, such as a namedtuple, cannot be serialized.
@@ -165,11 +165,14 @@ def _operator_rows(
 ) -> tuple[OperatorRow, ...]:
     """Return one row per operator, in the order of the graph.
 
-    The row of an operator that several chunks compute describes it in the first of these chunks.
+    If several chunks compute an operator, the row describes the operator in the first such chunk.
 
     Args:
-        counted_transfers: ids of the transfers whose bytes are in a row; extended by those of the
-            new rows.
+        partitioned: the graph with the search's decisions.
+        pins: the strategies that the user fixed, by operator.
+        counted_transfers: ids of the transfers whose bytes are in a row; those of the new rows are
+            added.
+        predicted: the predicted step time; None without a cluster.
     """
     mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None
     if predicted is not None:
@@ -233,7 +236,7 @@ def _operator_row(
 def _returned_rows(
     partitioned: Partitioned, counted_transfers: set[int]
 ) -> tuple[RedistributionRow, ...]:
-    """Return the redistributions of the model's outputs, then those of updated buffers."""
+    """Return the redistributions of the model's outputs, followed by those of updated buffers."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks
@@ -290,8 +293,8 @@ def _redistribution_row(
 
 
 def transfer_text(transfer: Transfer) -> str:
-    """Write a transfer as `all_gather dim 1 over tp / reduce_scatter`: its forward collective, then
-    behind the slash its backward collective, if any."""
+    """Format a transfer as forward and backward collective: `all_gather dim 1 over tp /
+    reduce_scatter`."""
     step = transfer.step
     words = [step.kind]
     if step.dim is not None:

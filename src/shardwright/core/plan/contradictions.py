@@ -1,4 +1,4 @@
-"""Check the consistency of a plan that was read from a file, which may have been edited."""
+"""Check that a plan read from a file, which may have been edited, is consistent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.text_files import short_repr
 
 
 def check_consistent(plan: PlanData, devices: int, where: str) -> None:
-    """Check that the fields of a plan agree with each other.
+    """Check that the fields of a plan are consistent with each other.
 
     Args:
         plan: the plan as read.
@@ -24,7 +24,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
         where: path of the file, for errors.
 
     Raises:
-        PlanError: if fields contradict each other; names the first contradiction.
+        PlanError: for the first contradiction between fields.
     """
     try:
         problem = next(_contradictions(plan, devices), None)

@@ -1,4 +1,5 @@
-"""`PlanData`: the decisions of a plan and the facts derived from them, which all renderers read."""
+"""`PlanData`: the decisions of a plan, and memory, costs and rows derived from them, which all
+renderers read."""
 
 from __future__ import annotations
 
@@ -61,16 +62,17 @@ class PlanData:
         sharding: ZeRO / FSDP sharding of parameters, gradients and optimizer state; None if not
             requested.
         bucket_bytes: maximum bytes of a bucket of parameters.
-        recompute: activation checkpointing: the segments of the operators to recompute in the
-            backward pass, by operator.
+        recompute: activation checkpointing segments of the operators to recompute in the backward
+            pass, by operator.
         compute_dtype: name of the dtype to which float32 parameters and inputs are cast before
             use; None for no cast. `parameters` and `inputs` have the dtypes in which they are
             stored and passed.
         pipeline: stages and micro-batches; shapes are those of one micro-batch.
         pins: the strategies that the user fixed, by operator.
         parameters: shape and dtype of each parameter, by name.
-        inputs: name, shape and dtype of each input tensor; other leaves unchanged.
-        structure: the nesting of the inputs, as a serialized PyTorch pytree spec.
+        inputs: leaves of the model's arguments: a dictionary of name, shape and dtype for a tensor,
+            the value itself for any other leaf.
+        structure: the nesting of the arguments, as a serialized `TreeSpec`.
         fingerprint: fingerprint of the graph that the plan was made for.
         operators: one row per operator, in the order of the graph.
         returned: redistributions of the model's outputs and of its updated buffers.
@@ -78,16 +80,17 @@ class PlanData:
         step: predicted step time; None without a cluster.
         chunk_seconds: with several stages, the time of each chunk: seconds on the cluster or,
             without a cluster, 10⁹ FLOPs of matrix products.
-        saved_memory: the memory predicted when the plan was saved; for plans from files.
-        saved_gap: the gap computed when the plan was saved.
-        saved_choices: the alternative cuts computed when the plan was saved.
+        saved_memory: memory predicted when the plan was saved; None for plans not from a file.
+        saved_gap: optimality gap computed when the plan was saved; None if unknown.
+        saved_choices: alternative cuts computed when the plan was saved; empty if unknown.
         memory_limit: bytes that a step may use on each device: the requested limit, else the memory
             of the cluster's devices; None if neither is known.
         optimizer: name or instance of the optimizer that `memory` assumes; see `memory_with`.
         forward_bytes, backward_bytes: bytes that one device of the busiest stage sends per step,
             over all micro-batches.
-        search_seconds, capture_seconds: durations of the search and of the capture.
-        graph: the captured model; None for a plan from a file until `parallelize` captures it.
+        search_seconds, capture_seconds: durations of the search and of the capture, in seconds.
+        graph: the captured model; None for a plan from a file until `parallelize` captures the
+            model.
         dry_runs: cached dry runs of the chunks.
         pricing: the costs of a time-based search; None for other searches.
     """
@@ -135,7 +138,7 @@ class PlanData:
 
     @property
     def decisions(self) -> Decisions:
-        """The decisions that lowering needs to make the program."""
+        """The sharding decisions from which the model is partitioned and lowered."""
         return Decisions(
             cuts=self.cuts,
             storage=self.storage,
@@ -148,7 +151,7 @@ class PlanData:
 
     @cached_property
     def analysis(self) -> PlanAnalysis:
-        """Facts derived from the decisions and the captured graph, each computed once.
+        """Memory, alternative cuts and optimality gap, each computed once from the captured graph.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -168,7 +171,7 @@ class PlanData:
 
     @property
     def partitioned(self) -> Partitioned:
-        """The captured model, partitioned as planned: its chunks and their communication.
+        """The captured model, partitioned as planned into chunks with their communication.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
@@ -206,10 +209,10 @@ class PlanData:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples per step: size of the batch dimension of the first input tensor that has one,
-        times micro-batches.
+        """Samples per step: size of the batch dimension of the first input tensor with a batch
+        dimension, times the number of micro-batches.
 
-        None if no input has a dimension.
+        None if no input has a batch dimension.
         """
         dims = self.pipeline.batch_dims or (0,) * len(self.inputs)
         samples = (
@@ -224,7 +227,7 @@ class PlanData:
     def sequence(self) -> int | None:
         """Tokens per sample: size of dimension 1 of the (batch, sequence) input of an embedding.
 
-        None if the model does not embed an input of two dimensions.
+        None if no embedding reads a two-dimensional input.
         """
         for row in self.operators:
             for _, shape, kind in row.inputs:
@@ -234,13 +237,13 @@ class PlanData:
 
     @property
     def unused_axes(self) -> tuple[int, ...]:
-        """The axes that shard no operator: devices along them compute the same result."""
+        """Indices of the mesh axes that shard no operator, so that devices compute the same."""
         used = {a for factors in self.cuts.values() for axes in factors.values() for a in axes}
         return tuple(a for a in range(len(self.mesh.device_matrix)) if a not in used)
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """For each operator, the number of shards of each dimension of each input.
+        """Number of shards of each dimension of each input, by operator.
 
         Dimensions are in PyTorch's order: a linear layer's weight is (out_features, in_features).
         """
@@ -253,7 +256,7 @@ class PlanData:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that one device stores, on the stage with the most."""
+        """Bytes of parameter shards that one device stores, maximum over stages."""
         stages: dict[int, set[str]] = {}
         for row in self.operators:
             names = (name for name, _, kind in row.inputs if kind == "parameter")
@@ -279,7 +282,7 @@ class PlanData:
 
     @property
     def known_memory(self) -> Memory | None:
-        """`memory`, or for a plan without a graph the memory saved in its file; None if unknown."""
+        """Predicted memory, for a plan without a graph as saved in its file; None if unknown."""
         return self.memory if self.graph is not None and self.training else self.saved_memory
 
     @property
@@ -290,9 +293,9 @@ class PlanData:
 
     @property
     def choices(self) -> tuple[AxisChoice, ...]:
-        """Alternative cuts of the main operators, with their costs.
+        """Alternative cuts of the operators whose cuts the search chose by cost.
 
-        A plan without a graph returns those saved in its file.
+        For a plan without a graph, the alternatives saved in its file.
         """
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.pricing is None):
@@ -301,21 +304,21 @@ class PlanData:
 
     @property
     def gap(self) -> float | None:
-        """Upper bound on how much the plan costs more than the best plan with the same device
-        matrix, stages and micro-batches, as a fraction of that plan's cost: 0.02 means at most 2 %.
+        """Optimality gap: 0.02 means that the plan costs at most 2 % more than the best plan with
+        the same device matrix, stages and micro-batches.
 
-        Compares the cost of the time-based search with a proven lower bound. A plan without a
-        graph returns the value saved in its file; None without a cluster or a lower bound.
+        Compares the cost of the time-based search with a proven lower bound. For a plan without a
+        graph, the value saved in its file; None without a cluster or a lower bound.
         """
         if self.graph is None or self.pricing is None:
             return self.saved_gap
         return self.analysis.gap
 
     def derive(self, on_progress: OnProgress) -> None:
-        """Compute the slowest derived facts, `memory` and `gap`, while reporting progress.
+        """Compute the slowest properties, `memory` and `gap`, with progress reports.
 
         Args:
-            on_progress: callback that receives the completed fraction of each fact.
+            on_progress: callback that receives the completed fraction of each property.
         """
         if self.graph is None:
             return
@@ -324,7 +327,7 @@ class PlanData:
 
     @cached_property
     def choices_of(self) -> dict[str, list[AxisChoice]]:
-        """The choices of each operator with alternatives, one per mesh axis, by operator name."""
+        """Alternative cuts by operator name, one entry per mesh axis."""
         by_name: dict[str, list[AxisChoice]] = {}
         for choice in self.choices:
             for name in choice.operators:
@@ -333,8 +336,8 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """Two mappings: from operator name to row, and from value name to the value's consumers,
-        each as (index of the input that reads the value, row of the consumer)."""
+        """Rows by operator name, and consumers by value name, each as (index of the input that
+        reads the value, row of the consumer)."""
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
             for input_index, (name, _, _) in enumerate(row.inputs):

@@ -1,6 +1,6 @@
-"""Write a plan as complete, reproducible text (`dump`), and explain one operator.
+"""Write all decisions of a plan as reproducible text (`dump`), and explain one operator.
 
-Equal plans have equal dumps: they have no timings, addresses or source lines. For example:
+Dumps of equal plans are equal, as they contain no timings, addresses or source lines. For example:
 
 layer2: aten.linear, b k, j k -> b j
   cuts j/tp, b/dp, strategy ((2,1),(4,1))
@@ -30,11 +30,11 @@ from shardwright.core.plan.rows import (
 from shardwright.core.plan.text_columns import wrapped_lines
 
 SHARED_SUFFIX = ", the rest shared with an earlier operator"
-"""Text behind the bytes of a redistribution that shares steps with an earlier consumer's."""
+"""Suffix for the bytes of a redistribution that shares collectives with an earlier consumer."""
 
 
 def dump(plan: PlanData) -> str:
-    """Write the complete plan as text, as documented at `Plan.dump`."""
+    """Return all decisions of a plan as reproducible text; the implementation of `Plan.dump`."""
     lines = [*_head_lines(plan), "", "inputs", *_input_lines(plan)]
     if plan.parameters:
         lines += ["", "parameters", *_parameter_lines(plan)]
@@ -181,7 +181,7 @@ def _shards_text(counts: tuple[int, ...]) -> str:
 
 
 def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
-    """Describe the operator's activation checkpointing; no lines if it is in no segment."""
+    """Describe an operator's activation checkpointing; no lines outside checkpointed segments."""
     recompute = plan.recompute.get(row.name)
     if row.segment and recompute is not None:
         count = sum(other.segment == row.segment for other in plan.operators)

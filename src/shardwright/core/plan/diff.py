@@ -20,9 +20,9 @@ class Difference:
 
     Args:
         what: name of the property: `step time`, `cuts`, `stage`, …
-        first, second: its value in each plan; `-` if a plan does not have the property.
-        names: names of the operators or parameters that differ, with those of repeated blocks
-            joined; empty for a property of the whole plan.
+        first, second: value in each plan; `-` if a plan does not have the property.
+        names: names of the operators or parameters that differ, with ranges of numbers for repeated
+            blocks; empty for a property of the plan itself.
     """
 
     what: str
@@ -32,11 +32,13 @@ class Difference:
 
 
 def differences(first: PlanData, second: PlanData, every: bool = False) -> list[Difference]:
-    """List the differences between two plans, global properties before single operators.
+    """List the differences between two plans: properties of the plans, then of operators and
+    parameters.
 
     Args:
         first, second: the plans to compare.
-        every: whether to compare also the cuts of operators that only follow their neighbors.
+        every: whether to include the cuts of operators that follow their neighbors without
+            communication.
     """
     return [
         *(
@@ -72,7 +74,7 @@ def _plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 ComparedPair = tuple[str, str, str, str]
-"""(operator or parameter, property, value in the first plan, value in the second plan)."""
+"""Name of an operator or parameter, property, value in the first plan, value in the second plan."""
 
 
 def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
@@ -96,12 +98,12 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
             )
         if staged:
             yield name, "stage", f"{row.stage}", f"{other.stage}"
-        yield name, "recomputed", _yes_if_recomputed(row), _yes_if_recomputed(other)
+        yield name, "recomputed", _recomputed_text(row), _recomputed_text(other)
 
 
 def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
-    """List each sharded factor with its axes, `k/tp`, or without `show_axes` with its number of
-    shards, `k/2`."""
+    """List each sharded factor with its mesh axes (`k/tp`) or, without `show_axes`, its number of
+    shards (`k/2`)."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
     cuts = (
         f"{factor}/{'·'.join(axes) if show_axes else prod(sizes[axis] for axis in axes)}"
@@ -110,12 +112,12 @@ def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     return ", ".join(cuts) or "none"
 
 
-def _yes_if_recomputed(row: OperatorRow) -> str:
+def _recomputed_text(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
 def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """Compare the numbers of shards in which both plans store their common parameters."""
+    """Yield the numbers of shards of each dimension of stored parameters that both plans have."""
     for name in first.storage:
         if name in second.storage:
             yield name, "storage", _shard_counts_text(first, name), _shard_counts_text(second, name)
@@ -126,9 +128,9 @@ def _shard_counts_text(plan: PlanData, name: str) -> str:
 
 
 def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Join differences of equal property and values into one with all their names.
+    """Join pairs with equal property and values into one difference that lists all names.
 
-    Drops pairs whose values are equal.
+    Pairs whose two values are equal are dropped.
     """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:

@@ -19,7 +19,7 @@ PROFILE_FORMAT = 1
 """Version of the profile's file format."""
 
 EXPOSED = "communication"
-"""Key of `MeasuredRank.kinds`: communication that no computation overlaps."""
+"""Key of `MeasuredRank.kinds` for exposed communication."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class MeasuredRank:
         rank: the global rank.
         stage: the rank's pipeline stage.
         seconds: duration of the step.
-        kinds: seconds by kind of work, with the keys of `core/cost/time_parts.py`. Communication
-            counts only as far as no computation overlaps it.
+        kinds: seconds by component of the step time, with the keys of `core/cost/time_parts.py`.
+            Communication is exposed communication only.
         collectives: number, bytes and seconds of the rank's collectives; on an accelerator the
-            seconds include those that computation overlaps.
+            seconds include overlapped communication.
         peak: peak bytes of the rank's tensors.
     """
 
@@ -47,7 +47,7 @@ class MeasuredRank:
 
 @dataclass(frozen=True)
 class Measured:
-    """The profile of a run: measured steps of a plan.
+    """The profile of a run: the average measured step of each rank.
 
     Args:
         fingerprint: fingerprint of the plan's model.
@@ -64,7 +64,7 @@ class Measured:
     predicted: tuple[tuple[CollectiveTotal, ...], ...]
 
     def save(self, path: Path) -> None:
-        """Save the profile as a JSON file, which `load` reads."""
+        """Save the profile as a JSON file, which `Measured.load` reads."""
         values = {"profile_format": PROFILE_FORMAT, **asdict(self)}
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -73,10 +73,10 @@ class Measured:
         """Load a profile.
 
         Args:
-            path: the profile, or the log folder of a run.
+            path: the profile's file, or the log folder of a run.
 
         Raises:
-            PlanError: if there is no profile, or it has another format version.
+            PlanError: if the file does not exist, is invalid or has another format version.
         """
         # `path` may be the root of the run's log folder, which has its files in subfolder 1.
         candidates = (path / PROFILE_FILE, path / "1" / PROFILE_FILE)

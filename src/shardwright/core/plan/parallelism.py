@@ -12,7 +12,7 @@ from shardwright.core.plan.rows import OperatorRow
 REPLICATED, NO_RULE = "replicated", "no rule: replicated"
 
 DATA_PARALLELISM_OF_LEVEL = {"level1": "ZeRO-1", "level2": "ZeRO-2", "level3": "FSDP"}
-"""Name of data parallelism with sharded storage, by ZeRO level."""
+"""Names of data parallelism with sharded parameters or optimizer state, by ZeRO level."""
 
 PARALLELISM_OF_MEANING = {
     "batch": "data-parallel",
@@ -21,7 +21,8 @@ PARALLELISM_OF_MEANING = {
     "feature": "tensor-parallel",
     "expert": "expert-parallel",
 }
-"""Name of the parallelism that shards a factor, by the factor's meaning in `OperatorRow`."""
+"""Names of the parallelism that shards a factor, by the factor's meaning in `OperatorRow.meanings`.
+"""
 
 AXIS_PURPOSES = {
     "dp": ("data parallel", "batch"),
@@ -30,33 +31,33 @@ AXIS_PURPOSES = {
     "ep": ("expert parallel", "expert"),
     "tp": ("tensor parallel", "parameter"),
 }
-"""(parallelism, `OperatorRow.meanings` of the factors that it shards), by name of the mesh axis.
+"""Name of the parallelism, and meaning of the sharded factors, by name of the mesh axis.
 
-The second is used for plan files of earlier releases, which lack `OperatorRow.meanings`."""
+The meaning is for plan files of earlier releases, which lack `OperatorRow.meanings`."""
 
 COMMUNICATION_OF_LEVEL = {
     "level1": "gathered and reduced once a step",
     "level2": "with gradients reduced in each micro-batch",
     "level3": "gathered for each use",
 }
-"""When sharded parameters are gathered and their gradients reduced, as text, by ZeRO level."""
+"""Descriptions of when parameters are all-gathered and gradients reduced, by ZeRO level."""
 
 
 def axis_purpose(plan: PlanData, axis: int) -> str:
-    """Name the parallelism of a mesh axis, such as `tensor parallel`; `replicated` for an axis
+    """Return the parallelism of a mesh axis, such as `tensor parallel`; `replicated` for an axis
     that shards no operator."""
     if axis in plan.unused_axes:
         return "replicated"
-    return _purpose_and_meaning(plan.mesh.alias_names[axis])[0]
+    return _meaning_of_axis_name(plan.mesh.alias_names[axis])[0]
 
 
-def _purpose_and_meaning(axis_name: str) -> tuple[str, str]:
+def _meaning_of_axis_name(axis_name: str) -> tuple[str, str]:
     # Several axes of one purpose have numbers: dp0, dp1.
     return AXIS_PURPOSES.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
 
 def sentence(plan: PlanData) -> str:
-    """Describe the plan's kinds of parallelism, ZeRO level and recomputation in one sentence."""
+    """Describe a plan's parallelism, ZeRO level and recomputation in one sentence."""
     pipeline, sizes = plan.pipeline, dict[str, int]()
     for axis, size in enumerate(plan.mesh.device_matrix):
         purpose = axis_purpose(plan, axis)
@@ -81,8 +82,8 @@ def sentence(plan: PlanData) -> str:
 
 
 def parallelism(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
-    """Name the parallelism of an operator, such as `row-parallel over tp`: one phrase per sharded
-    factor, the batch last."""
+    """Return the parallelism of an operator: one phrase per sharded factor, such as `row-parallel
+    over tp`, with data parallelism last."""
     phrases = tuple(dict.fromkeys(_parallelism_phrases(plan, row)))
     return (NO_RULE,) if row.rule is None else phrases or (REPLICATED,)
 
@@ -111,25 +112,31 @@ def _parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
 def _meaning_of_factor(row: OperatorRow, factor: str, axes: Axes) -> str:
     """Return the meaning of a sharded factor, such as `batch`; empty if unknown.
 
-    For plan files without meanings, the name of the factor's first axis decides.
+    In plan files without meanings, the name of the first mesh axis that shards the factor decides.
     """
     return row.meanings.get(factor) or (
-        _purpose_and_meaning(row.cuts[factor][0])[1] if axes else ""
+        _meaning_of_axis_name(row.cuts[factor][0])[1] if axes else ""
     )
 
 
 def _parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:
-    """Return the layouts in which the operator reads its parameters, by parameter name."""
+    """Return the layouts in which an operator reads its parameters, by parameter name."""
     tensors = zip(row.inputs, row.input_layouts, strict=True)
     return {name: layout for (name, _, kind), layout in tensors if kind == "parameter"}
 
 
 def _data_parallelism(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
-    """Name the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
-    are stored in shards over `axes`.
+    """Return the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
+    are sharded over `axes`.
 
-    Axes named `dp` replicate parameters, and axes named `fsdp` shard them. For axes with other
-    names, the storage of the parameters that `row` reads decides.
+    Axes named `dp` replicate parameters, and axes named `fsdp` shard parameters. For axes with
+    other names, the storage layouts of the parameters of `row` decide.
+
+    Args:
+        plan: the plan.
+        row: the operator.
+        factor: the sharded factor of the batch.
+        axes: the mesh axes that shard `factor`.
     """
     names = row.cuts[factor]
     if all(name.startswith(("dp", "fsdp")) for name in names):

@@ -24,14 +24,14 @@ from shardwright.errors import PlanError
 from shardwright.text_files import read_text
 
 NOTEBOOK_WIDTH = 120
-"""Width of a plan in a notebook cell, in characters; a notebook does not report its width."""
+"""Width of a plan in a notebook cell in characters, as notebooks do not report their width."""
 
 
 class Plan(PlanData):
     """The sharding of one model on a number of devices; `PlanData` documents the fields."""
 
     def explain(self, name: str) -> str:
-        """Explain how an operator is sharded, why, and what its redistributions cost.
+        """Explain an operator's sharding, the reasons, and the cost of its redistributions.
 
         Args:
             name: the operator's name in the plan, such as `layers.0.attn.q`.
@@ -45,7 +45,7 @@ class Plan(PlanData):
         return plan_text(self)
 
     def _repr_html_(self) -> str:
-        """The summary as HTML, which Jupyter displays."""
+        """Return the summary as HTML, for Jupyter."""
         return f"<pre>{escape(plan_text(self, width=NOTEBOOK_WIDTH))}</pre>"
 
     def text(self, full: bool = False, every: bool = False) -> str:
@@ -60,10 +60,10 @@ class Plan(PlanData):
         return plan_text(self, full, every)
 
     def dump(self) -> str:
-        """Return the complete plan as reproducible text; equal plans have equal texts.
+        """Return all decisions of the plan as text that is equal for equal plans.
 
-        Contains each operator's strategy, input and output layouts, redistributions and their
-        bytes, and the storage of each parameter.
+        Contains each operator's strategy, input and output layouts, redistributions with their
+        bytes, and the storage layout of each parameter.
         """
         return dump(self)
 
@@ -71,7 +71,7 @@ class Plan(PlanData):
         """Return the plan as JSON, without the captured graph.
 
         Args:
-            memory: whether to include facts that a plan without its graph cannot compute: the
+            memory: whether to include results that a plan without its graph cannot compute: the
                 predicted memory of each stage (by a dry run), the costs of alternative shardings,
                 and the optimality gap.
         """
@@ -86,7 +86,7 @@ class Plan(PlanData):
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Read a plan that `to_json` wrote.
+        """Read a plan from the JSON of `to_json`.
 
         Args:
             text: the JSON text.
@@ -99,12 +99,19 @@ class Plan(PlanData):
         return plan_from_json(cls, text, where)
 
     def save(self, path: str | Path) -> None:
-        """Save the plan as JSON, with its predicted memory."""
+        """Save the plan as JSON, with predicted memory, alternative shardings and optimality gap.
+
+        Args:
+            path: the file to write.
+        """
         Path(path).write_text(self.to_json(memory=True) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Load a saved plan; its `graph` is None until `parallelize` captures the model.
+        """Load a plan from a file. `graph` is None until `parallelize` captures the model.
+
+        Args:
+            path: a file that `save` has written.
 
         Raises:
             PlanError: if the file does not exist or is not a plan of this file version.
@@ -134,18 +141,24 @@ class Plan(PlanData):
     def save_strategies(self, path: str | Path) -> None:
         """Write the strategy of every operator to an editable file, which `load_strategies` reads.
 
-        Pinned operators are written as the user pinned them. Other operators are written as numbers
-        of shards per dimension if these resolve to the same sharding, otherwise as layouts. A plan
-        without its graph cannot verify this, so it writes sharded operators as layouts.
+        Pinned operators keep the user's strategy. Other operators are written as numbers of shards
+        per dimension if these resolve to the same sharding, otherwise as layouts. Sharded operators
+        of a plan without a graph are written as layouts, as this cannot be verified.
+
+        Args:
+            path: the file to write.
         """
         Path(path).write_text(strategies_to_text(strategies(self)), encoding="utf-8")
 
     def check_fits(self, graph: Graph) -> None:
         """Check that the plan was made for the model of `graph`, and that its sharding is valid.
 
+        Args:
+            graph: the captured model.
+
         Raises:
-            PlanError: if the plan was made for another model, or shards operators in a way that
-                their rules do not allow; names the first problem.
+            PlanError: if the plan was made for another model, or for the first operator whose cuts
+                contradict its sharding rule.
         """
         if graph.fingerprint == self.fingerprint:
             problem = next(_invalid_decisions(self, graph), None)
@@ -162,10 +175,10 @@ class Plan(PlanData):
 
 
 def _invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
-    """Yield a description of each decision of `plan` that the operators' rules do not allow.
+    """Yield a description of each decision of `plan` that the sharding rules do not allow.
 
-    The fingerprint covers the model only, so it does not detect invalid decisions in an edited plan
-    file.
+    The fingerprint does not detect invalid decisions in an edited plan file, as it covers the model
+    only.
     """
     mesh = plan.mesh
     if {value.name for value in graph.parameters} != set(plan.storage):
@@ -194,10 +207,8 @@ def _invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
 
 
 def _first_model_difference(plan: Plan, graph: Graph) -> str:
-    """Describe the first difference between the plan's model and `graph`.
-
-    Parameters are compared before operators.
-    """
+    """Describe the first difference between the plan's model and `graph`: of parameters, else of
+    operators."""
     parameters = {v.name: (v.shape, dtype_name(v)) for v in graph.parameters}
     for name, planned in plan.parameters.items():
         if name not in parameters:

@@ -44,10 +44,11 @@ FILE_KEYS = {
     "chunk_of": "part_of",
     "saved_gap": "gap",
 }
-"""Keys in the file that differ from the field's name, by field; the file format must not change."""
+"""Keys of the file that differ from the name of the field, by field. Renaming a field must not
+change the file format."""
 
 UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
-"""Fields of a plan that are not saved; without them a loaded plan cannot predict its memory."""
+"""Fields of a plan that are not saved. A loaded plan lacks them, so that it has no dry run."""
 
 OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     PlanData: ("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "saved_gap"),
@@ -56,7 +57,7 @@ OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     StageMemory: ("largest", "curve"),
     PipelineSpec: ("batch_dims", "batch_norm"),
 }
-"""Fields that files of earlier releases do not have, by dataclass."""
+"""Fields that are missing in files of earlier releases, by dataclass."""
 
 Natural = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -102,9 +103,9 @@ class _Input(_FileObject):
 
 
 def _to_mesh(parsed: _Mesh, info: ValidationInfo) -> DeviceMatrix:
-    """Convert the mesh, and store it in the context for `_to_layout`.
+    """Convert the mesh, and store the result in the validation context for `_to_layout`.
 
-    `mesh` is the first field of a plan, so it is validated before all layouts.
+    `mesh` is the first field of a plan, so pydantic validates the mesh before all layouts.
     """
     context: Any = info.context
     context["mesh"] = mesh = DeviceMatrix(parsed.device_matrix, parsed.alias_names)
@@ -112,7 +113,7 @@ def _to_mesh(parsed: _Mesh, info: ValidationInfo) -> DeviceMatrix:
 
 
 def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | None:
-    """Convert a layout; None if the mesh is invalid, since pydantic then reports that error."""
+    """Convert a layout; None if the mesh is invalid, which pydantic reports as an error."""
     context: Any = info.context
     mesh = context.get("mesh")
     axes = (parsed.axes, frozenset(parsed.partial), frozenset(parsed.varying))
@@ -130,7 +131,7 @@ _FILE_TYPES: dict[Any, Any] = {
     TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_to_layout)],
     OperatorStrategy: Annotated[_Pin, AfterValidator(_to_operator_strategy)],
 }
-"""Annotations that validate the value of a field in the file, by the field's type."""
+"""Pydantic annotations that validate and convert a field, by the field's type."""
 
 MEANINGS = tuple(meaning.name.lower() for meaning in Meaning)
 
@@ -158,12 +159,12 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
         "batch_norm": Literal[BATCH_NORMS],
     },
 }
-"""Annotations of fields whose limits differ from those of `_FILE_TYPES`, by dataclass and field."""
+"""Pydantic annotations of fields with other limits than `_FILE_TYPES`, by dataclass and field."""
 
 
 @cache
 def _file_type(field_type: Any) -> Any:
-    """Return the annotation that validates a field of type `field_type` in the file."""
+    """Return the pydantic annotation that validates and converts a field of type `field_type`."""
     if field_type in _FILE_TYPES:
         return _FILE_TYPES[field_type]
     if isinstance(field_type, type) and is_dataclass(field_type):
@@ -180,10 +181,10 @@ def _file_type(field_type: Any) -> Any:
 
 
 def _file_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
-    """Create the pydantic model of the JSON object of a dataclass.
+    """Create the pydantic model that parses JSON objects of a dataclass.
 
     Args:
-        dataclass: the class of the object.
+        dataclass: the dataclass.
         extra_keys: types of keys that are not fields of the dataclass, by key.
     """
     hints = get_type_hints(dataclass)
@@ -200,20 +201,20 @@ def _file_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
 
 @cache
 def _file_keys(dataclass: Any) -> dict[str, str]:
-    """Return the key in the file of each saved field of a dataclass, by field."""
+    """Return the keys of the file for the saved fields of a dataclass, by field."""
     unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
     names = (field.name for field in fields(dataclass) if field.name not in unsaved)
     return {name: FILE_KEYS.get(name, name) for name in names}
 
 
 def _to_dataclass(dataclass: type[DataclassT], parsed: BaseModel) -> DataclassT:
-    """Convert a parsed JSON object; fields missing in the file get their defaults."""
+    """Convert a parsed JSON object to a dataclass; missing fields get their defaults."""
     names = parsed.model_fields_set - EXTRA_KEYS.keys()
     return dataclass(**{name: getattr(parsed, name) for name in names})
 
 
 EXTRA_KEYS: dict[str, Any] = {"version": int, "devices": AtLeastOne}
-"""Types of the keys of the file that are not fields of the plan, by key."""
+"""Types of keys of the file that are not fields of a plan, by key."""
 
 PlanFile = _file_model(PlanData, **EXTRA_KEYS)
 
@@ -225,7 +226,7 @@ def json_schema() -> str:
 
 
 def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
-    """Read a plan.
+    """Read a plan from JSON.
 
     Args:
         plan_type: the class of the plan to return.
@@ -272,7 +273,8 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
 
 
 def _to_json_object(value: Any) -> dict[str, Any]:
-    """Convert a mesh, strategy, layout or other dataclass to a JSON object, one level deep."""
+    """Convert a mesh, strategy, layout or other dataclass to a dictionary, without converting its
+    values."""
     if isinstance(value, DeviceMatrix | OperatorStrategy):
         return value.to_dict()
     if not isinstance(value, TensorLayout):

@@ -1,4 +1,4 @@
-"""`RankedPlans`: a table of the best plan of each kind, with the reasons why kinds are left out."""
+"""`RankedPlans`: a table of the best plan of each kind, with reasons for missing kinds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardwright.core.plan.rows import seconds_text
 from shardwright.core.plan.text_columns import in_columns, text_width, wrapped
 
 MIN_SHOWN_FRACTION = 1e-3
-"""Smallest difference in time that is shown, as a fraction of the fastest plan's step time."""
+"""Smallest time difference that tables list, as a fraction of the fastest plan's step time."""
 
 UNSHARDED = "unsharded"
-"""Text for plans without ZeRO / FSDP sharding."""
+"""Name of plans without ZeRO / FSDP sharding in tables."""
 
 MAX_LISTED_REASONS = 2
 """Maximum number of step-time components listed in the column `slower for`."""
@@ -25,7 +25,7 @@ MAX_LISTED_REASONS = 2
 
 @dataclass(frozen=True, order=True)
 class PlanKind:
-    """The properties by which `--top` groups plans.
+    """Kind of plan: the properties by which `--top` groups plans.
 
     Args:
         micro_batches: number of micro-batches.
@@ -44,7 +44,7 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """This kind without `recomputes`, which the memory limit decides, not the user."""
+        """This kind without `recomputes`, which follows from the memory limit."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
@@ -73,13 +73,13 @@ class PlanKind:
 class LeftOut:
     """The reason why no plan of a kind is among the best.
 
-    In sorted order a slower step comes first, then too much memory, then other reasons; the
-    smallest excess first.
+    Sorting lists slow steps first, then too much memory, then other reasons, each in order of
+    excess.
 
     Args:
-        rank: position of this type of reason in the sorted order, from 0.
-        seconds: lower bound on the step time, if that is the reason; else 0.
-        memory: lower bound on the bytes that a device needs, if that is the reason; else 0.
+        rank: 0 for a slow step, 1 for too much memory, 2 for any other reason.
+        seconds: lower bound on the step time for rank 0; else 0.
+        memory: lower bound on the bytes per device for rank 1; else 0.
         text: the reason in words.
     """
 
@@ -90,17 +90,18 @@ class LeftOut:
 
     @classmethod
     def slower(cls, seconds: float) -> LeftOut:
-        """Make the reason that a step takes at least `seconds`."""
+        """Return the reason for a kind whose step takes at least `seconds`."""
         return cls(0, seconds=seconds, text=f"takes at least {seconds_text(seconds)}")
 
     @classmethod
     def larger(cls, memory: int) -> LeftOut:
-        """Make the reason that a device needs at least `memory` bytes, more than the limit."""
+        """Return the reason for a kind that needs at least `memory` bytes per device, above the
+        limit."""
         return cls(1, memory=memory, text=f"needs at least {binary(memory)} a device")
 
     @classmethod
     def because(cls, text: str) -> LeftOut:
-        """Make a reason from a text, such as the error that planning raised."""
+        """Return a reason with a given text, such as the error of the planner."""
         return cls(2, text=text)
 
 
@@ -141,7 +142,7 @@ class RankedPlans:
 
     @property
     def best(self) -> Plan:
-        """The fastest plan."""
+        """The fastest plan of all kinds."""
         return next(iter(self.plans.values()))
 
     @property
@@ -166,10 +167,11 @@ class RankedPlans:
         )
 
     def slower_for(self, kind: PlanKind) -> list[tuple[str, float]]:
-        """List the kinds of work on which the plan of `kind` spends more than the fastest plan.
+        """List the components of step time that are longer than in the fastest plan.
 
-        Returns (kind of work, additional seconds per step), the largest first; at most
-        `MAX_LISTED_REASONS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
+        Returns:
+            (component, additional seconds per step), in descending order of seconds; at most
+            `MAX_LISTED_REASONS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
         """
         seconds_of, best_seconds = _seconds_by_work(self.plans[kind]), _seconds_by_work(self.best)
         more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
@@ -178,7 +180,7 @@ class RankedPlans:
         return longer[:MAX_LISTED_REASONS]
 
     def to_json(self) -> str:
-        """Return the main figures of the plans, fastest first, and the left-out kinds as JSON."""
+        """Return main figures of the plans, the fastest first, and the left-out kinds as JSON."""
         plans = [self._plan_figures(kind) for kind in self.plans]
         left_out = [
             {**asdict(kind.requested), "reason": reason.text}
@@ -198,7 +200,7 @@ class RankedPlans:
 
 
 def _seconds_by_work(plan: Plan) -> dict[str, float]:
-    """Return the predicted seconds of a step by kind of work."""
+    """Return the predicted seconds per step by component, such as communication."""
     seconds: dict[str, float] = defaultdict(float)
     for part in () if plan.step is None else plan.step.parts:
         seconds[part.kind] += part.seconds

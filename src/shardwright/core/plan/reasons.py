@@ -1,4 +1,4 @@
-"""Explain an operator's cuts: who chose them, and the cost of the alternatives."""
+"""Explain an operator's cuts: whether user, search or neighbors decided, and the alternatives."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
 
 
 def _path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
-    """Find the shortest path from `row` to a main or pinned operator, whose layout `row` follows.
+    """Find the shortest path from `row` to the main or pinned operator whose sharding it follows.
 
-    The path runs along values that producer and consumer have in the same layout. Returns operator
-    names without that of `row`; empty if no main or pinned operator is reached.
+    The path runs along values that producer and consumer have in the same layout.
+
+    Returns:
+        Names of the operators on the path, without `row`; empty if the path reaches no main or
+        pinned operator.
     """
     visited, paths = {row.name}, [(row, list[str]())]
     for end, path in paths:  # breadth first: `paths` grows while it is iterated
@@ -50,7 +53,7 @@ def _path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
 
 
 def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[OperatorRow]:
-    """Yield the producers and consumers that have a sharded value in the same layout as `row`."""
+    """Yield producers and consumers that share a value with `row` in an equal sharded layout."""
     rows, consumers = plan.neighbors
     for (name, _, _), layout in zip(row.inputs, row.input_layouts, strict=True):
         producer = rows.get(name)

@@ -1,4 +1,4 @@
-"""Fold the rows of repeated blocks: 80 equal layers become one row, over all pipeline stages."""
+"""Fold the rows of repeated blocks: 80 equal layers become one row, across pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.core.plan.rows import CrossingRow, OperatorRow
 
 @dataclass(frozen=True)
 class Fold:
-    """Operators that differ only in the numbers in their names, in stage and in recomputation.
+    """Operators that differ only in layer numbers, pipeline stage and recomputation.
 
     Args:
         row: the first row, with the numbers of all rows in its name: `layers.{0..79}.mlp.up`.
@@ -29,7 +29,7 @@ class Fold:
 
     @property
     def count(self) -> int:
-        """Number of operators."""
+        """Number of folded operators."""
         return len(self.members)
 
 
@@ -53,13 +53,13 @@ def fold_rows(
 
 
 def _split_into_grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
-    """Split rows of one pattern into groups whose names have all combinations of their numbers.
+    """Split rows of one name pattern into groups whose names can be written with ranges.
 
-    Only the names of such a group can be written with ranges: `a.{0..1}.b.{0..1}` means four names.
+    `a.{0..1}.b.{0..1}` means four names, so a group needs all combinations of its numbers.
     """
     names = [row.name for row in members]
     positions = _varying_positions(names)
-    if len(positions) < 2 or _is_grid(names):
+    if len(positions) < 2 or _is_complete_grid(names):
         yield members
         return
     by_first_number: dict[str, list[OperatorRow]] = {}
@@ -108,10 +108,11 @@ def _fold_members(members: Sequence[OperatorRow]) -> Fold:
 
 
 def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]:
-    """Fold the crossings between stages that have equal values and bytes.
+    """Fold rows of point-to-point communication with equal values and bytes.
 
-    Returns pairs (stages as text, such as `each of stages 0..6 to the next`; crossing) in the order
-    of their first occurrence.
+    Returns:
+        (stages as text, such as `each of stages 0..6 to the next`; folded row), in the order of
+        first occurrence.
     """
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
@@ -134,10 +135,8 @@ def _crossing_stages_text(members: Sequence[CrossingRow]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Join each group of names that differ only in numbers, by `join_names`.
-
-    Groups are in the order of their first names.
-    """
+    """Group names that differ only in numbers, in order of first occurrence, and join each group by
+    `join_names`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_name_pattern(name), []).append(name)
@@ -145,16 +144,16 @@ def fold_names(names: Iterable[str]) -> list[str]:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names that differ only in numbers into one, with ranges of numbers.
+    """Join names that differ only in numbers into one name with ranges.
 
-    Names that do not have all combinations of their numbers are listed with commas instead.
+    Names that lack some combination of their numbers are listed with commas instead.
 
     >>> join_names(["layers.0.add", "layers.1.add", "layers.3.add"])
     'layers.{0..1,3}.add'
     >>> join_names(["a.0.b.7", "a.0.b.8", "a.1.b.7", "a.1.b.8"])
     'a.{0..1}.b.{7..8}'
     """
-    if len({_name_pattern(name) for name in names}) > 1 or not _is_grid(names):
+    if len({_name_pattern(name) for name in names}) > 1 or not _is_complete_grid(names):
         return ", ".join(names)
     words = names[0].split(".")
     for position in _varying_positions(names):
@@ -167,7 +166,7 @@ def module_words(name: str, most: int = 0) -> list[str]:
 
     Args:
         name: the module path.
-        most: largest number of splits, after which the rest stays one part; 0 for no limit.
+        most: maximum number of splits, as in `str.split`; 0 for no limit.
 
     >>> module_words("layers.{0..3}.add")
     ['layers', '{0..3}', 'add']
@@ -177,7 +176,7 @@ def module_words(name: str, most: int = 0) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers in ascending order, with consecutive numbers as ranges.
+    """Format numbers in ascending order, with consecutive numbers as ranges.
 
     >>> ranges([0, 1, 2, 3, 5])
     '0..3,5'
@@ -196,13 +195,13 @@ def _name_pattern(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def _is_grid(names: Sequence[str]) -> bool:
-    """Whether names of one pattern have all combinations of their numbers."""
+def _is_complete_grid(names: Sequence[str]) -> bool:
+    """Whether names of one pattern contain all combinations of their numbers."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return prod(len(set(column)) for column in columns) == len(set(names))
 
 
 def _varying_positions(names: Sequence[str]) -> list[int]:
-    """Return the indices of the dotted parts in which names of one pattern differ."""
+    """Return the positions in dotted paths at which names of one pattern differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

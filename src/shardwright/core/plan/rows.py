@@ -1,4 +1,4 @@
-"""The rows of a plan: shapes, cuts, redistributions and bytes of each operator, as plain data."""
+"""Rows of a plan: plain data about the sharding and communication of each operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RedistributionRow:
 
     @property
     def steps_text(self) -> str:
-        """The steps in one line, joined by ", then "."""
+        """Descriptions of the collectives, joined by ", then "."""
         return ", then ".join(self.steps)
 
 
@@ -63,7 +63,8 @@ class OperatorRow:
     Args:
         name: name of the operator, which begins with its module path.
         operator: the ATen operator, such as `aten.linear`.
-        rule: the operator's sharding rule as text; None without a rule, which means replicated.
+        rule: the operator's sharding rule as text; None for an operator without a rule, which is
+            replicated.
         inputs: name, shape and kind (`input`, `parameter`, ...) of each tensor input.
         outputs: shape of each output.
         cuts: the names of the mesh axes that shard each sharded factor, by factor.
@@ -71,7 +72,7 @@ class OperatorRow:
         output_layouts: the layout in which the operator produces each output.
         redistributions: redistributions of the inputs, and collectives inside the operator.
         source: the line of user code that called the operator.
-        main: whether the search chose the cuts by their cost, rather than by the neighbors' cuts.
+        main: whether the search chose the cuts by cost; False if they follow from the neighbors.
         pinned: whether the user fixed the cuts.
         segment: name of the activation checkpointing segment; empty if the operator is not
             recomputed.
@@ -100,7 +101,7 @@ class OperatorRow:
 
     @property
     def strategy(self) -> Strategy:
-        """The number of shards of each dimension of each input."""
+        """Number of shards of each dimension of each input."""
         return tuple(layout.shard_counts for layout in self.input_layouts)
 
     @property
@@ -121,7 +122,7 @@ class StepRow:
         bubble: pipeline bubbles, as a fraction of the time of all stages.
         utilization: model FLOPs utilization: matrix products without recomputation, as a fraction
             of the devices' peak; None if not predicted.
-        parts: the seconds by kind of work; empty if not predicted.
+        parts: seconds by component of the step time; empty if not predicted.
     """
 
     cluster: str
@@ -134,13 +135,13 @@ class StepRow:
 
 
 def is_notable(row: OperatorRow) -> bool:
-    """Whether the table shows an operator by default: the search or the user chose its cuts, it has
-    no rule, or it communicates."""
+    """Whether tables show an operator by default: the search or the user chose its cuts, or the
+    operator has no rule, or the operator communicates."""
     return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
 def shape_text(sizes: Shape) -> str:
-    """Write a shape in short form.
+    """Format a shape.
 
     >>> shape_text((4, 8, 32))
     '4×8×32'
@@ -149,13 +150,13 @@ def shape_text(sizes: Shape) -> str:
 
 
 def shapes_text(row: OperatorRow) -> str:
-    """Write the shapes of inputs and outputs: `32×64 512×64 → 32×512`."""
+    """Format the shapes of an operator's inputs and outputs: `32×64 512×64 → 32×512`."""
     inputs = " ".join(shape_text(sizes) for _, sizes, _ in row.inputs)
     return f"{inputs} → {' '.join(map(shape_text, row.outputs))}"
 
 
 def devices_text(mesh: DeviceMatrix, stages: int) -> str:
-    """Write the number of devices of all stages, with the sizes of the mesh axes.
+    """Format the number of devices of all stages, with the sizes of the mesh axes.
 
     >>> devices_text(DeviceMatrix((4, 2), ("dp", "tp")), stages=1)
     '8 devices: dp 4, tp 2'
@@ -169,12 +170,12 @@ def devices_text(mesh: DeviceMatrix, stages: int) -> str:
 
 
 def cuts_text(row: OperatorRow) -> str:
-    """List each sharded factor with its mesh axes: `b/dp·sp, k/tp`."""
+    """Format the sharded factors of an operator with their mesh axes: `b/dp·sp, k/tp`."""
     return ", ".join(f"{factor}/{'·'.join(axes)}" for factor, axes in row.cuts.items())
 
 
 def strategy_text(strategy: Strategy) -> str:
-    """Write a strategy as a tuple without spaces.
+    """Format a strategy as a tuple without spaces.
 
     >>> strategy_text(((2, 4), (4,)))
     '((2,4),(4,))'
@@ -184,7 +185,7 @@ def strategy_text(strategy: Strategy) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Write a duration with three significant digits, in the largest unit not above the duration.
+    """Format a duration with three significant digits, in s, ms or μs.
 
     >>> seconds_text(1.24), seconds_text(0.0351), seconds_text(0.00021)
     ('1.24 s', '35.1 ms', '210 μs')

@@ -1,4 +1,4 @@
-"""Export a plan as operator strategies, as users write them in strategy files."""
+"""Export a plan as operator strategies in the format of strategy files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     entries = {
         row.name: FileEntry(plan.pins.get(row.name) or _shortest_strategy(plan, row, on_primes))
         for row in plan.operators
-        if row.rule is not None and not _is_of_micro_batches(row.name, names)
+        if row.rule is not None and not _is_added_for_micro_batches(row.name, names)
     }
     for name, storage in _parameters_stored_differently(plan):
         module, _, parameter = name.rpartition(".")
@@ -39,9 +39,8 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     return entries
 
 
-def _is_of_micro_batches(name: str, names: Collection[str]) -> bool:
-    """Whether the operator is added for micro-batches: the model, to which strategies apply, lacks
-    it."""
+def _is_added_for_micro_batches(name: str, names: Collection[str]) -> bool:
+    """Whether an operator was added for micro-batches, and so is not part of the user's model."""
     return any(
         name.endswith(f"_{suffix}") and name.removesuffix(f"_{suffix}") in names
         for suffix in ADDED_SUFFIXES
@@ -51,19 +50,21 @@ def _is_of_micro_batches(name: str, names: Collection[str]) -> bool:
 def _shortest_strategy(
     plan: PlanData, row: OperatorRow, on_primes: Partitioned | None
 ) -> OperatorStrategy:
-    """Return an operator's strategy: numbers of shards if these resolve to the planned cuts,
-    otherwise layouts."""
+    """Return an operator's strategy as numbers of shards, or as layouts if the numbers do not
+    resolve to the planned cuts."""
     outputs = _output_entries(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
     layouts = OperatorStrategy(
-        tuple(_without_pending_sums(layout) for layout in row.input_layouts), outputs
+        tuple(_without_partial(layout) for layout in row.input_layouts), outputs
     )
-    return counts if not row.cuts or _resolve_to_cuts(row, counts, on_primes) else layouts
+    return counts if not row.cuts or _counts_give_cuts(row, counts, on_primes) else layouts
 
 
 def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """Return the layouts of the outputs if they are pinned or an axis shards only outputs; else
-    None, as they follow from the layouts of the inputs."""
+    """Return the output layouts of an operator's strategy; None if they follow from the inputs.
+
+    Needed if outputs are pinned, or if a mesh axis shards outputs only.
+    """
     pinned = plan.outputs.get(row.name)
     if pinned is not None:
         return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
@@ -71,18 +72,20 @@ def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | Non
     cut_axes = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
     if not cut_axes - input_axes:
         return None
-    return tuple(_without_pending_sums(layout) for layout in row.output_layouts)
+    return tuple(_without_partial(layout) for layout in row.output_layouts)
 
 
-def _without_pending_sums(layout: TensorLayout) -> TensorLayout:
-    """Return the layout without `partial` and `varying`, which users do not write."""
+def _without_partial(layout: TensorLayout) -> TensorLayout:
+    """Return a layout without `partial` and `varying`, which strategy files do not contain."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
 def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
-    """Partition the plan's graph on the device matrix of prime axes, on which strategies resolve.
+    """Partition a plan's graph on the device matrix with axes of prime sizes, on which strategies
+    are resolved.
 
-    Returns None if the plan has no graph, or its axes are not products of consecutive prime axes.
+    Returns None if the plan has no graph, or if its axes are not products of consecutive prime
+    axes.
     """
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
@@ -90,10 +93,16 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
     return Partitioned(plan.graph, mesh, decisions)
 
 
-def _resolve_to_cuts(
+def _counts_give_cuts(
     row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None
 ) -> bool:
-    """Whether the numbers of shards `counts` resolve to the planned cuts; False if unknown."""
+    """Whether a strategy of numbers of shards resolves to the planned cuts; False if unknown.
+
+    Args:
+        row: the operator.
+        counts: the strategy.
+        on_primes: the plan on axes of prime sizes; None if unknown.
+    """
     if on_primes is None:
         return False
     try:
@@ -104,8 +113,8 @@ def _resolve_to_cuts(
 
 
 def _parameters_stored_differently(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """Yield the name and storage layout of parameters that are not stored in the layout of their
-    first use."""
+    """Yield the names and storage layouts of parameters whose storage differs from the layout that
+    the first operator reads."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, kind), layout in zip(row.inputs, row.input_layouts, strict=True):

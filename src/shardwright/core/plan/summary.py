@@ -1,4 +1,4 @@
-"""Summarize a plan in at most 25 lines: the main figures, and one row per kind of block."""
+"""Summarize a plan in at most 25 lines: main figures, and one row per repeated block."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_LINES = 25
 """Maximum number of lines of the summary."""
 
 MAX_LISTED_NAMES = 4
-"""Maximum number of names in one row."""
+"""Maximum number of operator names in one row of the summary."""
 
 HINT = "every operator: --full, plan.text(full=True); why: shardwright explain, plan.explain(name)"
 
 
 def plan_summary(plan: PlanData, width: int) -> str:
-    """Write the summary of a plan, with the most detailed table for which it has `MAX_LINES` lines.
+    """Return the summary of a plan, with the most detailed table that fits into `MAX_LINES` lines.
 
     Args:
         plan: the plan.
@@ -45,7 +45,12 @@ def plan_summary(plan: PlanData, width: int) -> str:
 
 
 def plan_head(plan: PlanData, width: int) -> list[str]:
-    """Write the first lines of the summary: devices, parallelism, and the main figures."""
+    """Return the first lines of the summary: devices, parallelism, and the main figures.
+
+    Args:
+        plan: the plan.
+        width: maximum length of a line in characters.
+    """
     lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
     lines += wrapped(sentence(plan), width)
     for label, text in _main_figures(plan):
@@ -54,7 +59,10 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
 
 
 def _main_figures(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of each known main figure: step time, gap, memory, bytes sent, batch."""
+    """Yield (label, text) of each main figure: step time, gap, memory, bytes sent, batch size.
+
+    Unknown figures are left out.
+    """
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
@@ -84,16 +92,18 @@ def _main_figures(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 def stages_text(plan: PlanData) -> str:
-    """Write the number of stages as a suffix, `, with 4 stages`; empty for one stage."""
+    """Format the number of stages as a suffix, `, with 4 stages`; empty for one stage."""
     stages = plan.pipeline.stages
     return f", with {stages} stages" if stages > 1 else ""
 
 
 def speed(plan: PlanData, seconds: float) -> str:
-    """Write the throughput of a step of `seconds`: `8,192 tokens/s`, or samples/s if the sequence
-    length is unknown.
+    """Format the throughput of a plan: `8,192 tokens/s`, or samples/s if the sequence length is
+    unknown.
 
-    Empty if the batch size is unknown, or `seconds` is 0.
+    Args:
+        plan: the plan.
+        seconds: time of a step. The result is empty if the time is 0, or the batch size unknown.
     """
     if plan.global_batch is None or not seconds:
         return ""
@@ -118,7 +128,7 @@ def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
 
 
 def unused_axes_text(plan: PlanData) -> Iterable[str]:
-    """Yield one warning about all mesh axes that shard no operator, if any."""
+    """Yield a warning that lists the mesh axes that shard no operator, unless there are none."""
     unused = plan.unused_axes
     if unused:
         names = plan.mesh.named(unused)
@@ -129,7 +139,7 @@ def unused_axes_text(plan: PlanData) -> Iterable[str]:
 
 
 @dataclass
-class _Block:
+class _SummaryRow:
     """A row of the summary: operators of equal parallelism in one block and its repetitions.
 
     Args:
@@ -161,38 +171,41 @@ def _row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
-def _summary_blocks(plan: PlanData, detail: int) -> list[_Block]:
-    """Group operators into rows: main and pinned operators by block and parallelism, in the order
-    of the model; then the other operators by parallelism alone, named by their ATen operators.
+def _summary_blocks(plan: PlanData, detail: int) -> list[_SummaryRow]:
+    """Group operators into rows of the summary.
+
+    Main and pinned operators, in the order of the model, are grouped by block and parallelism; all
+    others, by ATen operator, are grouped by parallelism and come last.
 
     Args:
         plan: the plan.
         detail: how finely main and pinned operators are grouped; see `_row_key`.
     """
     sent = _sent_by_operator(plan)
-    blocks: dict[object, _Block] = {}
-    others: dict[tuple[str, ...], _Block] = {}
+    blocks: dict[object, _SummaryRow] = {}
+    others: dict[tuple[str, ...], _SummaryRow] = {}
     for fold in fold_rows(plan.operators, partial(parallelism, plan)):
         row, phrases = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
             block_path, name = _split_at_block(row.name)
             key = _row_key(block_path, name, detail)
-            block = blocks.setdefault((key, phrases), _Block(key[0], phrases))
+            block = blocks.setdefault((key, phrases), _SummaryRow(key[0], phrases))
             block.add(name if key[0] else row.name, fold, sent)
         else:
             words = row.operator.split(".")
             aten_name = words[min(1, len(words) - 1)]
-            others.setdefault(phrases, _Block("", phrases)).add(aten_name, fold, sent)
+            others.setdefault(phrases, _SummaryRow("", phrases)).add(aten_name, fold, sent)
     for block in others.values():
         block.names = [f"others: {', '.join(_cap_names(block.names))}"]
     return [*blocks.values(), *others.values()]
 
 
 def _sent_by_operator(plan: PlanData) -> Counter[str]:
-    """Return the bytes that one device sends for redistributions, by the operator causing them.
+    """Return the bytes that one device sends for redistributions, by the operator that causes them.
 
-    A row-parallel linear layer causes the reduction of its partial sums, although the plan lists
-    the redistribution at the consumer; the consumer causes all other redistributions.
+    Reductions of partial sums are attributed to their producer, such as a row-parallel linear
+    layer, although the plan lists the redistribution at the consumer. The consumer causes all other
+    redistributions.
     """
     names = {row.name for row in plan.operators}
     sent: Counter[str] = Counter()
@@ -205,15 +218,15 @@ def _sent_by_operator(plan: PlanData) -> Counter[str]:
 
 
 def _split_at_block(name: str) -> tuple[str, str]:
-    """Split a name behind the last number of its module path: `layers.{0..3}` and `attn.q`."""
+    """Split an operator's name after the last number: `layers.{0..3}` and `attn.q`."""
     words = module_words(name)
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
     block_length = numbers[-1] + 1 if numbers else 0
     return ".".join(words[:block_length]), ".".join(words[block_length:])
 
 
-def _block_table(blocks: list[_Block], timed: bool, width: int) -> list[str]:
-    """Lay out the rows as lines; several rows of one block follow a line with the block's path."""
+def _block_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
+    """Return the lines of the table. Several rows of one block follow a line with its path."""
     first = blocks[0].phrases if blocks else ()
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
     common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]
@@ -244,7 +257,7 @@ def _cap_names(names: list[str]) -> list[str]:
 
 
 def _join_modules(names: Iterable[str]) -> list[str]:
-    """Join the names of operators in the same module.
+    """Join the names of operators in the same module by braces.
 
     >>> _join_modules(["attn.q", "attn.k", "mlp.up", "head"])
     ['attn.{q,k}', 'mlp.up', 'head']

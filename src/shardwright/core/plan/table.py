@@ -1,4 +1,4 @@
-"""Render a plan as text: the summary that `print(plan)` shows, or a table of operators."""
+"""Render a plan as text: the summary of `print(plan)`, or a table of operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwright.core.plan.text_columns import at_dots, printed, text_width, wra
 def plan_text(
     plan: PlanData, full: bool = False, every: bool = False, width: int | None = None
 ) -> str:
-    """Render the summary of a plan or, with `full` or `every`, its head, table and notes.
+    """Render the summary of a plan or, with `full` or `every`, the table of operators.
 
     Args:
         plan: the plan.
@@ -42,7 +42,7 @@ def plan_text(
 
 
 def plan_table(plan: PlanData, every: bool, width: int) -> Table:
-    """Build the table of operators, with one row for equal operators of repeated blocks.
+    """Return the table of operators, with one row for equal operators of repeated blocks.
 
     Args:
         plan: the plan.
@@ -75,7 +75,7 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
 
 
 def _strategy_cell(fold: Fold) -> str:
-    """Write the strategy of sharded or pinned operators, and `pinned` or `recomputed` if so."""
+    """Format the strategy of sharded or pinned operators, with `pinned` or `recomputed` if true."""
     row = fold.row
     strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
     pinned = "pinned" if row.pinned else ""
@@ -118,8 +118,8 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
 
 
 def _memory_lines(plan: PlanData) -> Iterator[str]:
-    """Yield the memory by category of the stage with the highest peak, then the peaks of other
-    stages."""
+    """Yield the memory by category of the stage with the highest peak, followed by the peaks of
+    other stages."""
     if plan.known_memory is None:
         return
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)

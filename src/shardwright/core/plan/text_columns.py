@@ -1,4 +1,4 @@
-"""Lay out text in columns of any width: break names at dots, sentences at spaces."""
+"""Lay out text in columns: break module paths at dots, sentences at spaces."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from textwrap import wrap
 from rich.console import Console, RenderableType
 
 MIN_WIDTH, MAX_WIDTH = 80, 160
-"""Smallest and largest width of text, in characters."""
+"""Minimum and maximum width of printed plans, in characters."""
 
 GAP = "  "
-"""Space between columns."""
+"""Separator of columns."""
 
 
 def text_width() -> int:
-    """Return the width for text in characters: that of the variable `COLUMNS` or of the terminal,
-    clamped to 80..160; 120 if both are missing."""
+    """Return the width of the terminal in characters, clamped to 80..160; 120 if unknown. The
+    environment variable `COLUMNS` takes precedence."""
     return min(max(get_terminal_size((120, 24)).columns, MIN_WIDTH), MAX_WIDTH)
 
 
 def printed(width: int, *parts: RenderableType) -> list[str]:
-    """Render tables and texts of `width` characters as lines without colors."""
+    """Render rich tables and strings at a width in characters, as lines without colors."""
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as captured:
         for part in parts:
@@ -34,7 +34,13 @@ def printed(width: int, *parts: RenderableType) -> list[str]:
 
 
 def wrapped(text: str, width: int, label: str = "") -> list[str]:
-    """Wrap a sentence behind a label; later lines are indented by the label's width."""
+    """Wrap a sentence after a label, with later lines indented by the width of the label.
+
+    Args:
+        text: the sentence.
+        width: maximum length of a line in characters.
+        label: prefix of the first line.
+    """
     return wrap(
         text,
         width,
@@ -45,7 +51,7 @@ def wrapped(text: str, width: int, label: str = "") -> list[str]:
 
 
 def wrapped_lines(lines: Iterable[str], width: int = MIN_WIDTH) -> list[str]:
-    """Wrap each line at spaces; continuations are indented by four more columns than the line.
+    """Wrap each line at spaces, with continuation lines indented by four more spaces.
 
     >>> wrapped_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
     ['  over tp: k chosen; j', '      2.1 ms more']
@@ -68,7 +74,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def at_dots(text: str, width: int) -> list[str]:
-    """Break names into lines of at most `width` characters; prefers dots, commas and spaces.
+    """Break a module path into lines of at most `width` characters, at dots where possible.
 
     >>> at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
     ['model.layers.{0..79}.', 'self_attn.q_proj']
@@ -85,9 +91,9 @@ def at_dots(text: str, width: int) -> list[str]:
 def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
     """Lay out two columns of text, followed by any number of columns of numbers.
 
-    Numbers are never broken. A name in the first column is shown on at most two lines. If both text
-    columns do not fit, the second is narrowed, but not below two fifths of the width that the
-    numbers leave; the first column gets the rest.
+    Columns of numbers are as wide as their cells. If the text columns do not fit into the remaining
+    width, the second is narrowed down to at least two fifths, and the first gets the rest. Cells of
+    the first column take at most two lines.
 
     Args:
         header: the header of each column.
