@@ -1,8 +1,8 @@
 """Checkpoints in the format of torch.distributed.checkpoint (DCP), for any plan and device count.
 
-A checkpoint is a subfolder `step-N` of the run's folder. Its keys are the parameter names of the
-original model, and every rank reads the shards of its own plan, so a model can be loaded under
-another plan than the one under which it was saved.
+A checkpoint is a subfolder `step-N` of the run's folder. Keys are the parameter names of the
+original model, and every rank reads the shards of its own plan, so that a model can be loaded under
+a different plan.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ Settings = Literal["saved", "own"]
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder; every rank must make the same calls.
+    """The checkpoints of one run in a folder. Every rank must make the same calls.
 
-    As a context manager it waits on exit for a checkpoint that is still being written. From the
-    first `save` until the exit the folder is locked: other processes cannot save there.
+    A context manager that waits on exit until an asynchronous `save` is complete. From the first
+    `save` until exit the folder is locked against other processes.
 
     Args:
         folder: the folder that contains the subfolders `step-N`.
         keep: number of newest checkpoints to keep; None for all.
-        asynchronous: whether `save` returns once the tensors are copied, and files are written
-            while training continues, one checkpoint at a time.
+        asynchronous: whether `save` returns once the tensors are copied, and writes files while
+            training continues, one checkpoint at a time.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class Checkpoints:
         return complete_steps(self.folder)
 
     def newest(self) -> int | None:
-        """Return the step of the newest checkpoint that rank 0 sees, or None without checkpoints.
+        """Return the step of the newest checkpoint on rank 0's file system; None if there is none.
 
-        Collective: every rank must call it, and gets the same result.
+        Collective, with the same result on every rank.
         """
         return max(value_of_rank(self.steps()), default=None)
 
     def select(self, step: int | None = None) -> tuple[int, CheckpointInfo]:
-        """Select and verify a checkpoint; the ranks share the verification of its checksums.
+        """Select a checkpoint and verify its checksums, each rank those of some files.
 
-        Collective: every rank must call it, and gets the same result. A `CheckpointWarning` names
-        newer checkpoints that are damaged.
+        Collective, with the same result on every rank. A `CheckpointWarning` lists newer
+        checkpoints that are damaged.
 
         Args:
             step: the step of the checkpoint; by default the step of the newest intact checkpoint.
@@ -123,9 +123,9 @@ class Checkpoints:
             The step, and the contents of the checkpoint other than tensors.
 
         Raises:
-            CheckpointError: if the folder has no such checkpoint.
+            CheckpointError: if the folder contains no checkpoint, or none of `step`.
             DamagedCheckpointError: if the checkpoint of `step`, or without `step` every checkpoint,
-                is damaged; names the files.
+                is damaged.
         """
         candidates = value_of_rank(self.steps())[::-1] if step is None else [step]
         if not candidates:
@@ -163,22 +163,22 @@ class Checkpoints:
     ) -> None:
         """Save model, optimizer, random states and position as the checkpoint of `position.step`.
 
-        Replaces an existing checkpoint of the same step. Once the new checkpoint is complete, the
-        oldest are removed, except for the newest `keep`.
+        Replaces an existing checkpoint of the same step. Once the new checkpoint is complete, all
+        but the newest `keep` checkpoints are removed.
 
         Args:
             net: the model, parallelized or not.
             optimizer: the optimizer whose state is saved; None to save the model alone.
             position: the position of the run in its data.
             plan: the plan of `net`, whose fingerprint and number of devices are recorded.
-            run: the run's seeds and number of samples, which are compared when it resumes.
+            run: the run's seeds and number of samples, which are compared on resumption.
             only: names of the parameters and buffers to save; None for all.
 
         Raises:
-            CheckpointError: if the optimizer has parameters that the model does not have, or state
+            CheckpointError: if the optimizer has parameters that are not in the model, or state
                 that is not a tensor, if this or the previous checkpoint could not be written, if
-                another process has locked the folder, or if ranks have different folders,
-                positions or optimizers.
+                another process has locked the folder, or if folders, positions or optimizers differ
+                between ranks.
         """
         model_state = checkpoint_state.model_tensors(net).items()
         tensors = {k: t for k, t in model_state if only is None or k.partition(".")[2] in only}
@@ -224,12 +224,12 @@ class Checkpoints:
                 state_dict_saver.save(dict(tensors), **save_options)
 
     def _lock_and_clear_folder(self) -> str | None:
-        """On rank 0, lock the folder and remove the leftovers of crashed runs.
+        """Lock the folder and remove leftovers of crashed runs, on rank 0 only.
 
-        The lock comes first: without it, the files of a running process would look like leftovers.
+        The lock comes first, as files of another running process would look like leftovers.
 
         Returns:
-            The reason of a failure on rank 0; None after success, and on other ranks.
+            An error message; None after success, and on other ranks.
         """
         if not is_rank_0():
             return None
@@ -264,22 +264,25 @@ class Checkpoints:
         *,
         strict: bool = True,
     ) -> Position:
-        """Load a checkpoint into `net` and `optimizer`, in place; returns its position.
+        """Load a checkpoint into `net` and `optimizer`, in place. Collective.
 
-        The checkpoint may have been saved under another plan; each rank reads only its own shards.
+        The checkpoint may have been saved under another plan. Each rank reads its own shards only.
 
         Args:
             net: the model, parallelized or not.
             optimizer: the optimizer; None to load the model alone. LoRA adapters that are not in
                 the checkpoint then keep their values.
             step: the step of the checkpoint; by default the step of the newest intact checkpoint.
-            strict: whether the checkpoint must have all parameters and buffers; otherwise those
-                that it does not have keep their values.
+            strict: whether all parameters and buffers must be in the checkpoint; otherwise missing
+                ones keep their values.
+
+        Returns:
+            The position of the run at which the checkpoint was saved.
 
         Raises:
-            CheckpointError: if there is no complete checkpoint, it belongs to another model (names
-                the first parameter that differs), or its optimizer does not match.
-            DamagedCheckpointError: if one of its files is damaged, truncated or missing.
+            CheckpointError: if there is no complete checkpoint, or the checkpoint belongs to
+                another model or optimizer.
+            DamagedCheckpointError: if a file is damaged, truncated or missing.
         """
         return self.restore(*self.select(step), net, optimizer, strict=strict)
 
@@ -294,16 +297,19 @@ class Checkpoints:
         random: bool = True,
         strict: bool = True,
     ) -> Position:
-        """Load the checkpoint that `select` returned, without verifying it; returns its position.
+        """Load a checkpoint that `select` has verified into `net` and `optimizer`, in place.
 
         Args:
             step, info: the result of `select`.
             net: the model, parallelized or not.
             optimizer: the optimizer; None to load the model alone.
-            settings: `saved` to give the parameter groups of `optimizer` the saved settings, like
-                `Optimizer.load_state_dict`; `own` to keep the settings of `optimizer`.
+            settings: `saved` to restore settings such as the learning rate, as
+                `Optimizer.load_state_dict` does; `own` to keep the settings of `optimizer`.
             random: whether to restore the states of the random generators.
-            strict: whether the checkpoint must have all parameters and buffers.
+            strict: whether all parameters and buffers must be in the checkpoint.
+
+        Returns:
+            The position of the run at which the checkpoint was saved.
 
         Raises:
             CheckpointError: if the checkpoint belongs to another model or optimizer.
@@ -356,10 +362,10 @@ def save_checkpoint(
     keep: int | None = None,
     only: Container[str] | None = None,
 ) -> None:
-    """Save a checkpoint, which is complete on return. Every rank must call it.
+    """Save a checkpoint, which is complete on return. Collective.
 
     Args:
-        folder: the folder of the run's checkpoints; the new checkpoint is its subfolder `step-N`.
+        folder: the folder of the run's checkpoints, in which a subfolder `step-N` is created.
         net: the model, parallelized or not.
         optimizer: the optimizer whose state is saved; None to save the model alone.
         position: the position of the run in its data, which `load_checkpoint` returns.
@@ -369,8 +375,9 @@ def save_checkpoint(
             with `load_checkpoint(..., strict=False)`.
 
     Raises:
-        CheckpointError: if the optimizer has parameters that the model does not have, or state that
-            is not a tensor.
+        CheckpointError: if the optimizer has parameters that are not in the model, or state that is
+            not a tensor, if the checkpoint could not be written, if another process has locked the
+            folder, or if folders, positions or optimizers differ between ranks.
     """
     with Checkpoints(folder, keep=keep) as checkpoints:
         checkpoints.save(net, optimizer, position, plan, only=only)
@@ -384,7 +391,7 @@ def load_checkpoint(
     step: int | None = None,
     strict: bool = True,
 ) -> Position:
-    """Load a checkpoint into `net` and `optimizer`, in place. Every rank must call it.
+    """Load a checkpoint into `net` and `optimizer`, in place. Collective.
 
     The checkpoint may have been saved under another plan, on another number of devices.
 
@@ -393,24 +400,28 @@ def load_checkpoint(
         net: the model, parallelized or not.
         optimizer: the optimizer; None to load the model alone.
         step: the step of the checkpoint; by default the step of the newest intact checkpoint.
-        strict: whether the checkpoint must have all parameters and buffers; otherwise those that it
-            does not have keep their values.
+        strict: whether all parameters and buffers must be in the checkpoint; otherwise missing ones
+            keep their values.
 
     Returns:
-        The position of the run when it was saved.
+        The position of the run at which the checkpoint was saved.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, it belongs to another model (names the
-            first parameter that differs), or its optimizer does not match.
-        DamagedCheckpointError: if one of its files is damaged, truncated or missing.
+        CheckpointError: if there is no complete checkpoint, or the checkpoint belongs to another
+            model or optimizer.
+        DamagedCheckpointError: if a file is damaged, truncated or missing.
     """
     return Checkpoints(folder).load(net, optimizer, step, strict=strict)
 
 
 def _read_and_verify(folder: Path) -> CheckpointInfo | str:
-    """Read the contents of a checkpoint other than tensors, and verify its files. Collective.
+    """Read `checkpoint.json`, and verify the checksums of a checkpoint's files. Collective.
 
-    Returns the contents, or a description of the damage; the same on every rank.
+    Returns:
+        The contents, or a description of the damage; the same on every rank.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or its version is not supported.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
     result: CheckpointInfo | Exception | str
@@ -431,7 +442,7 @@ def _read_and_verify(folder: Path) -> CheckpointInfo | str:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:
-    """Raise CheckpointError if the checkpoint has no state for an optimizer of this class."""
+    """Raise CheckpointError if the checkpoint was saved with another optimizer class or none."""
     class_name = type(optimizer).__name__
     if info.groups is None:
         raise CheckpointError(

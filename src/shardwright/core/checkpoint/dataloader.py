@@ -15,10 +15,10 @@ from shardwright.errors import DataError
 
 
 class PlannedLoader:
-    """Batches of a dataset for this rank; each iteration over the loader is one epoch.
+    """Data loader of one rank; each iteration over the loader is one epoch.
 
-    `state_dict()` is the position in the data behind the last yielded batch, from which
-    `load_state_dict` continues on any number of devices and with any batch size.
+    `state_dict()` returns the position in the data after the last yielded batch. From there,
+    `load_state_dict` resumes on any number of devices and with any batch size.
 
     Args:
         dataset: the map-style dataset.
@@ -36,7 +36,7 @@ class PlannedLoader:
         self._epoch = self._sample = 0
 
     def __len__(self) -> int:
-        """Number of remaining batches of the epoch."""
+        """Return the number of remaining batches of the current epoch."""
         self.sampler.set_epoch(self._epoch, self._sample)
         return len(self.sampler)
 
@@ -48,15 +48,19 @@ class PlannedLoader:
         self._epoch, self._sample = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the index of the epoch, the index of the next sample in its order, and the numbers
-        that determine the order."""
+        """Return the position in the data: indices of the epoch and of the next sample, and the
+        numbers that determine the order of samples."""
         return {"epoch": self._epoch, "sample": self._sample, **self._order_parameters}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a position that `state_dict` returned.
+        """Resume from a position in the data.
+
+        Args:
+            state: a result of `state_dict`.
 
         Raises:
-            DataError: if the position belongs to another order of samples.
+            DataError: if the position belongs to another order of samples: the number of samples,
+                `seed` or `shuffle` differs.
         """
         for name, value in self._order_parameters.items():
             if state.get(name) != value:
@@ -69,7 +73,7 @@ class PlannedLoader:
 
     @property
     def _order_parameters(self) -> dict[str, int]:
-        """The numbers that determine the order of samples, by name."""
+        """Number of samples, seed and `shuffle`, which determine the order of samples."""
         sampler = self.sampler
         return {"samples": sampler.samples, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}
 
@@ -84,9 +88,9 @@ def dataloader(
     drop_last: bool = True,
     **options: Any,
 ) -> PlannedLoader:
-    """Make a loader of the batches that this rank passes to the model.
+    """Make a data loader of the batches that this rank passes to the model.
 
-    With the plan's `dataset_strategy`, a rank reads the global batch or only its own shard of it.
+    The plan's `dataset_strategy` determines whether a rank reads the global batch or its shard.
 
     Args:
         dataset: a map-style dataset of `torch.utils.data` or `datasets`, with `__len__` and
@@ -94,13 +98,13 @@ def dataloader(
         batch_size: samples per global batch, over all ranks.
         plan: the plan of the model.
         shuffle: whether to shuffle the samples in each epoch.
-        seed: seed of the order; with the index of the epoch it determines the order on all ranks.
+        seed: seed of the order of samples, which is the same on all ranks and differs per epoch.
         drop_last: whether to drop the last samples of an epoch if they are fewer than a batch.
         options: options of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
 
     Raises:
-        DataError: if the dataset has no length, has less than one batch, or a batch cannot be
-            sharded as planned; while iterating, if the samples of a batch differ in shape.
+        DataError: if the dataset is not map-style, has fewer samples than a batch, or a batch
+            cannot be sharded as planned; during iteration, if samples of a batch differ in shape.
     """
     samples = _num_samples(dataset)
     if not samples:
@@ -151,11 +155,11 @@ def _num_samples(dataset: Any) -> int:
 
 
 def _collate_samples(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """Collate the samples of a batch.
+    """Collate samples, with an error that explains what to do if they differ in shape.
 
     Args:
         collate: the user's `collate_fn`, or PyTorch's default.
-        samples: the samples of one rank.
+        samples: this rank's samples of a batch.
 
     Raises:
         DataError: if the samples differ in shape or structure.

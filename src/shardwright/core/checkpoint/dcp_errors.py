@@ -1,4 +1,4 @@
-"""Convert failures of `torch.distributed.checkpoint` (DCP) to one error."""
+"""Convert errors of `torch.distributed.checkpoint` (DCP) to `CheckpointError`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwright.errors import CheckpointError
 
 FULL_DISK_BYTES = 2**20
-"""A disk with fewer free bytes is full; not 0, since file systems keep some bytes in reserve."""
+"""Free bytes below which a disk counts as full, as file systems reserve some bytes."""
 
 
 @contextmanager
 def convert_errors(path: Path) -> Iterator[None]:
-    """Convert DCP's failures of several ranks to one CheckpointError, for the first failed rank.
+    """Context manager that converts a `CheckpointException` of DCP to a `CheckpointError`.
 
-    The error says if the disk is full, for which `torch.save` raises an unrelated RuntimeError.
+    The error is that of the first failed rank, and says whether the disk is full, which the
+    RuntimeError of `torch.save` does not.
 
     Args:
         path: the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: instead of a `CheckpointException`.
     """
     try:
         yield

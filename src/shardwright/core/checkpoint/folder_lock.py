@@ -1,7 +1,7 @@
-"""Lock the folders that a run writes, so that a second run cannot write into them.
+"""Lock the folders that a run writes, so that a second run cannot write there.
 
-A lock is an `flock` on an open file, which the ranks inherit. The kernel releases it when the last
-process of the run ends, even by SIGKILL, so a leftover lock file locks nothing.
+A lock is an `flock` on an open file, which the ranks inherit. The kernel releases the lock when the
+last process of the run ends, even by SIGKILL, so that a leftover lock file locks nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from shardwright.errors import LockError
 LOCK_FILE = ".lock"
 
 MAX_WAIT_SECONDS = 2.0
-"""Seconds to wait for a lock, in case the other run is just ending."""
+"""Maximal seconds to wait for a lock whose holder is about to exit."""
 
 
 @contextmanager
 def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
-    """Lock folders during a context, creating those that do not exist.
+    """Context manager that creates and locks folders.
 
-    Skips folders that this process, or the launcher that started it, has locked already.
+    Folders that this process or its launcher has locked already are skipped.
 
     Yields:
-        The file descriptors of the locks. Processes that inherit them keep the folders locked.
+        The file descriptors of the locks. Processes that inherit the descriptors keep the folders
+        locked.
 
     Raises:
-        LockError: if another run has locked one of the folders; names the folder and the process.
+        LockError: if another run has locked a folder, or a lock file cannot be written.
     """
     with ExitStack() as stack:
         yield tuple(
@@ -46,10 +47,10 @@ def lock_folders(*folders: Path) -> Iterator[tuple[int, ...]]:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[list[int]]:
-    """Lock one folder, and yield the descriptor of the lock, or an empty list if this run has
-    locked it already.
+    """Context manager that locks one folder, and yields the file descriptor of the lock in a list;
+    an empty list if this run has locked the folder already.
 
-    Removes the lock file at the end, and the folder if it was created here and is empty.
+    On exit removes the lock file, and the folder if it is new and empty.
     """
     path, is_new = folder / LOCK_FILE, not folder.exists()
     try:
@@ -62,8 +63,8 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
     try:
         yield [lock]
     finally:
-        # The file is removed before the lock is released: a process that then gets the lock detects
-        # by `_is_file_at` that its file is gone.
+        # The file is removed before the lock is released: the next process that acquires the lock
+        # detects by `_is_open_file_at` that its file is gone.
         path.unlink(missing_ok=True)
         if is_new:
             with suppress(OSError):
@@ -75,8 +76,12 @@ def _acquire_lock(path: Path) -> int | None:
     """Open and lock a file.
 
     Returns:
-        The descriptor of the file; None if this run has locked it already or the file system does
+        The file descriptor; None if this run has locked the file already, or the file system does
         not support locks.
+
+    Raises:
+        LockError: if another run has locked the file.
+        OSError: if the file cannot be created.
     """
     deadline = time.monotonic() + MAX_WAIT_SECONDS
     while True:
@@ -94,9 +99,7 @@ def _acquire_lock(path: Path) -> int | None:
         except BlockingIOError:
             holder = os.pread(file, 1000, 0).decode(errors="replace")
             os.close(file)
-            if holder.startswith(
-                (_process_description(os.getpid()), _process_description(os.getppid()))
-            ):
+            if holder.startswith((_process_id_text(os.getpid()), _process_id_text(os.getppid()))):
                 return None
             if time.monotonic() > deadline:
                 raise LockError(
@@ -113,23 +116,23 @@ def _acquire_lock(path: Path) -> int | None:
                 stacklevel=2,
             )
             return None
-        if _is_file_at(path, file):
+        if _is_open_file_at(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            os.write(file, f"{_process_description(os.getpid())}{date}".encode())
+            os.write(file, f"{_process_id_text(os.getpid())}{date}".encode())
             return file
         os.close(file)
 
 
-def _is_file_at(path: Path, file: int) -> bool:
-    """Whether the descriptor `file` is the file at `path`; the last holder of the lock may have
-    removed that file."""
+def _is_open_file_at(path: Path, file: int) -> bool:
+    """Whether the file descriptor `file` is the file at `path`, which the previous holder of the
+    lock may have removed."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _process_description(pid: int) -> str:
-    """Return the text that identifies process `pid` in a lock file; the date follows it."""
+def _process_id_text(pid: int) -> str:
+    """Return the first words of a lock file of process `pid`, which the date follows."""
     return f"process {pid} on {socket.gethostname()} since "

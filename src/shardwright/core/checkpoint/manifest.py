@@ -1,7 +1,7 @@
 """Read and write `checkpoint.json`: a checkpoint's contents other than tensors, and checksums.
 
-The last entry is the checksum of all bytes before it, so any changed bit is detected. The checksums
-are CRC-32: they detect damage, not manipulation.
+The last entry is the checksum of all bytes before it, so that any changed bit is detected. CRC-32
+checksums detect damage, but not manipulation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INFO_FILE = "checkpoint.json"
 
 _LAST_ENTRY = ',\n "checksum": '
 _BLOCK_BYTES = 1 << 22
-"""Bytes of a file that are read at once."""
+"""Bytes per read when the checksum of a file is computed."""
 
 _VERIFYING_THREADS = 4
 
@@ -44,7 +44,7 @@ class FileChecksum:
 
 @dataclass(frozen=True)
 class RunNumbers:
-    """The numbers that determine a run's order of samples and its random numbers.
+    """Seeds and number of samples, which determine a run's order of samples and random numbers.
 
     Args:
         samples: number of samples in the dataset.
@@ -64,12 +64,12 @@ class CheckpointInfo:
     Args:
         position: the position of the run in its data.
         groups: the settings of each of the optimizer's parameter groups; None without an optimizer.
-        random: seed and step of the program's random operators; None if the model was not
-            parallelized.
+        random: seed and step of the parallelized model's random operators; None if the model was
+            not parallelized.
         fingerprint: fingerprint of the plan's model; None if unknown.
         devices: number of devices of the plan; None if unknown.
         optimizer: class name of the optimizer; None if unknown.
-        run: seeds and number of samples of the run that saved it; None if unknown.
+        run: seeds and number of samples of the run; None if unknown.
         files: the checksum of every file but `checkpoint.json`, by name; empty in checkpoints of
             version 1.
     """
@@ -84,30 +84,33 @@ class CheckpointInfo:
     files: Mapping[str, FileChecksum] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the content of `checkpoint.json`, which `read` accepts."""
+        """Return the content of `checkpoint.json`, checksum included."""
         return _append_checksum(
             json.dumps({"version": VERSION, **asdict(self)}, indent=1).removesuffix("\n}")
         )
 
     @staticmethod
     def read(folder: Path) -> CheckpointInfo:
-        """Read and verify the `checkpoint.json` of a checkpoint.
+        """Read the `checkpoint.json` of a checkpoint, and verify its checksum.
+
+        Args:
+            folder: the folder of the checkpoint.
 
         Raises:
             DamagedCheckpointError: if the file is missing or damaged.
-            CheckpointError: if there is no such folder, or its version is not supported.
+            CheckpointError: if the folder does not exist, or the version is not supported.
         """
         path = folder / INFO_FILE
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is not a checkpoint: there is no such folder\n"
-                "pass the folder of a run, and a step of which it has a checkpoint"
+                "pass the folder of a run, and the step of one of its checkpoints"
             )
         try:
             content = _read_entries(path)
             version = content.pop("version")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _make_damage_error(path, error) from None
+            raise _damage_error(path, error) from None
         if version not in (1, VERSION):
             raise CheckpointError(
                 f"{folder}: unsupported checkpoint version {version}\n"
@@ -117,11 +120,11 @@ class CheckpointInfo:
         try:
             return TypeAdapter(CheckpointInfo).validate_python(content)
         except ValidationError as error:
-            raise _make_damage_error(path, error) from None
+            raise _damage_error(path, error) from None
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str | None:
-    """Verify files in parallel threads.
+    """Verify checksums of files in parallel threads.
 
     Args:
         folder: the folder of the checkpoint.
@@ -132,11 +135,11 @@ def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str 
         intact.
     """
     with ThreadPoolExecutor(_VERIFYING_THREADS) as pool:
-        problems = pool.map(lambda file: _find_file_damage(folder / file[0], file[1]), files)
+        problems = pool.map(lambda file: _damage_of_file(folder / file[0], file[1]), files)
         return next((problem for problem in problems if problem is not None), None)
 
 
-def _find_file_damage(path: Path, checksum: FileChecksum) -> str | None:
+def _damage_of_file(path: Path, checksum: FileChecksum) -> str | None:
     crc32, block = 0, memoryview(bytearray(_BLOCK_BYTES))
     try:
         size = path.stat().st_size
@@ -146,7 +149,7 @@ def _find_file_damage(path: Path, checksum: FileChecksum) -> str | None:
             while count := file.readinto(block):
                 crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:
-        return str(_make_damage_error(path, error))
+        return str(_damage_error(path, error))
     return None if crc32 == checksum.crc32 else f"{path} is damaged: its checksum does not match"
 
 
@@ -155,7 +158,7 @@ def _append_checksum(body: str) -> str:
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    """Read the entries of `checkpoint.json` without its checksum.
+    """Read `checkpoint.json`, verify the checksum, and return the other entries.
 
     Raises:
         ValueError: if the checksum does not match, or is missing in a file of the current version.
@@ -166,11 +169,11 @@ def _read_entries(path: Path) -> dict[str, Any]:
         raise ValueError("the checksum does not match")
     content: dict[str, Any] = json.loads(text)
     if content.pop("checksum", None) is None and content["version"] == VERSION:
-        raise ValueError("the checksum is missing")
+        raise ValueError("the entry 'checksum' is missing")
     return content
 
 
-def _make_damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
+def _damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
     missing = isinstance(error, FileNotFoundError)
     reason = str(error).partition("\n")[0]
     if isinstance(error, OSError) and error.errno:

@@ -16,14 +16,14 @@ _PEFT_PREFIX = "base_model.model."
 """Prefix that `peft` adds to all names in a model."""
 
 _BASE_LAYER = ".base_layer."
-"""Path of the original layer within the module that adds an adapter to it."""
+"""Name of the original layer within the module that wraps the layer with an adapter."""
 
 _ADAPTER_MATRIX = re.compile(r"\.(lora_\w+)(\.default\b)?")
-"""Pattern of an adapter's matrices in names, with the adapter's name `default`, which `peft` omits
-if it saves only adapters."""
+"""Pattern of LoRA matrices in parameter names, optionally with the adapter's name `default`, which
+is missing in files of adapters only."""
 
 _ADAPTER_PARAMETER = re.compile(r"\.lora_\w+|^prefix_tuning\.")
-"""Pattern of the names of parameters that adapters add to a model."""
+"""Pattern of the names of adapter parameters."""
 
 
 def match_saved_names(
@@ -34,20 +34,20 @@ def match_saved_names(
     new_adapters: bool = False,
     strict: bool = True,
 ) -> dict[str, str]:
-    """Map the name of each tensor of the model, over all pipeline stages, to its name in `saved`.
+    """Map the name of each tensor of the model, of all pipeline stages, to the name in `saved`.
 
-    A layer matches with or without an adapter. Tied tensors have the first of their names.
+    Layers match with or without an adapter. The keys of tied tensors are their first names.
 
     Args:
         net: the model, parallelized or not.
         saved: the shape of each saved tensor, by name.
         where: path of the checkpoint, for errors.
-        new_adapters: whether `saved` may have no adapters; they are then missing in the result.
-        strict: whether all tensors of the model must be in `saved`; otherwise those that are not
-            are missing in the result.
+        new_adapters: whether adapters may be missing in `saved`, and then in the result.
+        strict: whether all other tensors of the model must be in `saved`; otherwise the result
+            lacks missing tensors.
 
     Raises:
-        CheckpointError: if a name or shape differs; names the first difference.
+        CheckpointError: for the first name or shape that differs.
     """
     first = first_names(net)
     saved_name_of = _saved_name_by_model_name(first, saved)
@@ -82,28 +82,34 @@ def match_saved_names(
 
 
 def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
-    """Return the names of the model's trained parameters and buffers without a match in `saved`."""
+    """Return the names of trained parameters and buffers of the model that are not in `saved`.
+
+    Args:
+        net: the model, parallelized or not.
+        saved: names of saved tensors.
+    """
     first = first_names(net)
     frozen = {first[name] for name, p in net.named_parameters() if not p.requires_grad}
     return set(first.values()) - frozen - _saved_name_by_model_name(first, saved).keys()
 
 
 def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
-    """Map names in the model to saved names; a saved name without a match maps to itself.
+    """Map names in the model to saved names. Saved names that are not in the model map to
+    themselves.
 
     Args:
         first: the first name of each tensor of the model, by any name of the tensor.
         saved: the saved names.
     """
-    by_plain_name = {_name_without_peft(name): name for name in reversed(first)}
+    by_plain_name = {_remove_peft_affixes(name): name for name in reversed(first)}
     result: dict[str, str] = {}
     for name in saved:
-        model_name = name if name in first else by_plain_name.get(_name_without_peft(name))
+        model_name = name if name in first else by_plain_name.get(_remove_peft_affixes(name))
         result.setdefault(name if model_name is None else first[model_name], name)
     return result
 
 
-def _name_without_peft(name: str) -> str:
-    """Remove the prefix, `base_layer` and the adapter's name, which `peft` adds to names."""
+def _remove_peft_affixes(name: str) -> str:
+    """Remove `base_model.model`, `base_layer` and the adapter's name, which `peft` adds."""
     layer_name = name.removeprefix(_PEFT_PREFIX).replace(_BASE_LAYER, ".")
     return _ADAPTER_MATRIX.sub(r".\1", layer_name)

@@ -1,4 +1,4 @@
-"""Select the samples that a rank passes to the model: the global batch or only its own shard."""
+"""Select the samples that a rank passes to the model: the global batch or the rank's shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
     """Return the shard of each tensor of a global batch that `rank` passes to the model.
 
     Args:
-        plan: the plan of the model; without a `dataset_strategy`, the shards are the full tensors.
+        plan: the plan of the model; without a `dataset_strategy`, full tensors are returned.
         rank: the global rank.
         batch: the tensors of the global batch, in the order of the model's inputs.
 
@@ -46,12 +46,12 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
 
 
 class BatchSampler(Sampler[list[int]]):
-    """The sample indices of one rank, a list per batch, for `DataLoader(batch_sampler=...)`.
+    """Sample indices of one rank, a list per batch, for `DataLoader(batch_sampler=...)`.
 
-    All ranks draw the same order, which depends only on `seed` and the epoch. If the plan's
-    `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If it shards
-    them along the batch, each rank gets its shard, and ranks with the same shard, including those
-    of other pipeline stages, get the same samples.
+    All ranks draw the same order, which depends on `seed` and the epoch only. If the plan's
+    `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If inputs are
+    sharded along the batch, each rank gets its shard, and ranks with the same shard, including
+    those of other pipeline stages, get the same samples.
 
     Args:
         samples: number of samples in the dataset.
@@ -64,8 +64,8 @@ class BatchSampler(Sampler[list[int]]):
             otherwise the last batch is smaller.
 
     Raises:
-        DataError: if `plan` is not a plan, there is less than one batch, the inputs are sharded
-            differently along the batch, or a batch, including the last, cannot be sharded evenly.
+        DataError: if `plan` is not a plan, there are fewer samples than a batch, the inputs are
+            sharded differently along the batch, or a batch cannot be sharded evenly.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BatchSampler(Sampler[list[int]]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
-        """Select the samples to iterate over: those of epoch `epoch` from `sample` on.
+        """Select the epoch, and the sample at which the next iteration begins.
 
         Args:
             epoch: index of the epoch, from 0.
@@ -114,7 +114,7 @@ class BatchSampler(Sampler[list[int]]):
             self._check_batch_divisible((self.samples - sample) % self.batch_size, "the last batch")
 
     def __len__(self) -> int:
-        """Number of remaining batches of the epoch."""
+        """Return the number of remaining batches of the current epoch."""
         full, remainder = divmod(max(0, self.samples - self.sample), self.batch_size)
         return full + (remainder > 0 and not self.drop_last)
 
@@ -129,9 +129,10 @@ class BatchSampler(Sampler[list[int]]):
             yield batch[self._layout.slices(self._rank_in_mesh, (len(batch),))].tolist()
 
     def _check_batch_divisible(self, samples: int, batch: str) -> None:
-        """Raise DataError unless a batch of `samples` samples can be sharded evenly.
+        """Raise DataError unless a batch can be sharded evenly.
 
         Args:
+            samples: number of samples in the batch.
             batch: name of the batch in the error.
         """
         (num_shards,) = self._layout.shard_counts
@@ -144,7 +145,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
-    """Return (name, layout in which ranks pass the input to the model) of each tensor input."""
+    """Return the name of each tensor input, and the layout in which ranks pass the input."""
     tensors = [leaf for leaf in plan.inputs if isinstance(leaf, dict)]
     return [
         (
@@ -156,10 +157,10 @@ def _input_layouts(plan: Plan) -> list[tuple[str, TensorLayout]]:
 
 
 def _batch_layout(plan: Plan) -> TensorLayout:
-    """Return the common layout of dimension 0 of all inputs with a batch dimension.
+    """Return the layout of the batch dimension, common to all inputs that have one.
 
     Raises:
-        DataError: if these inputs are sharded differently along the batch.
+        DataError: if inputs are sharded differently along the batch.
     """
     batched = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
     names = [leaf["name"] for leaf in batched if leaf["shape"][0] == batched[0]["shape"][0]]

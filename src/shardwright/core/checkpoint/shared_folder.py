@@ -1,4 +1,4 @@
-"""Checks, before anything is written, that all ranks save the same into one folder."""
+"""Checks before a save that folders, positions and optimizers of all ranks are equal."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from shardwright.core.agreement.collective import (
 from shardwright.errors import CheckpointError
 
 PATIENCE = 10.0
-"""Seconds after which a file that rank 0 has made is visible through a network file system."""
+"""Maximal seconds until a file of rank 0 is visible on other ranks, in a network file system."""
 
 
 def check_shared_folder(folder: Path) -> None:
-    """Check that all ranks see in `folder` what rank 0 writes there. Collective.
+    """Check that files written by rank 0 are visible in every rank's `folder`. Collective.
 
-    Creates the folder on rank 0. A folder that it cannot write is left to what is written there.
+    Creates the folder on rank 0. A folder without write permission is not checked, as the save
+    fails with an error of its own.
+
+    Args:
+        folder: this rank's folder.
 
     Raises:
-        CheckpointError: on all ranks, if one has another folder, under its name or another.
+        CheckpointError: on all ranks, if the folder of a rank is not that of rank 0.
     """
     if not has_other_ranks():
         return
-    marker = value_of_rank(_write_marker(folder) if is_rank_0() else None)
+    marker = value_of_rank(_create_marker_file(folder) if is_rank_0() else None)
     if marker is None:
         return
     own_path = str(folder.absolute())
     path = value_of_rank(own_path)
-    # Under the same name, it may be there and not yet visible.
-    sees = _appears(folder / marker, PATIENCE if own_path == path else 0.0)
+    # With equal paths, the file may exist but not be visible yet.
+    sees = _wait_until_visible(folder / marker, PATIENCE if own_path == path else 0.0)
     seen = values_of_ranks((own_path, sees))
     if is_rank_0():
         (folder / marker).unlink()
@@ -48,14 +52,14 @@ def check_shared_folder(folder: Path) -> None:
 
 
 def check_saves_agree(position: object, optimizer: str | None) -> None:
-    """Check that all ranks save a checkpoint of one position and optimizer. Collective.
+    """Check that position and optimizer class of a save are equal on all ranks. Collective.
 
     Args:
         position: the position of the run in its data.
-        optimizer: the class of the optimizer; None without one.
+        optimizer: class name of the optimizer; None without an optimizer.
 
     Raises:
-        CheckpointError: on all ranks, if one differs from rank 0.
+        CheckpointError: on all ranks, if a rank differs from rank 0.
     """
     saved = values_of_ranks((repr(position), optimizer))
     for rank, other in enumerate(saved):
@@ -63,13 +67,14 @@ def check_saves_agree(position: object, optimizer: str | None) -> None:
             (first_position, first), (position, with_optimizer) = saved[0], other
             raise CheckpointError(
                 f"rank {rank} saves {position} with {with_optimizer or 'no optimizer'}, but rank 0"
-                f" {first_position} with {first or 'no optimizer'}\n"
-                "pass the same position and the optimizer on every rank"
+                f" saves {first_position} with {first or 'no optimizer'}\n"
+                "pass the same position and the same optimizer on every rank"
             )
 
 
-def _write_marker(folder: Path) -> str | None:
-    """The name of a new file in the folder; None if it cannot be written."""
+def _create_marker_file(folder: Path) -> str | None:
+    """Create a file with a unique name in `folder`, and return the name; None if the folder cannot
+    be written."""
     name = f".shared-{uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +84,7 @@ def _write_marker(folder: Path) -> str | None:
     return name
 
 
-def _appears(marker: Path, seconds: float) -> bool:
+def _wait_until_visible(marker: Path, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not marker.exists():
         if time.monotonic() >= deadline:

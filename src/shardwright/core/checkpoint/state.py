@@ -1,8 +1,8 @@
 """Collect and restore the state of a model, its optimizer and the random generators, as tensors.
 
-The keys are `model.<name>`, `optimizer.<parameter name>.<key>` and `random.<device type>`. They do
-not depend on the plan, the number of devices or the pipeline stages: a stage has the keys of its
-own parameters, and a tied parameter has the first of its names.
+Keys are `model.<name>`, `optimizer.<parameter name>.<key>` and `random.<device type>`. Keys do not
+depend on the plan, the number of devices or the pipeline stages: a stage has the keys of its own
+parameters, and the key of a tied parameter is its first name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwright.errors import CheckpointError
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 
 SavedMetadata = Mapping[str, TensorStorageMetadata]
-"""Size and dtype of each tensor of a checkpoint, by key."""
+"""Shapes and dtypes of the tensors of a checkpoint, by key."""
 
 
 def model_tensors(net: nn.Module) -> dict[str, Tensor]:
@@ -45,8 +45,8 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """Return the optimizer state of this rank's parameters by key, without copying.
 
     Raises:
-        CheckpointError: if the optimizer has a parameter that the model does not have, or state
-            that is not a tensor.
+        CheckpointError: if the optimizer has a parameter that is not in the model, or state that is
+            not a tensor.
     """
     tensors = {}
     for _, name, parameter in _optimizer_parameters(net, optimizer):
@@ -66,14 +66,14 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def drop_tied_duplicates(
     tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """Drop the tensors that another pipeline stage saves. Collective.
+    """Drop tied tensors that another pipeline stage saves. Collective.
 
-    A parameter that is tied across stages is stored on the devices of each stage, possibly with
-    different sharding. The stage with the lowest rank saves it.
+    Each stage stores its own copy of a parameter that is tied across stages, possibly with
+    different sharding. The stage with the lowest rank saves the parameter.
 
     Args:
         tensors: the tensors of this rank, by key.
-        group: the process group of the ranks; None for all.
+        group: process group of the saving ranks; None for all ranks.
     """
 
     def lowest_rank(tensor: Tensor) -> int:
@@ -89,7 +89,7 @@ def drop_tied_duplicates(
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, such as the learning rate, as JSON data."""
+    """Return the settings of each parameter group, such as the learning rate, as JSON values."""
     return [
         {
             key: value.item() if isinstance(value, Tensor) else value
@@ -103,9 +103,14 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def allocate_optimizer_state(
     net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata
 ) -> dict[str, Tensor]:
-    """Allocate the tensors into which the saved optimizer state of this rank is read, by key.
+    """Allocate tensors for the saved optimizer state of this rank's parameters, by key.
 
     State with the shape of its parameter, such as Adam's moments, is sharded like the parameter.
+
+    Args:
+        net: the model, parallelized or not.
+        optimizer: the optimizer.
+        saved: shapes and dtypes of all saved tensors, by key.
     """
     keys_of_parameter: dict[str, list[str]] = {}
     for key in saved:
@@ -137,11 +142,11 @@ def restore_optimizer(
     Args:
         net: the model, parallelized or not.
         optimizer: the optimizer, changed in place.
-        tensors: the saved state of its parameters, by key.
-        groups: the saved settings of its parameter groups; None to keep the optimizer's own.
+        tensors: the saved state of the parameters, by key.
+        groups: the saved settings of the parameter groups; None to keep the optimizer's settings.
 
     Raises:
-        CheckpointError: if the optimizer has another number of parameter groups.
+        CheckpointError: if the number of parameter groups differs.
     """
     state_of_parameter: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -163,10 +168,10 @@ def restore_optimizer(
 def _groups_with_saved_settings(
     optimizer: torch.optim.Optimizer, current: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the current parameter groups with the saved settings, and warn about replaced ones.
+    """Return the current parameter groups with saved settings, and warn about changed settings.
 
     Raises:
-        CheckpointError: if the numbers of groups differ.
+        CheckpointError: if the number of parameter groups differs.
     """
     if len(saved) != len(current):
         raise CheckpointError(
@@ -198,20 +203,25 @@ def _groups_with_saved_settings(
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of PyTorch's default generators of the CPU and of `device`, by key."""
+    """Return the states of PyTorch's default random generators of the CPU and `device`, by key."""
     return {
         f"{RANDOM}.{device_type}": state for device_type, state in generator_states(device).items()
     }
 
 
 def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the default generators to states from `random_tensors`."""
+    """Restore the states of PyTorch's default random generators of the CPU and `device`.
+
+    Args:
+        tensors: a result of `random_tensors`.
+        device: the device.
+    """
     states = {key.removeprefix(f"{RANDOM}."): state for key, state in tensors.items()}
     set_generator_states(states, device)
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Return the device on which this rank computes `net`."""
+    """Return the device on which `net` runs on this rank."""
     if isinstance(net, ParallelModule):
         return net.execution.devices.device
     return next((p.device for p in net.parameters()), torch.device("cpu"))
@@ -220,10 +230,10 @@ def device_of(net: nn.Module) -> torch.device:
 def _optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield the index, the name in the model and the tensor of each parameter of the optimizer.
+    """Yield the index in the optimizer, the first name and the tensor of each of its parameters.
 
     Raises:
-        CheckpointError: if the optimizer has a parameter that the model does not have.
+        CheckpointError: if the optimizer has a parameter that is not in the model.
     """
     first = first_names(net)
     names = {parameter: first[name] for name, parameter in net.named_parameters()}
@@ -244,7 +254,7 @@ def _optimizer_parameters(
 def first_names(net: nn.Module) -> dict[str, str]:
     """Map each name in the original model's state dict to the first name of the same tensor.
 
-    Tied tensors have several names; other tensors map to themselves.
+    The names differ for tied tensors only.
     """
     first_by_id: dict[int, str] = {}
     state = original_module(net).state_dict(keep_vars=True)
@@ -252,13 +262,13 @@ def first_names(net: nn.Module) -> dict[str, str]:
 
 
 def original_module(net: nn.Module) -> nn.Module:
-    """Return the original model, with the parameters of all pipeline stages."""
+    """Return the original model of a parallelized model, with the parameters of all stages."""
     net = wrapped_model(net)
     return net.execution.template if isinstance(net, ParallelModule) else net
 
 
 def _convert_setting(value: Any, current: Any) -> Any:
-    """Convert a value read from JSON to the type of the optimizer's current value."""
+    """Convert a saved JSON value to the type of the optimizer's current setting."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(value, list) else value

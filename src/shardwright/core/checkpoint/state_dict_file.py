@@ -30,28 +30,28 @@ from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-"""Supported suffixes of files; all but the first have the format of `torch.save`."""
+"""Supported suffixes of files. All but `.safetensors` have the format of `torch.save`."""
 
 
 def save_state_dict(net: nn.Module, path: str | Path) -> None:
-    """Write the full model to a single file, which a model on one device can load.
+    """Write the full `state_dict` of a model to one file, for loading on one device. Collective.
 
-    Every rank must call it. The ranks write their shards to a folder next to `path`. Rank 0 merges
-    them through memory-mapped files, so the full model need not fit into its memory.
+    Ranks write their shards to a folder next to `path`. Rank 0 merges the shards through
+    memory-mapped files, so that the full model need not fit into its memory.
 
     Args:
         net: the model, parallelized or not.
-        path: the file to write; its suffix selects the format: `.safetensors`, or `.pt`, `.pth` or
-            `.bin` for `torch.save`. A `.safetensors` file has each tied tensor once, under its
-            first name, because the format does not support shared memory.
+        path: the file to write. The suffix selects the format: `.safetensors`, or `.pt`, `.pth` or
+            `.bin` for `torch.save`. A `.safetensors` file contains each tied tensor once, under its
+            first name, as the format does not support shared memory.
 
     Raises:
-        CheckpointError: if `path` has another suffix, ranks have different folders, or the format
+        CheckpointError: if `path` has another suffix, folders differ between ranks, or the format
             does not support a tensor.
     """
     path = _check_suffix(Path(path))
     tensors = checkpoint_state.model_tensors(net)
-    if not _is_sharded_or_staged(net, tensors):
+    if not _is_distributed(net, tensors):
         _write_model_file(net, path, lambda name: tensors[f"{checkpoint_state.MODEL}.{name}"])
         return
     _merge_shards(net, path, tensors)
@@ -83,26 +83,26 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
     dist.barrier()
 
 
-def _is_sharded_or_staged(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether this rank has only shards of the model, or only one of several pipeline stages."""
+def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a model is sharded or divided into several pipeline stages."""
     planned = wrapped_model(net)
     stages = planned.execution.devices.stages if isinstance(planned, ParallelModule) else 1
     return stages > 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
 def load_state_dict(net: nn.Module, path: str | Path) -> None:
-    """Load a `state_dict` file, or all `.safetensors` files of a folder, into `net`.
+    """Load a `state_dict` file, or all `.safetensors` files of a folder, into a model. Collective.
 
-    Every rank must call it, and reads only its own shards. If a file has no LoRA adapters, those of
-    the model keep their values.
+    Each rank reads its own shards only. LoRA adapters of the model keep their values if the file
+    contains no adapters.
 
     Args:
         net: the model, parallelized or not.
-        path: a file, or a folder as `save_pretrained` of transformers writes it.
+        path: a file, or a folder that `save_pretrained` of transformers has written.
 
     Raises:
         CheckpointError: if the file does not exist, is damaged, has an unknown suffix, or belongs
-            to another model (names the first parameter that differs).
+            to another model.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
@@ -113,10 +113,10 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
         )
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(
-            f"{path}: no such file or folder with .safetensors files\npass a file, or a folder as"
-            " `save_pretrained` of transformers writes it"
+            f"{path}: no such file or folder with .safetensors files\npass a file, or a folder that"
+            " `save_pretrained` of transformers has written"
         )
-    for file in (*_files_listed_in_index(path), *_files_in_series(files)):
+    for file in (*_files_in_index(path), *_all_files_of_series(files)):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is missing, but other files of the folder refer to it\n"
@@ -133,20 +133,20 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
                 detached_local(tensor).copy_(local_part_of(saved[names[name]], tensor))
 
 
-def _files_listed_in_index(folder: Path) -> list[Path]:
-    """Return the files that the folder's `model.safetensors.index.json` lists; [] without it."""
+def _files_in_index(folder: Path) -> list[Path]:
+    """Return the files in `model.safetensors.index.json`; empty if the folder has no such index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of tensors: {error}") from None
+        raise CheckpointError(f"{index}: invalid index: {error}\ndownload it again") from None
     return [folder / str(name) for name in sorted(names, key=str)]
 
 
-def _files_in_series(files: Sequence[Path]) -> Iterator[Path]:
-    """Yield all files of the series to which `files` belong: `-00001-of-00006` is one of six."""
+def _all_files_of_series(files: Sequence[Path]) -> Iterator[Path]:
+    """Yield all files of the series that `files` are part of, such as `-00001-of-00006`."""
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
             name, digits, count = match.groups()
@@ -155,8 +155,8 @@ def _files_in_series(files: Sequence[Path]) -> Iterator[Path]:
 
 
 def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
-    """Allocate a CPU tensor with the shape and dtype of `template` in a new file, whose pages the
-    kernel can evict from memory."""
+    """Allocate a CPU tensor with the shape and dtype of `template` in a new memory-mapped file, so
+    that the kernel can evict pages."""
     if template.numel() == 0:  # mmap cannot map an empty file
         return torch.empty_like(template, device="cpu")
     flat = torch.from_file(str(path), shared=True, size=template.numel(), dtype=template.dtype)
@@ -164,12 +164,12 @@ def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
 
 
 def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor]) -> None:
-    """Write the model to a temporary file and rename it, so that `path` is always complete.
+    """Write a model to a temporary file and rename the file, so that `path` is always complete.
 
     Args:
         net: the model, parallelized or not.
         path: the file to write.
-        read: function from the name of a parameter or buffer to its full tensor.
+        read: returns the full tensor of a parameter or buffer, given its name.
     """
     first = checkpoint_state.first_names(net)
     partial = path.with_name(f"{path.name}.partial")
@@ -183,12 +183,15 @@ def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor])
 
 
 def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) -> None:
-    """Save tensors to `partial`; copies tensors that share memory, since the format has no views.
+    """Save tensors as safetensors. Views are copied, as the format does not support them.
 
     Args:
         tensors: the tensors by name.
         partial: the file to write.
         path: the name of the file in errors.
+
+    Raises:
+        CheckpointError: if the format does not support a tensor.
     """
     try:
         contiguous = {
@@ -206,7 +209,11 @@ def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) 
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    """Memory-map the tensors of a file, so that a rank reads only the bytes that it copies."""
+    """Memory-map the tensors of a file, so that a rank reads the bytes of its shards only.
+
+    Raises:
+        CheckpointError: if the file is damaged, or does not contain a `state_dict`.
+    """
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -217,7 +224,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         file_format = file.suffix.removeprefix(".")
         raise CheckpointError(f"{file}: cannot be read as {file_format}: {reason}") from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"{file}: not a state_dict (a dict from names to tensors)")
+        raise CheckpointError(f"{file}: not a state_dict\nsave `model.state_dict()` instead")
     return content
 
 

@@ -1,7 +1,7 @@
-"""Write the files of a checkpoint with checksums, and read them without unpickling code.
+"""Write checkpoint files with checksums, and read checkpoint files without unpickling code.
 
-A checkpoint is written under a temporary name and renamed once every rank has written, so a folder
-`step-N` is always complete.
+A checkpoint is written under a temporary name and renamed once every rank has written, so that a
+folder `step-N` is always complete.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 class CheckpointReader(FileSystemReader):
-    """Reader of only the tensors of a checkpoint: DCP would unpickle other entries, which can run
-    code."""
+    """DCP reader that reads tensors only, as DCP unpickles other entries, which can run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata of the tensors.
+        """Read the metadata of the checkpoint's tensors.
 
         Raises:
             DamagedCheckpointError: if the metadata is malformed, or refers to code.
@@ -69,7 +68,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class PublishingWriter(FileSystemWriter):
-    """Writer to a folder with a temporary name, which it renames when all ranks have written.
+    """DCP writer to a folder with a temporary name, which is renamed once all ranks have written.
 
     Args:
         folder: the folder `step-N` of the checkpoint.
@@ -83,9 +82,9 @@ class PublishingWriter(FileSystemWriter):
         self._folder, self._info, self._keep = folder, info, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the shards of this rank, and add the checksums of its files to its first result.
+        """Write the shards of this rank, and add the checksums of its files to the first result.
 
-        DCP gathers the results on the coordinator, so the checksums need no further communication.
+        DCP gathers the results on the coordinator, so that checksums need no own communication.
         """
         results = super().write_data(plan, planner).wait()
         if results:
@@ -96,7 +95,8 @@ class PublishingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Complete the checkpoint. DCP calls it on the coordinator once all ranks have written."""
+        """Write the checksums and rename the folder; called by DCP on the coordinator only, once
+        all ranks have written."""
         super().finish(metadata, results)
         files = dict(self._files.checksums)
         for result in (result for rank_results in results for result in rank_results):
@@ -109,13 +109,13 @@ class PublishingWriter(FileSystemWriter):
             os.fsync(file.fileno())
         _remove_checkpoint(self._folder)
         partial.rename(self._folder)
-        self._remove_oldest()
+        self._remove_old_checkpoints()
 
-    def _remove_oldest(self) -> None:
-        """Remove all but the newest `keep` checkpoints among this one and earlier steps.
+    def _remove_old_checkpoints(self) -> None:
+        """Remove all but the newest `keep` checkpoints up to the current step.
 
-        Checkpoints of later steps are ignored: they are damaged, or were saved before the run was
-        resumed from an earlier step.
+        Checkpoints of later steps are ignored, as they are damaged, or were saved before the run
+        was resumed from an earlier step.
         """
         if self._keep is None:
             return
@@ -126,7 +126,7 @@ class PublishingWriter(FileSystemWriter):
 
 
 class OneRankPlanner(DefaultSavePlanner):
-    """Save planner for one real rank among fake ranks, which does not require that the shards of
+    """DCP save planner for one real rank among fake ranks, which does not check that the shards of
     each tensor are complete."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -136,13 +136,13 @@ class OneRankPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _ChecksumResult(WriteResult):
-    """The result of writing one tensor, with the checksums of all files of the rank."""
+    """DCP's result of writing one tensor, with the checksums of all files of the rank."""
 
     checksums: dict[str, FileChecksum]
 
 
 class _ChecksumFileSystem(FileSystem):
-    """A file system that computes the checksums of files while they are written."""
+    """DCP file system that computes the checksums of files while writing."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
@@ -160,7 +160,7 @@ class _ChecksumFileSystem(FileSystem):
 
 
 class _ChecksumStream(io.BufferedIOBase):
-    """A stream that counts the written bytes and computes their CRC-32."""
+    """Output stream that counts the bytes and computes their CRC-32."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self.size, self.crc32 = file, 0, 0
@@ -183,14 +183,14 @@ class _ChecksumStream(io.BufferedIOBase):
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove the incomplete folders of crashed runs."""
+    """Remove incomplete checkpoints of crashed runs from the folder of a run."""
     for pattern in ("step-*.partial", "step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; renames it first, so that it does not look complete after a crash."""
+    """Rename a checkpoint, then remove it, so that it never looks complete after a crash."""
     if folder.exists():
         removed = folder.with_name(f"{folder.name}.removed")
         folder.rename(removed)
