@@ -1,4 +1,4 @@
-"""The calls that users make: plan a model, examine and check a plan, and run the sharded model."""
+"""Public functions: plan a model, examine and check a plan, and run the sharded model."""
 
 from shardwright.core.api.check import Check, check
 from shardwright.core.api.examine import Examination, WithLoss, examine

@@ -61,17 +61,17 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
 
 TOLERANCE = 1e-9
-"""Default tolerance for differences of values in float64."""
+"""Default relative tolerance for values in float64."""
 
 ROUNDING_FACTOR, MAX_ROUNDING_DIFFERENCE = 100.0, 1e-6
-"""A difference counts as rounding if it is at most `ROUNDING_FACTOR` times the effect of perturbing
-the last digit of every result, and at most `MAX_ROUNDING_DIFFERENCE`, as normalizing nearly equal
-numbers amplifies rounding a million times."""
+"""Limits of differences that count as rounding: `ROUNDING_FACTOR` times the effect of perturbing
+the last digit of every result, and `MAX_ROUNDING_DIFFERENCE`, as normalizing nearly equal numbers
+amplifies rounding a million times."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of two training steps of a plan's program with those of the module itself.
+    """Comparison of two training steps of a planned program and of the user's module.
 
     The program runs on simulated ranks. Program and module train by SGD with momentum, on the
     gradients of all outputs or, with micro-batches, of the loss.
@@ -81,7 +81,7 @@ class Check:
         loss_difference: largest difference of any output, relative to the largest element of the
             output if that exceeds 1.
         gradient_difference: largest difference of any parameter's gradient, relative to the
-            largest element of that gradient if it exceeds 1; infinite if only the program or only
+            largest element of the gradient if that exceeds 1; infinite if only the program or only
             the module has a gradient.
         worst_parameter: name of the parameter with `gradient_difference`.
         replica_difference: largest absolute difference between replicas.
@@ -92,12 +92,11 @@ class Check:
         worst_state: name of the parameter or buffer with `state_difference`.
         cause: cause of a difference: `capture` if the captured operators already differ from the
             module on one device, else `split`; empty without a difference.
-        opaque_operators: names of `local_map` operators that need values to run. Their planned
-            backward bytes are an upper bound, as the tensors that their backward pass reads are
-            unknown; parameters that they do not use have zeros as gradients, where the module has
-            none.
-        random_operators: names of operators that draw random numbers, with which values are not
-            compared.
+        opaque_operators: names of `local_map` operators whose gradients and saved tensors are
+            unknown when the model is planned. Their planned backward bytes are an upper bound, and
+            missing gradients of their parameters count as zeros.
+        random_operators: names of operators that draw random numbers; if there are any, values are
+            not compared.
         rounding: if there is a difference, the largest difference on one device between runs with
             and without perturbing the last digit of every operator's result.
     """
@@ -117,9 +116,14 @@ class Check:
     rounding: float = 0.0
 
     def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether all differences are at most `tolerance`, or explained by rounding, and the
-        program sent the planned bytes. For a model with random operators only replicas are
-        compared."""
+        """Whether the program sent the planned bytes, and all differences are at most `tolerance`
+        or explained by rounding.
+
+        For a model with random operators, differences between replicas only.
+
+        Args:
+            tolerance: maximal relative difference.
+        """
         worst = self.replica_difference
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
@@ -129,7 +133,7 @@ class Check:
         return worst <= tolerance and self._sends_as_planned
 
     def __str__(self) -> str:
-        """Return one line per difference, and the verdict."""
+        """Return one line per difference, followed by the verdict."""
         loss = "none" if self.loss is None else f"{self.loss:.9g}"
         counted, planned = self.counted_bytes, self.planned_bytes
         return "\n".join(
@@ -140,7 +144,7 @@ class Check:
                 f"after two steps       {self.state_difference:.1e} ({self.worst_state})",
                 f"replica difference    {self.replica_difference:.1e}",
                 f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
-                self._verdict(),
+                self._verdict_text(),
             ]
         )
 
@@ -154,7 +158,7 @@ class Check:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _verdict(self) -> str:
+    def _verdict_text(self) -> str:
         if self.random_operators:
             first, *more = self.random_operators
             drawing = f"{first} and {len(more)} more draw" if more else f"{first} draws"
@@ -168,11 +172,11 @@ class Check:
 def check(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, plan: Plan
 ) -> Check:
-    """Compare the planned program on simulated ranks with the module itself, in float64.
+    """Compare the planned program on simulated ranks with the user's module, in float64.
 
-    Outputs and gradients, and parameters and buffers after two training steps, are compared in this
-    process. Values that depend on random numbers cannot be compared: put the model in eval mode
-    before it is planned, or set dropout to 0.
+    Runs in this process, and compares outputs, gradients, and parameters and buffers after two
+    training steps. Values that depend on random numbers cannot be compared: plan the model in eval
+    mode, or set dropout to 0.
 
     Args:
         net: the model that was planned.
@@ -181,10 +185,11 @@ def check(
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
-        StrategyError: if the loss of the batch is no sum or mean over the plan's micro-batches.
+        StrategyError: if the loss of the global batch is not the sum or mean of the losses of the
+            plan's micro-batches.
         PlanError: if the plan is for another model, `net` is planned, parameters have no values, a
-            process group is running, the module itself fails in float64, or an operator draws
-            random numbers without the tag `nondeterministic_seeded`.
+            process group is running, the module fails in float64, or an operator draws random
+            numbers without the tag `nondeterministic_seeded`.
     """
     check_module(net)
     check_arguments(args, kwargs)
@@ -197,7 +202,7 @@ def check(
     plan.check_fits(captured)
     if means:
         check_whole_batch(captured, plan.pipeline.micro_batches)
-    values, call = _named_values(net), (args, kwargs)
+    values, call = _initialized_tensors(net), (args, kwargs)
     # In float32, rounding in reductions over ranks would hide a missing term.
     # Leaves that require a gradient keep it: without parameters, nothing else has a backward pass.
     leaves = [
@@ -208,7 +213,7 @@ def check(
     with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
         module = module_in_float64(net, values)
         # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
-        with _errors_in_float64(plan.pipeline.micro_batches), CastsToFloat64():
+        with _convert_float64_errors(plan.pipeline.micro_batches), CastsToFloat64():
             double_args, double_kwargs = pytree.tree_unflatten(leaves, captured.in_spec)
             double_graph = _capture_micro_batch(
                 copy.deepcopy(module), double_args, double_kwargs, plan, None
@@ -216,22 +221,22 @@ def check(
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
-        partitioned = plan.partition(_without_effects(graph_in_float64(captured, double_graph)))
+        partitioned = plan.partition(_drop_effects(graph_in_float64(captured, double_graph)))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
         return _compare_training(partitioned, module, state, leaves)
 
 
-def _without_effects(graph: Graph) -> Graph:
-    """Return the graph without the outputs that a call stores in Python objects."""
+def _drop_effects(graph: Graph) -> Graph:
+    """Return the graph without outputs that are side effects on Python objects."""
     return replace(graph, outputs=graph.outputs[: graph.out_spec.num_leaves])
 
 
 @contextmanager
-def _errors_in_float64(micro_batches: int) -> Iterator[None]:
-    """Context that raises errors of the user's module in float64 as `PlanError`.
+def _convert_float64_errors(micro_batches: int) -> Iterator[None]:
+    """Context manager that converts errors of the user's module in float64 to `PlanError`.
 
     Args:
-        micro_batches: number of micro-batches, of which the module is called with one.
+        micro_batches: number of micro-batches; the module is called with one micro-batch.
     """
     try:
         yield
@@ -274,8 +279,8 @@ def _compare_training(
         batch_norm_calls=of_ranks if splits_batch_norms else (),
         shards=shards,
     )
-    with _errors_in_float64(len(calls)):
-        random_names = _random_operators(eager)
+    with _convert_float64_errors(len(calls)):
+        random_names = _names_of_random_ops(eager)
         eager_steps, output_gradients = eager.run()
     outcomes: list[Outcome] = []
 
@@ -297,7 +302,7 @@ def _compare_training(
     )
     counted, bytes_planned = _counted_and_planned_bytes(partitioned, outcomes[0])
     result = Check(
-        loss=_first_loss(graph, eager_steps),
+        loss=_loss_of_first_step(graph, eager_steps),
         loss_difference=differences.output,
         gradient_difference=differences.gradient,
         worst_parameter=differences.worst_parameter,
@@ -313,7 +318,7 @@ def _compare_training(
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
     custom_operators = {str(op.target) for op in graph.ops if not _is_builtin(op)}
-    if custom_operators and _seeds_differ(eager, 0, 1) and not _seeds_differ(eager, 0, 0):
+    if custom_operators and _runs_differ(eager, 0, 1) and not _runs_differ(eager, 0, 0):
         raise PlanError(
             f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
             "draws random numbers, but is not tagged as random, so ranks would draw different "
@@ -337,11 +342,11 @@ def _compare_training(
     return result if result.passes() else replace(result, cause=cause)
 
 
-def _named_values(net: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; deferred tensors are initialized.
+def _initialized_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name, with deferred tensors initialized.
 
     Raises:
-        PlanError: if a tensor is on the meta device, and its initialization is not recorded.
+        PlanError: if a tensor is on the meta device without a recorded initialization.
     """
     named: dict[str, Tensor] = dict(net.named_parameters())
     named |= dict(net.named_buffers())
@@ -362,7 +367,14 @@ def _capture_micro_batch(
     plan: Plan,
     compute_dtype: torch.dtype | None,
 ) -> Graph:
-    """Capture the model for a call with one micro-batch of the plan."""
+    """Capture the model for one of the plan's micro-batches.
+
+    Args:
+        net: the model.
+        args, kwargs: arguments of a call with the global batch.
+        plan: the plan.
+        compute_dtype: dtype of the capture; None for no cast.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def captured(leaves: list[Any]) -> Graph:
@@ -383,7 +395,12 @@ def _capture_micro_batch(
 
 
 def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters on which inputs of `operators` (names) depend."""
+    """Return the names of the parameters on which the inputs of some operators depend.
+
+    Args:
+        graph: the graph.
+        operators: names of the operators.
+    """
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
         if not read.isdisjoint(op.outputs):
@@ -391,21 +408,22 @@ def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str
     return frozenset(value.name for value in graph.parameters if value in read)
 
 
-def _random_operators(eager: EagerTraining) -> tuple[str, ...]:
-    """Return the names of operators that draw random numbers, or () if neither outputs nor
-    gradients depend on the seed.
+def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
+    """Return the names of operators that draw random numbers; empty if outputs and gradients do not
+    depend on the seed.
 
-    Gradients may depend on it alone: outputs do not if the next layer is initialized to zeros.
+    Gradients may depend on the seed where outputs do not, as with a next layer initialized to
+    zeros.
     """
     drawing = random_operators(eager.graph)
-    names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _is_seeded(op))
+    names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:
         return ()
-    return names if _seeds_differ(eager, 0, 1) else ()
+    return names if _runs_differ(eager, 0, 1) else ()
 
 
-def _seeds_differ(eager: EagerTraining, *seeds: int) -> bool:
-    """Whether two training runs with these seeds differ."""
+def _runs_differ(eager: EagerTraining, *seeds: int) -> bool:
+    """Whether training runs with two seeds differ."""
     first, second = (_train_with_seed(eager, seed) for seed in seeds)
     return Differences.between(first, second).largest > TOLERANCE
 
@@ -420,18 +438,17 @@ def _is_builtin(op: Op) -> bool:
     return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
 
 
-def _is_seeded(op: Op) -> bool:
+def _has_random_tag(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
 def _counted_and_planned_bytes(
     partitioned: Partitioned, outcome: Outcome
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the bytes that one device sent and those that the plan predicts: each (forward,
-    backward).
+    """Return the counted and the planned bytes that one device sends, each (forward, backward).
 
-    With several stages, they are those of a stage in which both differ, if any, else of the stage
-    with the most planned bytes.
+    With several stages, those of a stage in which counted and planned bytes differ or, if none, of
+    the stage with the most planned bytes.
     """
     # Simulated stages do not count what they gather of the global batch.
     gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0
@@ -440,7 +457,7 @@ def _counted_and_planned_bytes(
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 
-def _first_loss(graph: Graph, steps: TrainedSteps) -> float | None:
+def _loss_of_first_step(graph: Graph, steps: TrainedSteps) -> float | None:
     if graph.loss is None:
         return None
     # The first step's loss: the second step trains changed parameters.

@@ -1,4 +1,4 @@
-"""Capture a model and search for its plan, with all options as one `PlanOptions`."""
+"""Capture a model and search for a plan, given all options as one `PlanOptions`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from shardwright.errors import MixedSamplesError, StrategyError
 from shardwright.progress import nested_progress
 
 GC_THRESHOLD = 20_000
-"""Number of new objects after which Python collects its youngest generation. A search creates
-millions of objects and hardly any cycles, and by default spends a seventh of its time in the
-garbage collector."""
+"""Threshold of Python's garbage collector during a search: new objects per collection of the
+youngest generation. A search creates millions of objects and hardly any cycles; with the default
+threshold, a seventh of the search time is garbage collection."""
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def _raised_gc_threshold() -> Iterator[None]:
     before = gc.get_threshold()
     if before[0]:  # 0 means that the caller has disabled the collector.
         gc.set_threshold(max(GC_THRESHOLD, before[0]), *before[1:])
@@ -61,8 +61,8 @@ def plan_collectively(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plan on rank 0 for all ranks if the process group has `options.devices` ranks, else in this
-    process alone.
+    """Plan on rank 0 for all ranks if the process group has `options.devices` ranks, otherwise in
+    this process only.
 
     Args:
         options: all options of the plan.
@@ -92,7 +92,7 @@ def plan_model(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Plan:
-    """Plan in this process alone.
+    """Plan in this process only, without communication.
 
     Args:
         options: all options of the plan.
@@ -105,7 +105,7 @@ def plan_model(
     return decide_model(options, net, args, kwargs).plan()
 
 
-@_rare_collections()
+@_raised_gc_threshold()
 def decide_model(
     options: PlanOptions,
     net: nn.Module | Graph,
@@ -113,7 +113,7 @@ def decide_model(
     kwargs: dict[str, Any] | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """Search for the best candidate, from which a plan is built.
+    """Return the best candidate of a search; `Candidate.plan` builds the plan.
 
     Args:
         options: all options of the plan.
@@ -128,7 +128,7 @@ def decide_model(
     if isinstance(net, Pipeline):
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
-        return _decide(options, net, args, kwargs, loss_reduction, ranking)
+        return _best_candidate_for(options, net, args, kwargs, loss_reduction, ranking)
     if isinstance(net, Graph):
         raise StrategyError(
             "micro_batches='auto' needs a model, as a graph is captured for one size of micro-batch"
@@ -140,12 +140,12 @@ def decide_model(
         phase = f"{number} micro-batches", numbers.index(number), len(numbers)
         report = nested_progress(options.on_progress, *phase)
         fixed = replace(options, micro_batches=number, on_progress=report)
-        return _decide(fixed, net, args, kwargs, loss_reduction, ranking)
+        return _best_candidate_for(fixed, net, args, kwargs, loss_reduction, ranking)
 
     return with_best_micro_batches(numbers, decided)
 
 
-def _decide(
+def _best_candidate_for(
     options: PlanOptions,
     net: nn.Module | Graph,
     args: tuple[Any, ...],
@@ -153,7 +153,7 @@ def _decide(
     loss_reduction: str,
     ranking: Ranking | None,
 ) -> Candidate:
-    """Return the best candidate for a fixed number of micro-batches.
+    """Return the best candidate with a fixed number of micro-batches.
 
     Raises:
         ShardwrightError: see `plan`.
@@ -205,11 +205,12 @@ def _capture_micro_batch(
         options: all options of the plan.
         net: a model, or a captured graph, which is returned unchanged.
         args, kwargs: example arguments with the global batch.
-        averages: whether the micro-batches together must compute the loss of the global batch.
+        averages: whether the losses of micro-batches must average or sum to that of the global
+            batch.
 
     Returns:
-        The graph, and the batch dimension of each leaf of the call; () for a graph, or if it is
-        dimension 0.
+        The graph, and the batch dimension of each leaf of the call; () for a captured graph, or if
+        all batch dimensions are 0.
 
     Raises:
         StrategyError: if `net` is a graph captured with another dtype than requested.
@@ -254,7 +255,7 @@ def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
 
 
 def _device_type(options: PlanOptions) -> str | None:
-    """Return the type of the devices that are planned for; None if it is unknown."""
+    """Return the type of the devices for which the model is planned; None if unknown."""
     here = device_of_group()
     # Plans for a cluster are often made on a CPU, whose autocast differs from the cluster's.
     elsewhere = options.cluster is not None and options.resolved_cluster.name != LOCAL

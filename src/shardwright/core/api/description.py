@@ -1,4 +1,4 @@
-"""Describe everything that a plan depends on, as lines that processes can compare."""
+"""Describe all inputs of a plan as lines of text that ranks can compare."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from shardwright.core.torch_internals.tensors import FakeTensor
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
 _PROCESS_ATTRIBUTES = ("_original_object_hash",)
-"""Attributes of configurations of `transformers` that differ between processes."""
+"""Attributes of `transformers` configurations that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
-"""Objects described so far, by `id`: the index of the object, and a reference, which prevents reuse
-of the `id`."""
+"""Index of each described object, and the object itself so that the `id` is not reused, by `id`."""
 
 
 def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
-    """Yield lines that describe `value`: classes, code, attributes and shapes in it, and content
-    hashes of tensors that are neither parameters nor buffers.
+    """Yield lines that describe an object and all objects that it refers to.
+
+    Lines contain classes, code, attributes and shapes, and content hashes of tensors that are not
+    parameters.
 
     Args:
         value: any object.
-        seen: objects that are described already, to which those of `value` are added.
+        seen: objects that are described already, to which newly described objects are added.
     """
     seen = {} if seen is None else seen
     if isinstance(value, _PLAIN):
@@ -58,9 +59,9 @@ def _type_name(value: Any) -> str:
 
 
 def _component_objects(value: Any) -> Iterator[Any]:
-    """Yield the objects of which `value` consists; none if `value` is opaque."""
+    """Yield the objects that `value` refers to, such as items or attributes; none if opaque."""
     if isinstance(value, (Tensor, np.ndarray)):
-        yield from _tensor_parts(torch.as_tensor(value))
+        yield from _tensor_properties(torch.as_tensor(value))
     elif isinstance(value, Graph):
         yield from (value.fingerprint, value.compute_dtype, value.attributes)
         yield from (*value.constants.values(), value.module_tags, value.call_tags)
@@ -86,7 +87,7 @@ def _component_objects(value: Any) -> Iterator[Any]:
             yield value.__reduce_ex__(2)
 
 
-def _tensor_parts(tensor: Tensor) -> Iterator[Any]:
+def _tensor_properties(tensor: Tensor) -> Iterator[Any]:
     yield from (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_meta)
     # Parameters may differ between ranks until `parallelize` sends those of rank 0.
     if not (isinstance(tensor, (Deferred, FakeTensor, nn.Parameter)) or tensor.is_meta):
@@ -101,7 +102,7 @@ def _cell_contents(cell: Any) -> Any:
 
 
 def _module_lines(module: nn.Module, seen: Seen) -> Iterator[str]:
-    """Yield lines that describe the code that `forward` calls, the global variables that it reads,
+    """Yield lines that describe the code called by `forward`, global variables read by `forward`,
     attributes of all submodules, and shapes and dtypes of parameters and buffers."""
     # Submodules are described by path below, and not again where attributes refer to them.
     for submodule in module.modules():
@@ -122,7 +123,7 @@ def _module_lines(module: nn.Module, seen: Seen) -> Iterator[str]:
 
 
 def hash_of_code(code: CodeType) -> str:
-    """Return a hash of the bytecode, names and constants, independent of file and line."""
+    """Return a hash of a code object's bytecode, names and constants, but not of file and line."""
     digest = blake2b(code.co_code, digest_size=8)
     for constant in code.co_consts:
         # The `repr` of a nested function's code contains its address, file and line.

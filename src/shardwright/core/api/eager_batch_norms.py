@@ -1,4 +1,4 @@
-"""Batch norms of each micro-batch, in a call of a module with the whole batch."""
+"""Batch norm statistics of each micro-batch, in a call of a module with the global batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FUNCTIONS = (F.batch_norm, torch.batch_norm)
 
 
 class RecordedBatchNorms(TorchFunctionMode):
-    """Function mode that records the shapes that batch norms normalize."""
+    """Function mode that records the input shapes of batch norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RecordedBatchNorms(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in FUNCTIONS:
-            self.shapes.add(tuple(_normalized(args, kwargs).shape))
+            self.shapes.add(tuple(_batch_norm_input(args, kwargs).shape))
         return func(*args, **(kwargs or {}))
 
 
@@ -34,9 +34,9 @@ class SplitBatchNorms(TorchFunctionMode):
 
     Args:
         count: number of micro-batches.
-        shards: number of ranks, each of which splits its own rows into micro-batches.
-        shapes: those that the batch norms of a call with one micro-batch normalize. Others, such as
-            a table that all samples share, are normalized as they are.
+        shards: number of local batches, each of which is split into micro-batches.
+        shapes: input shapes of batch norms in a call with one micro-batch. Inputs of other shapes,
+            such as a table that all samples share, are normalized as usual.
     """
 
     def __init__(self, count: int, shards: int, shapes: set[tuple[int, ...]]) -> None:
@@ -49,7 +49,7 @@ class SplitBatchNorms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in FUNCTIONS:
             return func(*args, **kwargs)
-        x = _normalized(args, kwargs)
+        x = _batch_norm_input(args, kwargs)
         rows, rest = divmod(x.shape[0], self._count)
         if rest or (rows, *x.shape[1:]) not in self._shapes:
             return func(*args, **kwargs)
@@ -60,6 +60,6 @@ class SplitBatchNorms(TorchFunctionMode):
         return torch.stack(of_ranks, 1).reshape(x.shape)
 
 
-def _normalized(args: tuple[Any, ...], kwargs: Any) -> Tensor:
+def _batch_norm_input(args: tuple[Any, ...], kwargs: Any) -> Tensor:
     tensor: Tensor = args[0] if args else kwargs["input"]
     return tensor

@@ -17,7 +17,7 @@ from shardwright.core.rules import rule_of
 
 @dataclass(frozen=True)
 class Examination:
-    """The operators of a model, examined before it is planned.
+    """Summary of the operators of a model before planning.
 
     Args:
         operators: number of operators.
@@ -50,7 +50,7 @@ class Examination:
 def examine(
     net: nn.Module | Graph, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Examination:
-    """List which operators of a model have a sharding rule, before it is planned.
+    """List which operators of a model have a sharding rule, without planning.
 
     Args:
         net: a model, or a captured graph.
@@ -76,7 +76,7 @@ class WithLoss(nn.Module):
 
     Args:
         net: the model.
-        loss_fn: function or module that returns the scalar loss of outputs and targets.
+        loss_fn: function or module that returns the scalar loss, given outputs and targets.
     """
 
     def __init__(self, net: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Run one rank of a process group without the other ranks."""
+"""Run one rank of a process group in a single process, with fake communication."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ COLLECTIVE_NAMES = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of calls of one kind of collective, and the bytes that this rank sends in them."""
+    """Number of calls of one type of collective, and bytes sent by this rank.
+
+    Args:
+        calls: number of calls.
+        bytes: bytes that this rank sends in all calls.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -45,9 +50,9 @@ class Traffic:
 
 @contextmanager
 def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iterator[None]:
-    """Context with a fake process group, of whose ranks only this process exists.
+    """Context manager with a fake process group, in which only this process runs.
 
-    With `size` 1 no process group is created.
+    No process group is created for `size` 1.
 
     Args:
         rank: the rank of this process.
@@ -81,7 +86,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     Reading a value of a meta tensor returns 1, or False for a boolean.
 
     Attributes:
-        traffic: traffic by collective, in the last call of a function that `counted` has wrapped.
+        traffic: traffic by collective, in the last call of a function wrapped by `counted`.
     """
 
     def __init__(self) -> None:
@@ -90,13 +95,17 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self._counts = self._tracks = False
 
     def track(self, tensors: list[Tensor], kind: str) -> None:
-        """Start to count the live bytes of `tensors`, as `kind`, and of all tensors created
-        later."""
+        """Start to track the live bytes of `tensors` and of all tensors created later.
+
+        Args:
+            tensors: existing tensors.
+            kind: memory category of `tensors`.
+        """
         self._tracks = True
         self.watch(tensors, kind)
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` wrapped so that `traffic` counts the collectives of its last call."""
+        """Wrap a function, so that `traffic` counts the collectives of its last call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.traffic, self._counts = {}, True
@@ -118,10 +127,10 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.__name__.partition(".")[0]
         if is_collective(func):
-            self._count(name, args)
+            self._count_traffic(name, args)
             return _collective_result(name, args)
         if is_group_call(func):
-            return self._call_group(func, name, args, kwargs)
+            return self._run_on_fake_group(func, name, args, kwargs)
         # Code that reads a value, such as a norm for clipping, gets a placeholder in place of the
         # error that meta tensors raise.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -134,7 +143,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         if self._tracks:
             super()._track_result(out, args)
 
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+    def _count_traffic(self, name: str, args: tuple[Any, ...]) -> None:
         collective = COLLECTIVE_NAMES.get(name)
         if collective is None or not self._counts:
             return
@@ -142,11 +151,11 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         sent = previous.bytes + _bytes_sent_by_call(name, args)
         self.traffic[collective] = Traffic(previous.calls + 1, sent)
 
-    def _call_group(
+    def _run_on_fake_group(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a call of a process group other than a functional collective on the fake group."""
-        self._count(name, args)
+        """Run a `c10d` operator, such as `send`, on the fake group."""
+        self._count_traffic(name, args)
         # The fake group has no kernels for the meta device, and never reads tensors.
         cpu_args = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
         result = func(*cpu_args, **kwargs)
@@ -169,7 +178,7 @@ def _bytes_sent_by_call(name: str, args: tuple[Any, ...]) -> int:
 
 
 def _collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
-    """Return the result of a functional collective if all ranks pass the same tensor."""
+    """Return the result of a functional collective for equal tensors on all ranks."""
     x: Tensor = args[0]
     if name in ("wait_tensor", "all_reduce_"):
         return x
@@ -197,6 +206,6 @@ def _copy_to_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return placeholder values for a meta tensor: 1, or False for booleans, which are usually the
-    result of `!=` between values that must be equal on all ranks."""
+    """Return a CPU tensor of ones in place of a meta tensor, or of False for booleans, which are
+    usually results of `!=` for values that must be equal on all ranks."""
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Captures a model for one micro-batch, after finding the batch dimension of each input."""
+"""Captures a model for one micro-batch, and determines the batch dimension of each input."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class MicroBatchCapture:
     """Captures a model for one of `count` micro-batches.
 
     Args:
-        capture: captures the model for a call with the leaves that it is passed.
-        leaves: leaves of the call with the global batch.
+        capture: captures the model for a call, given the leaves of the arguments.
+        leaves: leaves of the arguments of a call with the global batch.
         count: number of micro-batches.
-        averages: whether the micro-batches together must compute the loss of the global batch.
+        averages: whether the losses of micro-batches must average or sum to that of the global
+            batch.
         batch_norm: one of `BATCH_NORMS`.
     """
 
@@ -49,16 +50,17 @@ class MicroBatchCapture:
     def graph(self, batch_dims: Mapping[str, int | None] | None) -> tuple[Graph, SampleDims]:
         """Return the graph of a micro-batch, and the batch dimension of each leaf.
 
-        By default the batch dimension is dimension 0 of each input whose dimension 0 has the size
-        of that of the first input. If micro-batches then do not compute the loss of the batch, it
-        is chosen so that they do and read the fewest elements of the global batch; if that is
-        impossible, `graph.whole_batch` is the reason.
+        By default the batch dimension is dimension 0 of each input whose dimension 0 is as large as
+        that of the first input. If micro-batches then do not compute the loss of the global batch,
+        other batch dimensions are tried, and those with the fewest elements read from the global
+        batch are chosen. If none works, `graph.whole_batch` is the reason as text.
 
         Args:
-            batch_dims: batch dimensions by input name, as specified by the user; None for default.
+            batch_dims: batch dimensions by input name, as specified by the user; None for the
+                default.
 
         Raises:
-            StrategyError: if a name in `batch_dims` is no input of the model.
+            StrategyError: if a name in `batch_dims` is not that of an input of the model.
             PlanError: if the number of micro-batches does not divide the batch size.
             CaptureError: if the model cannot be captured.
             MixedSamplesError: if it can be captured for the batch, but not for a micro-batch.
@@ -76,7 +78,7 @@ class MicroBatchCapture:
             graph = self._capture_with_dims(())
         except (CaptureError, PlanError) as error:
             failure = error
-        if self.averages and (graph is None or _may_read_less(graph)):
+        if self.averages and (graph is None or _may_have_better_dims(graph)):
             found = self._capture_with_other_dims(graph)
             if found is not None:
                 return found
@@ -144,9 +146,9 @@ class MicroBatchCapture:
         return self.capture(list(self.leaves))
 
 
-def _may_read_less(graph: Graph) -> bool:
-    """Whether other batch dimensions may be better: micro-batches do not compute the loss, or read
-    slices of what is computed for the global batch, such as rows of a table that is split."""
+def _may_have_better_dims(graph: Graph) -> bool:
+    """Whether other batch dimensions may be better: micro-batches do not compute the loss of the
+    global batch, or read slices of tensors that are computed for the global batch."""
     of_batch = graph.whole_batch
     if not isinstance(of_batch, WholeBatch):
         return isinstance(of_batch, str)
@@ -154,7 +156,7 @@ def _may_read_less(graph: Graph) -> bool:
 
 
 def _num_global_elements(graph: Graph) -> int:
-    """Return the number of elements of global-batch values that a micro-batch reads."""
+    """Return the number of elements that the prologue computes for the global batch."""
     if not isinstance(graph.whole_batch, WholeBatch) or graph.whole_batch.prologue is None:
         return 0
     return sum(value.numel for value in graph.whole_batch.prologue.output_values)

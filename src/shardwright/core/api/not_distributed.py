@@ -22,10 +22,10 @@ DISTRIBUTED_CLASSES = {
 
 
 def check_not_planned(net: object) -> None:
-    """Check that neither `net` nor a submodule of it is planned.
+    """Check that neither `net` nor a submodule is planned already.
 
     Raises:
-        PlanError: if one is.
+        PlanError: for the first planned module.
     """
     modules = wrapped_model(net).named_modules() if isinstance(net, nn.Module) else ()
     for path, module in modules:
@@ -38,10 +38,10 @@ def check_not_planned(net: object) -> None:
 
 
 def check_not_distributed(net: nn.Module) -> None:
-    """Check that neither `net` nor a submodule of it is planned, wrapped or sharded.
+    """Check that neither `net` nor a submodule is planned, wrapped (DDP, FSDP) or sharded already.
 
     Raises:
-        PlanError: if one is.
+        PlanError: for the first such module or parameter.
     """
     check_not_planned(net)
     for path, module in wrapped_model(net).named_modules():

@@ -1,4 +1,4 @@
-"""Run a model as planned on the running process group."""
+"""`sw.parallelize`: shard a model as planned over the ranks of the process group."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def parallelize(
     release: bool = False,
     named_ranges: bool = False,
 ) -> nn.Module:
-    """Shard `net` in place as planned, to run on the running process group.
+    """Shard `net` in place as planned, over the ranks of the process group.
 
-    As with `fully_shard`, parameters become DTensors, and the class of `net` is replaced by a class
-    derived from it.
+    As with `fully_shard`, parameters become DTensors, and the class of `net` is replaced by a
+    derived class.
 
     Every rank must call this function with the same model and plan, and call the model with the
     global batch unless the plan has another `dataset_strategy`. As with `DistributedDataParallel`,
-    rank 0's parameters and buffers are copied to all ranks. On one device no process group is
-    needed, and parameters stay ordinary tensors. In eval mode, for a batch of another size, or with
-    other arguments of `forward`, the model is captured once more, and the plan's shardings are kept
-    where they divide the sizes evenly.
+    parameters and buffers are broadcast from rank 0. A plan for one device needs no process group,
+    and parameters stay ordinary tensors. For eval mode, other batch sizes or other arguments of
+    `forward`, the model is captured once more, with the plan's sharding where sizes are divisible.
 
     Args:
         net: the model.
         plan: a plan of `net`, made by this process or loaded from a file.
-        device: device on which this rank computes; by default its accelerator if the process group
-            has a backend for accelerators, else the CPU.
+        device: device of this rank; by default its accelerator if the process group has a backend
+            for accelerators, else the CPU.
         copy: whether to shard a copy and leave `net` unchanged, for a teacher or a reference.
-        sync: False to not compare and copy rank 0's values, if all ranks have equal values.
+        sync: whether to broadcast parameters and buffers from rank 0; False if values of all ranks
+            are equal.
         release: whether to free each full parameter of `net` as soon as its shard is copied, even
             if an optimizer or a list still refers to the parameter.
         named_ranges: whether to name operators, collectives, buckets and stages in traces of
@@ -70,9 +70,10 @@ def parallelize(
         `net` or, with `copy`, its planned copy.
 
     Raises:
-        PlanError: if the plan is for another model or another number of devices, the ranks have
-            different models or plans, or `net` is planned or wrapped already.
-        StrategyError: if the loss of the batch is no sum or mean over the plan's micro-batches.
+        PlanError: if the plan is for another model or another number of devices, models or plans
+            differ between ranks, or `net` is planned or wrapped already.
+        StrategyError: if the loss of the global batch is not the sum or mean of the losses of the
+            plan's micro-batches.
     """
     if not isinstance(plan, Plan):
         raise PlanError(
@@ -99,8 +100,8 @@ def _parallelize(
 ) -> nn.Module:
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
-    with _in_mode(net, plan.training):
-        graph = _agreed_graph(net, plan, rank_device)
+    with _in_training_mode(net, plan.training):
+        graph = _checked_graph(net, plan, rank_device)
         partitioned = plan.partition(graph)
         devices = Devices.of_process(
             partitioned.mesh,
@@ -121,8 +122,8 @@ def _parallelize(
     return parallel
 
 
-def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
-    """Return the graph of `net`, after checking that the plan matches it on all ranks.
+def _checked_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
+    """Return the graph of `net`, and check that model and plan match and are equal on all ranks.
 
     Raises:
         PlanError: if models or plans differ between ranks, or the plan is for another model.
@@ -187,10 +188,10 @@ def _agreed_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
 
 
 @contextmanager
-def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
-    """Context in which `net` is in training or eval mode.
+def _in_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
+    """Context manager in which `net` is in training or eval mode.
 
-    If `net` is in that mode already, the modes of its submodules are not changed.
+    If `net` is in that mode already, modes of submodules are not changed.
     """
     modes = [module.training for module in net.modules()]
     if net.training != training:
@@ -203,7 +204,7 @@ def _in_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _planned_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with the shapes of the planned inputs, as meta tensors.
+    """Return arguments with the shapes and dtypes of the planned inputs, as meta tensors.
 
     Raises:
         PlanError: if the plan's inputs cannot be read.
@@ -217,12 +218,12 @@ def _planned_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
     try:
         args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(plan.structure))
     except ValueError as error:
-        raise PlanError(f"the plan's inputs are malformed: {error}") from None
+        raise PlanError(f"the plan's inputs are malformed: {error}\nplan again") from None
     return args, kwargs
 
 
 def _check_parameters(net: nn.Module, plan: Plan) -> None:
-    """Check that `net` has the planned parameters, and no tensors of inference mode.
+    """Check that `net` has the planned parameters, and no tensors created in inference mode.
 
     Raises:
         PlanError: if a parameter is missing or has another shape, or a parameter or buffer was

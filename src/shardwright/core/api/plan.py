@@ -1,8 +1,8 @@
-"""The public calls that take plan options: `plan`, `best_plans` and `AutoParallel`.
+"""The public functions with plan options: `plan`, `best_plans` and `AutoParallel`.
 
-The signature of each call has all options, for editors, type checkers and `help`. The call collects
-them in a `PlanOptions` (`core/planner/options.py`) for the planner. A new option is a parameter of
-each call, documented in `plan`, and a field of `PlanOptions`.
+All options are parameters of each function, for editors, type checkers and `help`, and are passed
+to the planner as a `PlanOptions` (`core/planner/options.py`). A new option is a parameter of each
+function, documented in `plan`, and a field of `PlanOptions`.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def plan(
 ) -> Plan:
     """Decide how every operator of `net` is sharded over `devices` devices.
 
-    Needs no process group and no accelerator; the model may be on the meta device. In a process
-    group of `devices` ranks this call is collective: rank 0 plans, and the other ranks wait for the
-    plan and the captured graph, without a timeout.
+    Needs no process group and no accelerator, and the model may be on the meta device. Collective
+    in a process group of `devices` ranks: rank 0 plans, and the other ranks receive the plan and
+    the captured graph, without a timeout.
 
     Args:
         net: a model, or a captured graph.
         args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
-        collective: False plans on this rank alone. A rank whose model or options differ from those
-            of rank 0 also plans alone.
+        collective: whether to plan on rank 0 for all ranks. A rank whose model or options differ
+            from those of rank 0 makes its own plan.
         devices: number of devices over which the model is sharded.
         mode: `recursive_programming` (the double recursive search), `exact` (all operators and
             axes together, for small models), `sharding_propagation` (outwards from the operators
@@ -120,21 +120,21 @@ def plan(
             batch size with the shortest step; the model is captured and planned for each. The loss
             is that of the global batch (`docs/pipeline.md`); where micro-batches cannot compute it,
             or a batch norm is trained, `auto` is 1.
-        batch_norm: samples over which batch norm in training takes its statistics: `whole_batch`,
-            which is refused with several micro-batches, or `per_micro_batch`, as gradient
-            accumulation in PyTorch does, with running statistics updated by each micro-batch.
+        batch_norm: samples over which batch norm in training computes statistics: `whole_batch`,
+            not supported with several micro-batches, or `per_micro_batch`, as with gradient
+            accumulation in PyTorch, with running statistics updated by each micro-batch.
         compute_dtype: `bfloat16` (or `torch.bfloat16`) computes and communicates in bfloat16;
             parameters and optimizer state stay in float32.
-        memory_limit: bytes per device, or a text like `24GiB`. A plan that needs more in a step is
-            changed until it fits: first shard parameters and optimizer state (`hsdp`), then
+        memory_limit: bytes per device, or a string like `24GiB`. A plan that needs more in a step
+            is changed until it fits: first shard parameters and optimizer state (`hsdp`), then
             recompute activations, then raise `mem_coeff`, then add stages. On a cluster the number
             of stages is not changed, and the fastest of all plans that fit is returned, even if
             the first plan fits. By default, for a plan for training, the memory of a device of the
             named cluster (no limit without a cluster or on `local`); then a first plan that fits is
             returned unchanged. `none`: no limit.
-        dataset_strategy: `full_batch` (every rank passes the global batch, of which it keeps its
-            shard), `data_parallel` (every rank of a stage passes a local batch of equal size), or a
-            tuple with an entry (shard counts, a layout, or None) for each tensor input.
+        dataset_strategy: `full_batch` (every rank passes the global batch and reads its shard),
+            `data_parallel` (every rank of a stage passes a local batch of equal size), or a tuple
+            with an entry (shard counts, a layout, or None) for each tensor input.
         stage_config: index of the pipeline stage of each module, by module name; replaces `stages`.
         batch_dims: for inputs by name, the dimension that is split into micro-batches, or None to
             pass the full input to each micro-batch. By default dimension 0 of each input whose
@@ -152,22 +152,23 @@ def plan(
             `adamw`, `muon`, or an instance of the class and options that will train.
         on_progress: called with the name of each phase as it begins.
 
-    Raises: errors of rank 0, on all ranks.
+    Raises:
         StrategyError: if an option is not valid, no operator can be sharded, a pinned sharding or
-            the number of stages is not possible, or the loss of the batch is no sum or mean over
-            micro-batches.
+            the number of stages is not possible, or the loss of the global batch is not the sum or
+            mean of the losses of micro-batches.
         ConfigError: if the cluster is unknown, or has fewer devices.
         PlanError: if `micro_batches` does not divide the batch size, or `net` is planned, wrapped
-        or
-            sharded already.
+            or sharded already.
         MemoryLimitError: if no plan fits into `memory_limit`, or by default into a device of the
-            named cluster; the message names a limit or a change with which a plan fits.
+            named cluster; the message suggests a limit or a change with which a plan fits.
         LayoutError: if pinned layouts have another number of devices, or contradict each other.
         CaptureError: if the model cannot be captured.
+
+    In a process group, errors of rank 0 are raised on all ranks.
     """
     # `locals()` has exactly the parameters here, as no variable is assigned yet.
     options = PlanOptions.from_arguments(locals())
-    _check_input(net, args, kwargs)
+    _check_model_and_arguments(net, args, kwargs)
     plan_with_options = plan_collectively if collective else plan_model
     return plan_with_options(options, net, args, kwargs)
 
@@ -207,14 +208,14 @@ def best_plans(
 
     Kinds differ in ZeRO level, in recomputation, and in the number of micro-batches, the number of
     stages and the schedule where these are `"auto"`. The first plan is the result of `plan` with
-    the same memory limit. Each process plans alone.
+    the same memory limit. Not collective: each process makes its own plans.
 
     Args:
         net: a model, or a captured graph.
         args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
-        top: largest number of plans.
+        top: maximal number of plans.
 
-    See `plan` for the other arguments, and for other errors.
+    `plan` documents the other arguments and errors.
 
     Raises:
         StrategyError: without a cluster, which is needed to predict step times, or if `top` is not
@@ -223,13 +224,13 @@ def best_plans(
     options = PlanOptions.from_arguments(locals())
     if not COUNT.accepts(top):
         raise StrategyError(COUNT.error("top", top))
-    _check_input(net, args, kwargs)
+    _check_model_and_arguments(net, args, kwargs)
     ranking = Ranking(top)
     decide_model(options_to_rank(options), net, args, kwargs, ranking)
     return ranking.ranked()
 
 
-def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
+def _check_model_and_arguments(net: nn.Module | Graph, args: object, kwargs: object) -> None:
     """Check the types of a model and its example arguments.
 
     Raises:
@@ -243,16 +244,16 @@ def _check_input(net: nn.Module | Graph, args: object, kwargs: object) -> None:
 
 
 class AutoParallel(ModuleWrapper):
-    """Wrapper that plans and shards a model over all ranks in its first call.
+    """Wrapper that plans a model in its first call, and shards the model over all ranks.
 
-    The wrapper has the parameters, buffers and names of the model; parameters are DTensors after
+    The wrapper has the parameters, buffers and names of the model. Parameters are DTensors after
     the first call or `compile`. Create the optimizer after `compile`, or pass it to `sw.adopt`.
 
     Args:
         network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
         parallel_mode: `semi_auto`, `sharding_propagation` or `recursive_programming`.
 
-    See `plan` for the other arguments; the number of devices is the number of ranks.
+    `plan` documents the other arguments. The number of devices is the number of ranks.
 
     Raises:
         StrategyError: if a mode or another argument is not valid.
@@ -307,8 +308,8 @@ class AutoParallel(ModuleWrapper):
         Args:
             shard_size: number of devices to shard over; -1 for all replicas.
             threshold: smallest size in KB of parameters that are sharded.
-            optimizer_level: `level1`, `level2` (gradients are sharded too) or `level3` (parameters
-                are also gathered again in the backward pass).
+            optimizer_level: `level1` (ZeRO-1), `level2` (ZeRO-2: gradients are sharded too) or
+                `level3` (FSDP: parameters are all-gathered again in the backward pass).
 
         Raises:
             StrategyError: if an argument is not valid.
@@ -329,8 +330,8 @@ class AutoParallel(ModuleWrapper):
 
         Args:
             stages: number of stages.
-            output_broadcast: without effect, as every stage receives the outputs.
-            interleave: whether each stage has several chunks of the model, as in the schedule
+            output_broadcast: no effect, as every stage receives the outputs.
+            interleave: whether each stage has several model chunks, as in the schedule
                 `interleaved_1f1b`.
             scheduler: name of a schedule; `docs/pipeline.md` lists the schedules.
 
@@ -352,7 +353,7 @@ class AutoParallel(ModuleWrapper):
         self._configure(stages=stages, schedule=schedule)
 
     def dataset_strategy(self, config: DatasetStrategy) -> None:
-        """Set which part of the global batch each rank passes.
+        """Set whether ranks pass the global batch, local batches, or other shards of inputs.
 
         Args:
             config: `full_batch`, `data_parallel`, or an entry for each tensor input (see `plan`).
@@ -373,7 +374,10 @@ class AutoParallel(ModuleWrapper):
         self.dataset_strategy("full_batch" if value else "data_parallel")
 
     def load_operator_strategy_file(self, path: str | Path) -> None:
-        """Set the path of a file of operator strategies, which is read when the model is planned.
+        """Set the operator strategy file, which is read when the model is planned.
+
+        Args:
+            path: a file in the format of `save_operator_strategy_file`.
 
         Raises:
             PlanError: if the model is planned already.
@@ -390,7 +394,7 @@ class AutoParallel(ModuleWrapper):
             args, kwargs: arguments with the global batch; only shapes and dtypes matter.
 
         Raises:
-            ShardwrightError: see `plan` and `parallelize`.
+            ShardwrightError: errors of `plan` and `parallelize`.
         """
         (network,) = self._wrapped
         if self._strategies is not None:
@@ -417,7 +421,10 @@ class AutoParallel(ModuleWrapper):
         return self._plan
 
     def save_operator_strategy_file(self, path: str | Path) -> None:
-        """Write the strategy of every operator to a file, on rank 0.
+        """Write the strategy of every operator to a file, on rank 0 only.
+
+        Args:
+            path: the file to write.
 
         Raises:
             PlanError: if the model is not planned yet.
@@ -425,7 +432,10 @@ class AutoParallel(ModuleWrapper):
         self._write_on_rank_0(lambda plan: plan.save_strategies(path))
 
     def save_plan(self, path: str | Path) -> None:
-        """Write the plan to a file, on rank 0.
+        """Write the plan to a JSON file, on rank 0 only.
+
+        Args:
+            path: the file to write.
 
         Raises:
             PlanError: if the model is not planned yet.
@@ -436,25 +446,35 @@ class AutoParallel(ModuleWrapper):
         return self._planned_model(args, kwargs)(*args, **kwargs)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward over all micro-batches, and accumulate gradients.
+        """Run forward and backward passes of all micro-batches, and accumulate gradients.
+
+        Args:
+            args, kwargs: arguments of the model: the global batch, or a local batch with another
+                `dataset_strategy`.
 
         Returns:
-            The loss of the global batch, on every rank.
+            The loss of the global batch, a scalar on every rank.
         """
         return self._planned_model(args, kwargs).train_step(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the global gradient norm, over all devices and stages, to `max_norm`.
+        """Clip the total gradient norm over all devices and stages.
+
+        Args:
+            max_norm: maximal norm.
 
         Returns:
-            The norm before clipping, on every rank.
+            The norm before clipping, a scalar on every rank.
+
+        Raises:
+            PlanError: if the model is not planned yet.
         """
         if not self._parallel:
             raise PlanError(NOT_PLANNED)
         return self._parallel[0].clip_grad_norm_(max_norm)
 
     def _planned_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ParallelModule:
-        """Return the planned model, after planning it for this call if it is not planned yet."""
+        """Return the planned model; the first call plans the model for these arguments."""
         if not self._parallel:
             args, kwargs = whole_example(self.options, args, kwargs)
             self.compile(*args, **kwargs)

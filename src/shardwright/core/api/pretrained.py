@@ -21,10 +21,10 @@ from shardwright.errors import CheckpointError, needs_extra
 
 
 def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
-    """Write a planned model with its own `save_pretrained`, as on one device. Collective.
+    """Write a planned model by its method `save_pretrained`, as on one device. Collective.
 
-    A model of `transformers` is written with its configuration; of a model of `peft` only the
-    adapters are written. Rank 0 needs CPU memory for the full model.
+    Models of `transformers` are written with their configuration, models of `peft` as adapters
+    only. Rank 0 needs CPU memory for the full model.
 
     Args:
         net: the planned model.
@@ -32,7 +32,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
         options: options of the model's `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        CheckpointError: on all ranks, if the model has no `save_pretrained`, or that fails.
+        CheckpointError: on all ranks, if the model has no `save_pretrained`, or if it raises.
     """
     error_text = ""
     with whole(net, rank0_only=True, device="cpu") as model:
@@ -56,9 +56,9 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
 
 @contextmanager
 def unchanged_configurations(net: nn.Module) -> Iterator[None]:
-    """Context that restores the configurations of a `transformers` model at its end.
+    """Context manager that restores the configurations of a `transformers` model on exit.
 
-    `save_pretrained` sets attributes of configurations; as it runs on rank 0 only, models would
+    `save_pretrained` changes attributes of configurations, on rank 0 only, so that models would
     differ between ranks.
     """
     configurations = {
@@ -82,21 +82,21 @@ def from_pretrained(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a model that `save_pretrained` wrote to `folder`, sharded as planned.
+    """Load a model from a folder of `save_pretrained`, sharded as planned. Collective.
 
-    Each rank reads only its own shards.
+    Each rank reads its own shards only.
 
     Args:
         cls: a model class of `transformers`, or one of its `AutoModelFor...` classes.
         folder: the folder of the model.
         plan: a plan of a model with the same configuration.
-        device: device on which this rank computes; by default as in `parallelize`.
+        device: device of this rank; by default as in `parallelize`.
         options: keyword arguments of the class's `from_config`, such as `attn_implementation` or
             `dtype`.
 
     Raises:
-        CheckpointError: if the folder has no configuration, or that of another class, lacks a file,
-            or has other tensors than the model.
+        CheckpointError: if a file is missing, the configuration is of another class, or tensors
+            differ from those of the model.
         PlanError: if the plan is for another model.
     """
     # Each rank then allocates only its shards; loading overwrites their initial values.

@@ -1,8 +1,8 @@
 """Dry-run a few training steps as one rank, without the other ranks and without devices.
 
-All steps of `train` on a rank run at full size: process groups, the rank's parameter shards,
-forward and backward, clipping, the optimizer, a checkpoint. Received data is made up, so values are
-meaningless; shapes, bytes, calls and host time are those of the rank.
+The rank runs at full size: process groups, parameter shards, forward and backward passes, gradient
+clipping, the optimizer and a checkpoint. Received tensors have placeholder values, so that results
+are meaningless; shapes, bytes, calls and host time are those of a real rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from shardwright.core.torch_internals.distributed import GroupClock
 from shardwright.errors import PlanError
 
 STEPS = 3
-"""Number of training steps: the first creates optimizer state and fills caches, the others do
-not."""
+"""Number of training steps. The first differs: it creates optimizer state and fills caches."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RehearsalPhase:
     Args:
         name: name of the phase, such as `step 1`.
         seconds: CPU seconds of the phase.
-        parts: CPU seconds of parts of the phase, such as `optimizer`; their sum may be less than
+        parts: CPU seconds by component of the phase, such as `optimizer`; the sum may be less than
             `seconds`.
     """
 
@@ -61,10 +60,10 @@ class RankRehearsal:
         device: type of the device: `cpu`, an accelerator, or `meta`.
         phases: CPU time of each phase, in order.
         groups: number of calls that created process groups.
-        traffic: traffic of the last training step, by collective.
+        traffic: calls and bytes of the last training step, by collective.
         sent_bytes: bytes that the rank sent in each step.
-        planned_bytes: predicted bytes that the rank sends per step, including those to gather
-            inputs for values of the global batch.
+        planned_bytes: predicted bytes that the rank sends per step, including all-gathers of inputs
+            from which values of the global batch are computed.
         parameter_bytes, optimizer_bytes: bytes of the rank's shards of parameters and of optimizer
             state.
         peak_bytes: peak bytes of live tensors in a step.
@@ -90,8 +89,8 @@ class RankRehearsal:
 
     @property
     def as_planned(self) -> bool:
-        """Whether every step sent the predicted bytes; the first step may send more, as PyTorch's
-        stages negotiate shapes in it."""
+        """Whether every step sent the predicted bytes. The first step may send more, as PyTorch's
+        pipeline stages exchange shapes."""
         first, *later = self.sent_bytes
         return first >= self.planned_bytes and set(later) == {self.planned_bytes}
 
@@ -114,7 +113,7 @@ class Rehearsal:
 
 
 class Trainee(Protocol):
-    """A planned model with its optimizer and training loop, to be rehearsed."""
+    """A planned model with an optimizer and a training loop."""
 
     @property
     def net(self) -> ParallelModule: ...
@@ -123,12 +122,16 @@ class Trainee(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
 
     def train(self, checkpoints: Checkpoints | None, on_step: Callable[[], None]) -> None:
-        """Train for `STEPS` steps, call `on_step` after each, and then save to `checkpoints`, if
-        given."""
+        """Train for `STEPS` steps, then save a checkpoint.
+
+        Args:
+            checkpoints: folder of the checkpoint; None to save none.
+            on_step: called after each step.
+        """
 
 
 def first_and_last_ranks(plan: Plan) -> list[int]:
-    """Return the first and the last rank of each stage."""
+    """Return the first and the last rank of each pipeline stage."""
     size = plan.mesh.num_devices
     ends = ((stage * size, stage * size + size - 1) for stage in range(plan.pipeline.stages))
     return list(dict.fromkeys(rank for pair in ends for rank in pair))
@@ -143,7 +146,7 @@ def rehearse_rank(
         rank: the rank.
         plan: the plan.
         device: the CPU, the meta device, or an accelerator.
-        prepare: builds the planned model and its optimizer on the device that it is passed.
+        prepare: builds the planned model and its optimizer on a given device.
 
     Raises:
         PlanError: if the rank or device does not exist, or a process group is running.
@@ -160,7 +163,7 @@ def rehearse_rank(
             f"a rank cannot be rehearsed on {str(device)!r}\n"
             f"valid devices are {' and '.join(valid)}"
         )
-    clock, lone_rank = _Clock(), LoneRank()
+    clock, lone_rank = _PhaseClock(), LoneRank()
     # `lone_rank` is entered last: the innermost dispatch mode sees the collectives first.
     with (
         TemporaryDirectory() as folder,
@@ -175,7 +178,7 @@ def rehearse_rank(
         trainee = prepare(device)
         clock.parts["process groups"] = groups.seconds
         clock.end("start")
-        step_bytes, step_ends = _measure_training(trainee, lone_rank, clock), list[int]()
+        step_bytes, step_ends = _instrument_training(trainee, lone_rank, clock), list[int]()
         # Meta tensors have no values to write.
         checkpoints = Checkpoints(folder) if device.type == "cpu" else None
 
@@ -222,21 +225,21 @@ def _planned_bytes(net: ParallelModule) -> int:
 
 
 @dataclass
-class _Clock:
-    """Measures consecutive phases, and their parts, in CPU seconds."""
+class _PhaseClock:
+    """Measures CPU seconds of consecutive phases and of their components."""
 
     phases: list[RehearsalPhase] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     start: float = field(default_factory=time.process_time)
 
     def end(self, name: str) -> None:
-        """End the current phase, under this name; the next phase begins."""
+        """End the current phase, called `name`, and begin the next."""
         now = time.process_time()
         self.phases.append(RehearsalPhase(name, now - self.start, self.parts))
         self.parts, self.start = {}, now
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` wrapped to count its CPU time as `part` of the current phase."""
+        """Wrap a function, so that its CPU time is recorded as `part` of the current phase."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
@@ -248,11 +251,16 @@ class _Clock:
         return call
 
 
-def _measure_training(trainee: Trainee, lone_rank: LoneRank, clock: _Clock) -> list[int]:
-    """Make the training of a model measure CPU time, live tensors, and bytes sent.
+def _instrument_training(trainee: Trainee, lone_rank: LoneRank, clock: _PhaseClock) -> list[int]:
+    """Instrument a training loop to measure CPU time, live tensors and bytes sent.
+
+    Args:
+        trainee: the training loop, changed in place.
+        lone_rank: tracks live tensors and counts bytes sent.
+        clock: measures CPU time.
 
     Returns:
-        A list to which every training step appends the bytes that it sends.
+        A list to which every training step appends the bytes sent.
     """
     net, optimizer, step_bytes = trainee.net, trainee.optimizer, list[int]()
     lone_rank.track([detached_local(parameter) for parameter in net.parameters()], PARAMETERS)

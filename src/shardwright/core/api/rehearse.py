@@ -1,4 +1,4 @@
-"""Dry-run a few training steps of some ranks of a plan in one process."""
+"""`sw.rehearse`: dry-run training steps of some ranks of a plan in one process."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def rehearse(
     ].example,
     clip_norm: float | None = 1.0,
 ) -> Rehearsal:
-    """Dry-run three training steps as some ranks of the plan, one after another, in this process.
+    """Dry-run three training steps of some ranks of a plan, one after another, in this process.
 
-    All that a rank does is run: process groups, its parameter shards, forward and backward,
-    clipping, the optimizer, and on the CPU a checkpoint. Bytes sent are counted, and compared with
-    the plan. Other ranks are absent, so values are meaningless.
+    Each rank runs at full size: process groups, parameter shards, forward and backward passes,
+    gradient clipping, the optimizer and, on the CPU, a checkpoint. Bytes sent are counted and
+    compared with the plan. Results are meaningless, as there are no other ranks.
 
     Args:
         net: the model that was planned.
@@ -46,8 +46,8 @@ def rehearse(
             its local batch; on the meta device only shapes and dtypes matter.
         plan: a plan of `net`.
         ranks: ranks to run; by default the first and the last of each stage.
-        device: `meta`, which computes nothing and fits any model, `cpu`, or an accelerator, whose
-            memory is then measured.
+        device: `meta` (no computation, for models of any size), `cpu`, or an accelerator (whose
+            allocated memory is measured).
         optimizer: function that creates the optimizer from the parameters.
         clip_norm: maximum total norm of the gradients; None does not clip.
 
@@ -63,11 +63,11 @@ def rehearse(
     net = net.net if isinstance(net, Pipeline) else net
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
-    def prepare(rank_device: torch.device) -> _Steps:
+    def prepare(rank_device: torch.device) -> _Training:
         # A copy for each rank, as the next rank takes other shards of the same parameters.
         parallel = parallelize(net, plan, rank_device, copy=True)
         assert isinstance(parallel, ParallelModule)
-        return _Steps(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
+        return _Training(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
 
     chosen_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     rank_device = torch.device(device)
@@ -78,10 +78,11 @@ def rehearse(
 
 
 @dataclass
-class _Steps:
+class _Training:
     """A `Trainee` that trains on the same batch in every step.
 
     Args:
+        net, optimizer, plan: the planned model, its optimizer and its plan.
         leaves, spec: leaves and tree structure of the arguments of each call.
         clip_norm: maximum total norm of the gradients; None does not clip.
     """

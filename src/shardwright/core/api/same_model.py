@@ -1,4 +1,4 @@
-"""Check that all ranks have the same model and plan, and copy rank 0's values to all ranks."""
+"""Check that models and plans of all ranks are equal, and broadcast rank 0's parameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ PROGRAM_FIELDS = (
     *("mesh", "pipeline", "training", "compute_dtype", "inputs", "structure", "arrivals", "cuts"),
     *("storage", "outputs", "sharding", "bucket_bytes", "recompute", "fingerprint"),
 )
-"""Fields of a plan file on which the plan's programs depend."""
+"""Fields of a plan file that determine the program of each rank."""
 
 
 def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.device) -> None:
-    """Check that all ranks have the same model and plan. Collective.
+    """Check that models and plans of all ranks are equal. Collective.
+
+    Args:
+        net: this rank's model.
+        graph: the captured graph of `net`.
+        plan: this rank's plan.
+        device: device for collectives.
 
     Raises:
         PlanError: on every rank, with the first difference.
@@ -34,9 +40,14 @@ def check_ranks_agree(net: nn.Module, graph: Graph, plan: Plan, device: torch.de
 
 
 def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
-    """Copy the parameters and buffers of rank 0 into `net`. Collective."""
+    """Broadcast parameters and buffers from rank 0, in place. Collective.
+
+    Args:
+        net: this rank's model.
+        device: device for collectives.
+    """
     tensors = {
-        name: t for name, t in _state(net).items() if not (isinstance(t, Deferred) or t.is_meta)
+        name: t for name, t in _tensors(net).items() if not (isinstance(t, Deferred) or t.is_meta)
     }
     differing_names = take_values_of_rank_0(tensors, device)
     if differing_names:
@@ -46,16 +57,16 @@ def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
         )
     # Deferred tensors have no values to copy, but get rank 0's values with its generator states.
     share_generator_states(
-        _state(net).values(), lambda states: take_values_of_rank_0(states, device)
+        _tensors(net).values(), lambda states: take_values_of_rank_0(states, device)
     )
 
 
-def _state(net: nn.Module) -> dict[str, Tensor]:
+def _tensors(net: nn.Module) -> dict[str, Tensor]:
     return dict(net.named_parameters()) | dict(net.named_buffers())
 
 
 def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
-    for name, tensor in _state(net).items():
+    for name, tensor in _tensors(net).items():
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
         notes = (
@@ -67,7 +78,7 @@ def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
         # A tensor that is neither parameter nor buffer is a constant of the program. Rank 0's
         # values of constants are not sent, so all ranks must have equal values.
         yield f"the tensor {value} with the hash {int(content_hash(tensor)):x} (no buffer)"
-    yield from init_record_lines(_state(net).values())
+    yield from init_record_lines(_tensors(net).values())
 
 
 def _device_note(tensor: Tensor) -> str:

@@ -20,7 +20,7 @@ PROGRAM = "3_program_rank0.txt"
 
 
 class SavedGraphs:
-    """The text files of one plan in a folder; files of an earlier plan are deleted.
+    """Writer of a plan's text files to a folder, in which files of an earlier plan are deleted.
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -34,24 +34,24 @@ class SavedGraphs:
             (self.folder / name).unlink(missing_ok=True)
 
     def graph(self, graph: Graph) -> None:
-        """Write the captured graph, without strategies."""
-        self._write(GRAPH, graph_text(graph))
+        """Write the captured graph, without sharding."""
+        self._write_file(GRAPH, graph_text(graph))
 
     def plan(self, plan: Plan) -> None:
-        """Write the graph with strategies and redistributions, and the program of rank 0."""
-        self._write(PLAN, plan.dump())
-        self._write(PROGRAM, program_text(plan))
+        """Write the graph with sharding and redistributions, and the program of rank 0."""
+        self._write_file(PLAN, plan.dump())
+        self._write_file(PROGRAM, program_text(plan))
 
     def error(self, error: ShardwrightError) -> None:
-        """Write the error with which planning ended."""
-        self._write(ERROR, f"{type(error).__name__}: {error}\n")
+        """Write the error of a failed search."""
+        self._write_file(ERROR, f"{type(error).__name__}: {error}\n")
 
-    def _write(self, name: str, content: str) -> None:
+    def _write_file(self, name: str, content: str) -> None:
         (self.folder / name).write_text(content, encoding="utf-8")
 
 
 def program_text(plan: Plan) -> str:
-    """Return the text of the program of rank 0. Needs no process group.
+    """Return the program of rank 0 as text, without a process group.
 
     Args:
         plan: a plan with its graph.

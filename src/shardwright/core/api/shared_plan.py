@@ -1,4 +1,4 @@
-"""Plan on rank 0 and send the plan and its graph to the other ranks."""
+"""Plan on rank 0, and send the plan and the captured graph to the other ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from shardwright.core.plan import Plan
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether a process group with a real backend is running, and has `devices` > 1 ranks."""
+    """Whether a process group with a real backend is running, and has `devices` ranks, over 1."""
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 
 def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
-    """Return the plan that `compute` returns on rank 0, with its graph. Collective.
+    """Compute a plan on rank 0, and return the plan with its graph on all ranks. Collective.
 
     Args:
-        request: all inputs on which the plan depends; a rank whose request differs from that of
-            rank 0 computes its own plan.
+        request: all inputs that determine the plan. A rank whose request differs from that of rank
+            0 computes its own plan.
         compute: computes the plan.
 
     Raises:
@@ -38,7 +38,7 @@ def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
 
 
 def shared_graph(net: nn.Module, plan: Plan, compute: Callable[[], Graph]) -> Graph:
-    """Return the graph of `net` that `compute` captures on rank 0. Collective.
+    """Capture a model on rank 0, and return the graph on all ranks. Collective.
 
     Args:
         net: the model.
@@ -67,9 +67,10 @@ def _plan_from_text(text: str) -> Plan:
 
 
 def _graph_text(graph: Graph | None) -> str:
-    """Return the graph as text, or "" if it has an operator or Python that cannot be serialized.
+    """Serialize a graph as text; empty if the graph is None or cannot be serialized.
 
-    Tags of operators and calls are left out, as the plan contains them as decisions.
+    Tags of operators and calls are left out, as the plan contains the decisions that follow from
+    them.
     """
     if graph is None:
         return ""

@@ -1,4 +1,4 @@
-"""Show the progress of long calls: a bar in terminals and notebooks, elsewhere lines."""
+"""Show the progress of long calls: a bar in terminals and notebooks, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     """Context manager that yields a callback for `on_progress=`.
 
     The callback shows a transient progress bar in a terminal and in a notebook with `ipywidgets`,
-    and elsewhere one line per phase with the elapsed seconds. Counted phases show an estimate of
-    the remaining time. Bar and lines are written to stderr, so that stdout can be redirected.
+    and one line per phase with the elapsed seconds elsewhere. Phases with a known number of steps
+    show an estimate of the remaining time. Output goes to stderr.
 
     Args:
         enabled: whether to show progress; None shows it in terminals and notebooks only.

@@ -1,4 +1,4 @@
-"""Train the user's module, and a program that must compute the same values, for a few steps."""
+"""Train the user's module and a program that must compute equal values, for a few steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwright.core.torch_internals.operators import schema_of
 from shardwright.errors import PlanError
 
 STEPS = 2
-"""Number of training steps. The second detects errors in updates of buffers, parameters and
+"""Number of training steps. The second step detects errors in updates of buffers, parameters and
 momentum."""
 
 
@@ -35,8 +35,8 @@ class TrainedSteps:
 
     Args:
         outputs: output tensors of each step; with several micro-batches only the loss.
-        gradients: for each step, gradients by name of the parameter; parameters without a gradient
-            are absent.
+        gradients: gradients of each step, by parameter name; parameters without a gradient are
+            missing.
         state: parameters and buffers after the last step, by name.
     """
 
@@ -73,7 +73,7 @@ class Differences:
         Args:
             steps: the run to compare.
             expected: the reference.
-            zeros: names of parameters of which a missing gradient counts as zeros.
+            zeros: names of parameters whose missing gradients count as zeros.
         """
         outputs = [
             difference(a, b)
@@ -83,7 +83,7 @@ class Differences:
         gradients: dict[str, float] = {}
         for each, others in zip(steps.gradients, expected.gradients, strict=True):
             for name in {**each, **others}:
-                gap = _gradient_gap(each.get(name), others.get(name), is_zero=name in zeros)
+                gap = _gradient_difference(each.get(name), others.get(name), is_zero=name in zeros)
                 gradients[name] = max(gap, gradients.get(name, 0.0))
         state = {name: difference(steps.state[name], t) for name, t in expected.state.items()}
         parameter = max(gradients, key=gradients.__getitem__, default="")
@@ -97,7 +97,7 @@ class Differences:
 
 
 class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that randomly perturbs the last digit of all results of operators."""
+    """Dispatch mode that randomly perturbs the last digit of every operator's results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,8 +118,8 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
 
 
-def _gradient_gap(got: Tensor | None, expected: Tensor | None, *, is_zero: bool) -> float:
-    """Return the relative difference (`difference`) of two gradients, of which one may be missing.
+def _gradient_difference(got: Tensor | None, expected: Tensor | None, *, is_zero: bool) -> float:
+    """Return the relative difference of two gradients, one of which may be missing.
 
     Args:
         got: the gradient to compare.
@@ -135,8 +135,15 @@ def _gradient_gap(got: Tensor | None, expected: Tensor | None, *, is_zero: bool)
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of elements, relative to the largest element of `expected` if
-    that exceeds 1; infinite if shapes differ, or only one tensor has NaN at an element."""
+    """Return the largest absolute difference of elements, relative to the largest element of
+    `expected` if that exceeds 1.
+
+    Infinite if shapes differ, or if an element is NaN in one tensor only.
+
+    Args:
+        got: the tensor to compare.
+        expected: the reference.
+    """
     if got.shape != expected.shape:
         return math.inf
     if not expected.numel():
@@ -150,7 +157,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
     return math.inf if math.isnan(gap) else gap / scale
 
 
-def _optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+def _make_optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | None:
     # Momentum carries errors of the first step's gradients into the second step. Not Adam, which
     # normalizes tiny gradients that differ by rounding only.
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9) if parameters else None
@@ -165,10 +172,10 @@ class EagerTraining:
         graph: the captured graph, whose outputs are trained.
         calls: leaves of the arguments of each call: one call with the global batch, or one per
             micro-batch if the plan sums the losses of micro-batches.
-        trains_loss: whether only the loss is trained, instead of every output.
-        batch_norm_calls: leaves of the arguments of each micro-batch, if batch norms take their
-            statistics from it.
-        shards: number of ranks, each of which splits its own rows into micro-batches.
+        trains_loss: whether the backward pass starts from the loss only, instead of every output.
+        batch_norm_calls: leaves of the arguments of each micro-batch, if batch norms compute
+            statistics per micro-batch.
+        shards: number of local batches, each of which is split into micro-batches.
     """
 
     module: nn.Module
@@ -182,18 +189,18 @@ class EagerTraining:
         """Train for `STEPS` steps.
 
         Returns:
-            The steps, and for each output the gradient from which the backward pass starts: 1 for
-            the loss, and distinct numbers for other outputs, so that errors cannot cancel; None if
-            the output requires no gradient.
+            The results, and the root gradient of each output: 1 for the loss, and distinct numbers
+            for other outputs, so that errors cannot cancel; None if the output requires no
+            gradient.
         """
         root_gradients: list[Tensor | None] = []
         outputs, gradients = [], []
         parameters = dict(self.module.named_parameters())
-        optimizer = _optimizer([p for p in self.module.parameters() if p.requires_grad])
+        optimizer = _make_optimizer([p for p in self.module.parameters() if p.requires_grad])
         for _ in range(STEPS):
             self.module.zero_grad()
-            with self._batch_norms():
-                roots = self._losses() if self.trains_loss else self._outputs(self.calls[0])
+            with self._batch_norms_as_planned():
+                roots = self._total_loss() if self.trains_loss else self._outputs(self.calls[0])
                 root_gradients = root_gradients or _root_gradients(self.graph, roots)
                 backward(roots, root_gradients)
             outputs.append([end.detach().clone() for end in roots])
@@ -209,8 +216,9 @@ class EagerTraining:
         return TrainedSteps(outputs, gradients, state), root_gradients
 
     @contextmanager
-    def _batch_norms(self) -> Iterator[None]:
-        """Context in which batch norms normalize, and buffers change, as in `batch_norm_calls`."""
+    def _batch_norms_as_planned(self) -> Iterator[None]:
+        """Context manager in which batch norms use, and update buffers by, the statistics of each
+        micro-batch in `batch_norm_calls`."""
         if not self.batch_norm_calls:
             yield
             return
@@ -225,10 +233,13 @@ class EagerTraining:
             buffer.copy_(updated[name])
 
     def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return the tensors that the module returns for a call.
+        """Call the module, and return the tensors among the results.
+
+        Args:
+            leaves: leaves of the arguments.
 
         Raises:
-            PlanError: if their number or shapes differ from those in the graph.
+            PlanError: if number or shapes of the tensors differ from those in the graph.
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64(), CastsToFloat64():  # type: ignore[no-untyped-call]
@@ -257,7 +268,7 @@ class EagerTraining:
         with undone_effects(python.capture.changes):
             return result_leaves(module(*args, **kwargs))[0]
 
-    def _losses(self) -> list[Tensor]:
+    def _total_loss(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
         return [torch.stack([self._outputs(leaves)[loss_index] for leaves in self.calls]).sum()]
 
@@ -273,15 +284,20 @@ def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None
 
 
 def _distinct_gradient(like: Tensor) -> Tensor:
-    """Return a tensor like `like` of distinct numbers with absolute values at most 1: sines of 1,
-    2, 3, ... radians, or for complex dtypes points of the unit circle at these angles."""
+    """Return a tensor of distinct numbers with the shape and dtype of `like`: sines of 1, 2, 3, ...
+    radians or, for complex dtypes, points of the unit circle at these angles."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
     circle = torch.polar(torch.ones_like(angles), angles)
     return (circle if like.is_complex() else circle.imag).to(like.dtype)
 
 
 def backward(roots: Sequence[Tensor], root_gradients: Sequence[Tensor | None]) -> None:
-    """Run a backward pass from all `roots` that require a gradient, with these gradients."""
+    """Run a backward pass from all roots that require a gradient.
+
+    Args:
+        roots: outputs of a forward pass.
+        root_gradients: the gradient of each root; None to skip the root.
+    """
     pairs = [
         (root, gradient)
         for root, gradient in zip(roots, root_gradients, strict=True)
@@ -292,12 +308,11 @@ def backward(roots: Sequence[Tensor], root_gradients: Sequence[Tensor | None]) -
 
 
 StepFunction = Callable[[Mapping[str, Tensor]], Outcome]
-"""Function that runs one step of a program with the parameters and buffers that it is passed by
-name."""
+"""Function that runs one step of a program, given parameters and buffers by name."""
 
 
 def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) -> TrainedSteps:
-    """Train with the outputs, gradients and buffer updates that a program computes.
+    """Train for `STEPS` steps with the gradients and buffer updates of a program.
 
     Args:
         run: runs one step of the program.
@@ -308,7 +323,7 @@ def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) 
     trained_state = {
         name: t.detach().clone().requires_grad_(name in trained) for name, t in state.items()
     }
-    optimizer = _optimizer([trained_state[name] for name in sorted(trained)])
+    optimizer = _make_optimizer([trained_state[name] for name in sorted(trained)])
     outputs, gradients = [], []
     for _ in range(STEPS):
         outcome = run(trained_state)
@@ -331,15 +346,15 @@ def interpreted(
     weight: float,
     root_gradients: Sequence[Tensor | None],
 ) -> StepFunction:
-    """Return a step that interprets the graph on one device, operator by operator.
+    """Return a function that interprets the graph on one device, operator by operator.
 
     Args:
         graph: the graph of one micro-batch.
-        micro_batches: for each micro-batch, the leaves of the call's arguments.
-        whole_batch_values: for each micro-batch, the values of the global batch that it reads, by
+        micro_batches: leaves of the arguments of each micro-batch.
+        whole_batch_values: values computed for the global batch that each micro-batch reads, by
             buffer name.
-        weight: weight of each micro-batch's loss in the loss of the batch.
-        root_gradients: for each output, the gradient from which the backward pass starts, or None.
+        weight: weight of each micro-batch's loss in the loss of the global batch.
+        root_gradients: gradient of each output from which the backward pass starts, or None.
     """
 
     def run(state: Mapping[str, Tensor]) -> Outcome:

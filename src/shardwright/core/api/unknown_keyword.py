@@ -1,4 +1,4 @@
-"""Name the nearest parameter in the TypeError for a misspelled keyword."""
+"""Suggest the nearest parameter in the TypeError for an unknown keyword."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ Result = TypeVar("Result")
 
 
 def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate `call` to suggest the nearest parameter for an unknown keyword, as Python 3.13 does.
+    """Decorate a function to suggest the nearest parameter for an unknown keyword, as Python 3.13.
 
-    The decorated function raises `TypeError` if a keyword is unknown.
+    Args:
+        call: the function, or `__init__` of a class.
+
+    Raises:
+        TypeError: by the decorated function, if a keyword is unknown.
     """
     parameters = signature(call).parameters
     valid = [name for name in parameters if name != "self"]
@@ -33,8 +37,8 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def _suggestion(name: str, valid: list[str]) -> str:
-    """Return a suggestion for an unknown keyword: `memory_limit` for `memory_limt`, `parallel_mode`
-    for `mode`; all valid keywords if none is similar."""
+    """Suggest a valid keyword, such as `memory_limit` for `memory_limt` or `parallel_mode` for
+    `mode`; all valid keywords if none is similar."""
     # Names that contain the keyword come first: the closest match of `mode` by letters is `order`.
     nearest = [each for each in valid if name in each] or get_close_matches(name, valid, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else f"use one of {', '.join(valid)}"

@@ -1,4 +1,4 @@
-"""Shapes of the global batch, from the local batch of one rank."""
+"""Derive the shapes of the global batch from a local batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwright.errors import StrategyError
 def whole_example(
     options: KeywordOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with the global batch, with tensors on the meta device.
+    """Return the arguments of a call with the global batch, as meta tensors.
 
     Args:
         options: options of the plan, with its `dataset_strategy`.
