@@ -116,14 +116,8 @@ class Check:
     rounding: float = 0.0
 
     def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether the program sent the planned bytes, and all differences are at most `tolerance`
-        or explained by rounding.
-
-        For a model with random operators, differences between replicas only.
-
-        Args:
-            tolerance: maximal relative difference.
-        """
+        """Whether the program sent the planned bytes, and all differences (for a model with random
+        operators only those between replicas) are at most `tolerance` or explained by rounding."""
         worst = self.replica_difference
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
@@ -185,8 +179,7 @@ def check(
 
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
-        StrategyError: if the loss of the global batch is not the sum or mean of the losses of the
-            plan's micro-batches.
+        StrategyError: if the loss is not a sum or mean over the plan's micro-batches.
         PlanError: if the plan is for another model, `net` is planned, parameters have no values, a
             process group is running, the module fails in float64, or an operator draws random
             numbers without the tag `nondeterministic_seeded`.
@@ -367,14 +360,7 @@ def _capture_micro_batch(
     plan: Plan,
     compute_dtype: torch.dtype | None,
 ) -> Graph:
-    """Capture the model for one of the plan's micro-batches.
-
-    Args:
-        net: the model.
-        args, kwargs: arguments of a call with the global batch.
-        plan: the plan.
-        compute_dtype: dtype of the capture; None for no cast.
-    """
+    """Capture the model for one micro-batch, given arguments with the global batch."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def captured(leaves: list[Any]) -> Graph:
@@ -395,12 +381,8 @@ def _capture_micro_batch(
 
 
 def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters on which the inputs of some operators depend.
-
-    Args:
-        graph: the graph.
-        operators: names of the operators.
-    """
+    """Return the names of the parameters on which the inputs of some operators depend, given the
+    operators' names."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
         if not read.isdisjoint(op.outputs):
@@ -410,11 +392,7 @@ def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str
 
 def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
     """Return the names of operators that draw random numbers; empty if outputs and gradients do not
-    depend on the seed.
-
-    Gradients may depend on the seed where outputs do not, as with a next layer initialized to
-    zeros.
-    """
+    depend on the seed. Gradients alone may, if the next layer is initialized to zeros."""
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:

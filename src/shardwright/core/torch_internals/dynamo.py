@@ -112,10 +112,8 @@ Traced = TypeVar("Traced", bound=Callable[..., Any])
 
 
 def as_one_call(function: Traced) -> Traced:
-    """Make Dynamo record a call of `function` as one graph node, without tracing into `function`.
-
-    During capture, Dynamo calls `function` with fake tensors.
-    """
+    """Make Dynamo record a call of `function` as one graph node, and call `function` with fake
+    tensors instead of tracing it."""
     allowed: Traced = allow_in_graph(function)  # type: ignore[no-untyped-call]
     return allowed
 
@@ -134,13 +132,7 @@ class ModuleCall:
     names: tuple[str, ...]
 
     def in_graph(self, module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Add the node to the graph of a running trace.
-
-        Args:
-            module: Dynamo's variable of the module.
-            tx: Dynamo's translator of the running trace.
-            args, kwargs: Dynamo's variables of the arguments.
-        """
+        """Add the node to the graph of a running trace. All arguments are objects of Dynamo."""
         keywords = {ConstantVariable.create(name): value for name, value in kwargs.items()}
         tensors = []
         for name in self.names:
@@ -158,10 +150,8 @@ _trace_numpy = NumpyVariable.call_function
 
 
 def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a NumPy call, but evaluate functions of constants, and fail on random draws.
-
-    Dynamo alone would draw random numbers from torch's generator instead of NumPy's.
-    """
+    """Trace a NumPy call, but evaluate functions of constants, and fail on random draws, which
+    Dynamo would draw from torch's generator instead of NumPy's."""
     is_random = getattr(get_np_to_tnp_map().get(function.value), "__module__", "").endswith(
         "random"
     )
@@ -186,6 +176,8 @@ def _logger_methods() -> Iterator[Callable[..., Any]]:
 @dataclass(frozen=True, eq=False)
 class DynamoCapture:
     """One call of a function, captured by Dynamo.
+
+    Methods take the arguments of another call: `owner` for `self`, `args` and `kwargs` for others.
 
     Args:
         output: Dynamo's graph, bytecode and the state from which guards are built.
@@ -212,8 +204,6 @@ class DynamoCapture:
         """Trace `function(*args, **kwargs)` without executing tensor operations.
 
         Args:
-            function: the function or method.
-            args, kwargs: arguments of the call.
             numbers: Dynamo sources of Python numbers that become inputs of the graph.
             module_calls: calls of modules that are recorded as one node, by the id of the module.
 
@@ -261,12 +251,7 @@ class DynamoCapture:
         return inspect.signature(self.function, follow_wrapped=False)
 
     def scope(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the arguments and closure variables at the start of a call, by name.
-
-        Args:
-            owner: the object passed as `self`.
-            args, kwargs: the other arguments.
-        """
+        """Return the arguments and closure variables at the start of a call, by name."""
         call = self.signature.bind(owner, *args, **kwargs)
         call.apply_defaults()
         cells = zip(
@@ -278,10 +263,7 @@ class DynamoCapture:
         """Make a copy of the traced function in which `program` replaces the tensor operations.
 
         The copy takes the same arguments, with `self` first, replays the side effects on Python
-        objects, and returns the same result.
-
-        Args:
-            program: takes the inputs of the graph and returns the outputs of the graph.
+        objects, and returns the same result. `program` maps inputs of the graph to its outputs.
         """
         assert self.output.backend_input is not None
         captured = self.output.graph_capture_output
@@ -306,12 +288,7 @@ class DynamoCapture:
         return around
 
     def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the graph inputs of a call, without tensor operations and side effects.
-
-        Args:
-            owner: the object passed as `self`.
-            args, kwargs: the other arguments.
-        """
+        """Return the graph inputs of a call, without tensor operations and side effects."""
         flat: list[Any] = []
 
         def program(*inputs: Any) -> Sequence[Any]:
@@ -337,8 +314,6 @@ class DynamoCapture:
         The arguments must be in the same state as at the start of the trace.
 
         Args:
-            owner: the object passed as `self`.
-            args, kwargs: the other arguments.
             numbers: Dynamo sources of Python numbers that are inputs of the graph.
             unguarded: ids of tensors without guards, which the caller compares: at run time
                 parameters are DTensors, and arguments may be local shards.
@@ -417,8 +392,7 @@ class _InputsReachedError(Exception):
 
 
 def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
-    """Whether to build a guard: its tensor is not in `unguarded`, its type not in
-    `_CHECKED_BY_CALLER`."""
+    """Whether to build a guard: not for tensors in `unguarded` and types `_CHECKED_BY_CALLER`."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
     # `module.to(x.device)` looks at gradients, which the traced copy has not, and moves nothing.
@@ -433,8 +407,6 @@ class Guards:
     """Guards on the Python state that a captured call has read.
 
     Args:
-        capture: the captured call.
-        manager: Dynamo's guard manager.
         constants: values of Python numbers that are constants in the graph, by Dynamo source.
     """
 
@@ -443,22 +415,12 @@ class Guards:
     constants: Mapping[str, Any]
 
     def hold(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether all guards hold for a call, so that the captured graph is valid.
-
-        Args:
-            owner: the object passed as `self`.
-            args, kwargs: the other arguments.
-        """
+        """Whether all guards hold for a call, so that the captured graph is valid."""
         scope = self.capture.scope(owner, args, kwargs)
         return bool(self.manager.guard_manager.check(scope))
 
     def failing(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Return the first guard that fails for a call, as Python code; empty if all guards hold.
-
-        Args:
-            owner: the object passed as `self`.
-            args, kwargs: the other arguments.
-        """
+        """Return the first guard that fails for a call, as Python code; empty if none fails."""
         scope = self.capture.scope(owner, args, kwargs)
         parts = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]) if parts else ""
@@ -467,12 +429,7 @@ class Guards:
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> frozenset[str]:
         """Return the Dynamo sources of Python numbers whose value, but not type, has changed since
-        capture.
-
-        Args:
-            owner: the object passed as `self`.
-            args, kwargs: the other arguments.
-        """
+        capture."""
         scope = {
             "L": self.capture.scope(owner, args, kwargs),
             "G": self.capture.function.__globals__,
@@ -485,8 +442,7 @@ class Guards:
 
 
 def _evaluate_source(source: str, scope: dict[str, Any]) -> Any:
-    """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises, as for a
-    deleted attribute."""
+    """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises."""
     try:
         return eval(source, dict(scope))
     except Exception:
