@@ -218,7 +218,7 @@ def _planned_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
     try:
         args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(plan.structure))
     except ValueError as error:
-        raise PlanError(f"the plan's inputs are malformed: {error}\nplan again") from None
+        raise PlanError(f"the plan's inputs are malformed: {error}\nplan the model again") from None
     return args, kwargs
 
 
