@@ -1,8 +1,8 @@
-"""Follows the samples of a batch from the inputs of a graph to its loss.
+"""Propagates the batch dimension from the inputs of a graph to its loss.
 
-A micro-batch is a shard in time: the sharding rule of an operator also says what the operator
-computes on a micro-batch. Means and sums over samples that follow from inputs alone, such as the
-number of valid labels, are computed once for the global batch. Means and sums that depend on
+A micro-batch is a shard of the batch, so the sharding rule of an operator also says what the
+operator computes on a micro-batch. Means and sums over samples that depend on inputs only, such as
+the number of valid labels, are computed once for the global batch. Means and sums that depend on
 parameters may pass through linear operators only, so that the loss is a mean or sum too.
 """
 
@@ -31,17 +31,16 @@ from shardwright.core.rules import is_random
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
-    """Return the graph of a micro-batch, whose loss is a term of the loss of the batch.
+    """Return a graph of a micro-batch whose loss sums or averages to that of the global batch.
 
     Args:
-        flow: the initial states of the batch's graph, which this function updates.
+        flow: initial states of the values in the graph of the global batch, updated in place.
 
     Raises:
-        UnsplittableError: for the first operator on the path to the loss that micro-batches
-            cannot compute.
+        UnsplittableError: for the first operator before the loss that cannot run on micro-batches.
     """
     graph = flow.pair.whole
-    on_path = set() if graph.loss is None else set(_ancestors(graph, graph.loss))
+    on_path = set() if graph.loss is None else set(_ops_before(graph, graph.loss))
     for op in graph.ops:
         _set_output_states(flow, op, op in on_path)
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
@@ -60,8 +59,12 @@ def _set_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
     """Determine the states of an operator's outputs from the states of its inputs.
 
     Args:
-        op: the operator.
-        on_path: whether the loss depends on its outputs.
+        flow: the states determined so far, updated in place.
+        op: an operator in the graph of the global batch.
+        on_path: whether the loss depends on the outputs of `op`.
+
+    Raises:
+        UnsplittableError: if the loss depends on `op`, which cannot run on micro-batches.
     """
     # The code of a `local_map` may draw random numbers or depend on other values.
     known = flow.free.issuperset(op.inputs) or op.short_name in FILLED_LIKE
@@ -90,14 +93,20 @@ def _check_input_states(flow: SampleFlow, op: Op) -> None:
     # In training, running statistics do not change what a batch norm returns.
     read = op.inputs[:1] if flow.keeps_statistics(op) else op.inputs
     if any(flow.states[value] == UNKNOWN for value in read):
-        raise UnsplittableError(op, "reads what mixes samples")
+        raise UnsplittableError(op, "reads a value that mixes samples")
 
 
 def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
-    """Return the states of the outputs of an operator.
+    """Return the state of each output of `op`.
+
+    Args:
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
+        free: whether the prologue could compute `op`, which reads no parameter and draws no random
+            number.
 
     Raises:
-        UnsplittableError: if the operator mixes samples.
+        UnsplittableError: if `op` mixes samples.
     """
     read = {flow.states[value] for value in op.inputs}
     if POSITIONS in read:
@@ -125,7 +134,7 @@ def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
     return states
 
 
-def _ancestors(graph: Graph, value: Value) -> list[Op]:
+def _ops_before(graph: Graph, value: Value) -> list[Op]:
     needed, ops = {value}, []
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):

@@ -17,10 +17,14 @@ from shardwright.core.rules.notation import call_arguments
 
 
 def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
-    """Return the states of the outputs of an operator that reads means or sums over samples.
+    """Return the state of each output of an operator that reads means or sums over samples.
+
+    Args:
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
 
     Raises:
-        UnsplittableError: if the operator is not linear in them.
+        UnsplittableError: if `op` is not linear in the means or sums.
     """
     if op.short_name in CONSTANT:
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
@@ -49,11 +53,13 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
 def _state_of_sum(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
     """Return the state of the output of an additive operator.
 
-    If it is `SUM`, terms that depend on no sample are divided by the number of micro-batches.
+    Where the output is a `SUM` over micro-batches, terms that are equal in all micro-batches are
+    divided by the number of micro-batches.
 
     Args:
-        op: the operator.
-        operands: its inputs that are added.
+        flow: the states determined so far.
+        op: one of the operators `ADDITIVE`.
+        operands: the inputs of `op` that are added.
     """
     if all(flow.states[value] != SUM for value in operands):
         # mean(x) + c is the mean of x + c.

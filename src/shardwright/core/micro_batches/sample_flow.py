@@ -1,4 +1,4 @@
-"""How the values of a graph depend on samples, as far as the analysis has determined it."""
+"""`SampleFlow`: how the values of a graph depend on samples, as determined so far."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PAIRS_SAMPLES = "reads a tensor of several sizes that depend on the batch size, 
 
 @dataclass
 class SampleFlow:
-    """States of the values of a batch's graph, and changes to the graph of a micro-batch.
+    """States of values in the graph of the global batch, and changes to that of a micro-batch.
 
     Args:
-        pair: graphs of the batch and of a micro-batch.
+        pair: graphs of the global batch and of a micro-batch.
         count: number of micro-batches.
-        per_micro_batch: whether batch norms take their statistics from each micro-batch.
-        states: state of each value of the batch's graph.
-        free: values that follow from inputs, buffers and constants alone, without random numbers.
-        outside: values that the prologue computes for all samples.
+        per_micro_batch: whether batch norms compute statistics over each micro-batch.
+        states: state of each value in the graph of the global batch.
+        free: values computed from inputs, buffers and constants only, without random numbers.
+        outside: values that the prologue computes once per step for all samples.
         in_full: inputs with the batch size in dimension 0 that each micro-batch reads in full, and
-            values that follow from these inputs alone.
+            values computed from these inputs only.
         result: the changes to the graph of the micro-batch.
     """
 
@@ -73,12 +73,12 @@ class SampleFlow:
                 self.outside.add(value)
 
     def keeps_statistics(self, op: Op) -> bool:
-        """Whether an operator normalizes each micro-batch by its own statistics."""
+        """Whether `op` is a batch norm with statistics of each micro-batch."""
         return self.per_micro_batch and takes_statistics(op)
 
     def varying_dims(self, value: Value) -> set[int]:
-        """Return the dimensions whose size depends on the batch size; {-1} if the number of
-        dimensions does."""
+        """Return the dimensions whose sizes depend on the batch size; {-1} if the rank of `value`
+        depends on the batch size."""
         twin = self.pair.twin_values.get(value, value)
         if len(value.shape) != len(twin.shape):
             return {-1}
@@ -96,14 +96,15 @@ class SampleFlow:
         return next((v.shape[dim] for v, dim in pairs if isinstance(dim, int)), 1)
 
     def split_values_of_prologue(self, op: Op) -> set[SampleState]:
-        """Split the inputs that the prologue computes for all samples, such as `x[permutation]`.
+        """Split inputs of `op` that the prologue computes, such as `x[permutation]`, over the
+        micro-batches.
 
         Returns:
-            Their batch dimensions.
+            The batch dimensions of the inputs that are split.
 
         Raises:
-            UnsplittableError: if an input, such as `x[2:]` or `torch.eye(len(x))`, has no
-                equal parts for micro-batches.
+            UnsplittableError: if an input, such as `x[2:]` or `torch.eye(len(x))`, cannot be
+                divided evenly among micro-batches.
         """
         split: set[SampleState] = set()
         for value in [each for each in dict.fromkeys(op.inputs) if each in self.outside]:
@@ -123,8 +124,8 @@ class SampleFlow:
         return split
 
     def shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Return `values`, which each micro-batch divides by the number of micro-batches, and
-        replace those that the prologue computes by inputs from it."""
+        """Pass those of `values` that the prologue computes to each micro-batch in full, and return
+        `values`."""
         for value in [each for each in values if each in self.outside]:
             self.result.replaced[value] = self.result.take(value, None)
         return values

@@ -1,4 +1,4 @@
-"""Operators on samples, which their sharding rules describe."""
+"""Operators that read samples: their sharding rules say what they compute on a micro-batch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shardwright.core.rules.notation import WithArguments, call_arguments
 from shardwright.core.rules.rule import Dims, Local, ShardingRule
 
 DIVISIONS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
-"""Names of operators that return parts of a tensor along a dimension."""
+"""Names of operators that split a tensor along a dimension into several tensors."""
 
 PARTS = frozenset({"slice", "select", "narrow"})
-"""Names of operators that return one part of a tensor along a dimension."""
+"""Names of operators that return one slice of a tensor along a dimension."""
 
 JOINS = frozenset({"view", "reshape", "flatten", "_unsafe_view"})
 """Names of operators that may join the batch dimension with a dimension before it."""
@@ -57,10 +57,14 @@ RAGGED = {
 
 
 def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
-    """Return the states of the outputs of an operator that reads samples.
+    """Return the state of each output of an operator that reads samples.
+
+    Args:
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
 
     Raises:
-        UnsplittableError: if the operator mixes samples.
+        UnsplittableError: if `op` mixes samples.
     """
     if any(flow.states[value] in (SUM, AVERAGE) for value in op.inputs):
         raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
@@ -72,27 +76,27 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
         return [SUM]
     if rule is None or factor is None:
-        raise UnsplittableError(op, _why_mixed(flow, op, why))
+        raise UnsplittableError(op, _reason_unsplittable(flow, op, why))
     dims = [
-        place.index(factor) if _is_sliced(flow, value, place, factor) else None
+        place.index(factor) if _needs_slice(flow, value, place, factor) else None
         for value, place in zip(op.inputs, rule.inputs, strict=True)
     ]
-    flow.result.emit(op, dims, flow.outside, numbers=_local_numbers(flow, op, rule, factor))
+    flow.result.emit(op, dims, flow.outside, numbers=_shard_numbers(flow, op, rule, factor))
     reduced: list[SampleState]
     if isinstance(op.target, LocalCall):
         reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
     elif takes_statistics(op) or all(factor in place for place in rule.outputs):
         reduced = [SUM] * len(op.outputs)
     else:
-        reduced = [_reduced_state(flow, op, rule, factor)] * len(op.outputs)
+        reduced = [_reduction_state(flow, op, rule, factor)] * len(op.outputs)
     return [
         place.index(factor) if factor in place else state
         for place, state in zip(rule.outputs, reduced, strict=True)
     ]
 
 
-def _why_mixed(flow: SampleFlow, op: Op, why: str) -> str:
-    """Return the reason of an error, `why` unless the kind of the operator says more."""
+def _reason_unsplittable(flow: SampleFlow, op: Op, why: str) -> str:
+    """Return the reason for an error: one that is specific to the type of `op`, else `why`."""
     if flow.keeps_statistics(op):
         return "normalizes samples that are not in its dimension 0"
     if op.short_name in DIVISIONS:
@@ -105,8 +109,8 @@ def _why_mixed(flow: SampleFlow, op: Op, why: str) -> str:
 
 
 def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
-    """Return the factor of the batch dimension in the operator's rule; None if it mixes samples,
-    with the reason."""
+    """Return the factor of the batch dimension in the rule of `op`, and the reason if the factor is
+    None, as `op` mixes samples."""
     factors: set[str | None] = set()
     for value, place in zip(op.inputs, rule.inputs, strict=True):
         state = flow.states[value]
@@ -121,7 +125,7 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
     for value, place in zip(op.inputs, rule.inputs, strict=True):
         # A value that depends on no sample must be equal for all samples: positional embeddings
         # along the batch dimension would differ between a micro-batch and the batch.
-        if _is_sliced(flow, value, place, factor) and value not in flow.outside:
+        if _needs_slice(flow, value, place, factor) and value not in flow.outside:
             return None, MIXES
     if rule.capacity.get(factor, 0) % flow.count:
         return None, flow.not_divisible
@@ -134,12 +138,18 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
     return (None, MIXES) if reduces else (factor, "")
 
 
-def _local_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:
-    """Return the numbers that an operator has on a shard of the batch, such as the groups of a
-    norm, by argument name if they differ.
+def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:
+    """Return the number arguments of `op`, by name, that differ between micro-batch and global
+    batch, such as the groups of a norm.
+
+    Args:
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
+        rule: the sharding rule of `op`.
+        factor: the factor of the batch dimension.
 
     Raises:
-        UnsplittableError: if the operator depends on which shard it reads.
+        UnsplittableError: if the arguments depend on the index of the micro-batch.
     """
     reduces = is_mean_over_targets(op) or takes_statistics(op)
     if rule.kernel is None or reduces or isinstance(op.target, LocalCall):
@@ -163,10 +173,12 @@ def _local_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) ->
     return {name: number for name, number in replaced if number != arguments[name]}
 
 
-def _is_sliced(flow: SampleFlow, value: Value, place: Dims, factor: str) -> bool:
-    """Whether a micro-batch reads a slice of a value that depends on no sample.
+def _needs_slice(flow: SampleFlow, value: Value, place: Dims, factor: str) -> bool:
+    """Whether `value` is equal for all micro-batches, but an operator on a micro-batch would read a
+    slice only.
 
     Args:
+        flow: the states determined so far.
         value: an input of the operator.
         place: factors of the dimensions of `value`.
         factor: the factor of the batch dimension.
@@ -175,11 +187,18 @@ def _is_sliced(flow: SampleFlow, value: Value, place: Dims, factor: str) -> bool
     return sliced and value.shape[place.index(factor)] > 1
 
 
-def _reduced_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:
-    """Return the state of an output without batch dimension, a mean or sum over samples.
+def _reduction_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:
+    """Return the state of the outputs of `op`, which reduces the batch dimension: `SUM` or
+    `AVERAGE`.
+
+    Args:
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
+        rule: the sharding rule of `op`.
+        factor: the factor of the batch dimension.
 
     Raises:
-        UnsplittableError: if the operator reduces samples in another way.
+        UnsplittableError: if `op` is neither a mean nor a sum over samples.
     """
     if is_mean_over_targets(op):
         _record_loss_denominator(flow, op)

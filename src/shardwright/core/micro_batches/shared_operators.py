@@ -1,4 +1,4 @@
-"""Operators on values that are equal for all samples, or on the positions of samples."""
+"""Operators on values that are equal for all samples, or on the indices of samples."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shardwright.core.rules.notation import call_arguments
 from shardwright.core.torch_internals.operators import OpOverload
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
-"""Names of operators whose results are equal for all samples."""
+"""Names of operators that fill a tensor with one number."""
 
 RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy", "alias"})
 
 
 def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
-    """Return the states of the outputs of an operator whose inputs are equal for all samples.
+    """Return the state of each output of an operator whose inputs are equal for all samples.
 
     Args:
-        flow: the states so far.
-        op: the operator.
-        free: whether the outputs follow from inputs, buffers and constants alone.
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
+        free: whether the outputs are computed from inputs, buffers and constants only.
 
     Raises:
-        UnsplittableError: if micro-batches cannot compute the operator.
+        UnsplittableError: if `op` cannot run on micro-batches.
     """
     if not flow.in_full.isdisjoint(op.inputs):
         if any(value.requires_grad for value in op.outputs):
@@ -41,7 +41,7 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
     if free and not flow.outside.isdisjoint(op.inputs):
         flow.outside.update(op.outputs)
         return [WHOLE] * len(op.outputs)
-    if _has_own_backward(op) and any(value.requires_grad for value in op.outputs):
+    if _has_custom_backward(op) and any(value.requires_grad for value in op.outputs):
         # Each micro-batch passes a term of the gradient to it.
         raise UnsplittableError(op, "has a backward of its own, which may not be linear")
     if not op.outputs or not any(flow.varying_dims(value) for value in op.outputs):
@@ -60,11 +60,13 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
 
 
 def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
-    """Return the state of the output of an operator that reads `POSITIONS`, or None if the
-    operator is not supported.
+    """Return the state of the output of `op`, which reads the indices of all samples (`POSITIONS`).
 
-    A reshape keeps the positions; indexing with them selects one element, or one slice, of each
-    sample.
+    None if `op` neither reshapes the indices nor selects one element or slice of each sample.
+
+    Args:
+        flow: the states determined so far.
+        op: an operator in the graph of the global batch.
     """
     if op.short_name in RESHAPES and len(op.inputs) == 1:
         return POSITIONS
@@ -77,7 +79,7 @@ def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
 
 
 def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
-    """Whether an operator is `arange(len(x))`, as in `logits[arange(len(x)), last]`."""
+    """Whether `op` is `arange(batch_size)`, as in `logits[arange(len(x)), last]`."""
     if op.short_name != "arange" or flow.pair.changed_numbers(op):
         return False
     arguments = call_arguments(op)
@@ -86,7 +88,7 @@ def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
 
 
 def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
-    """Whether a value that depends on no sample is constant along dimension `dim`."""
+    """Whether all slices of `value`, which depends on no sample, along `dim` are equal."""
     if dim < 0:
         return False
     op = flow.pair.whole.producer.get(value)
@@ -113,8 +115,8 @@ def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
     )
 
 
-def _has_own_backward(op: Op) -> bool:
-    """Whether an operator is a custom operator, or a custom autograd function computed in full."""
+def _has_custom_backward(op: Op) -> bool:
+    """Whether `op` is a custom operator or a replicated `autograd.Function`."""
     if isinstance(op.target, LocalCall):
         return isinstance(op.target.body, AppliedFunction)
     return isinstance(op.target, OpOverload) and op.target.namespace not in ("aten", "shardwright")
