@@ -392,7 +392,8 @@ def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str
 
 def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
     """Return the names of operators that draw random numbers; empty if outputs and gradients do not
-    depend on the seed. Gradients alone may, if the next layer is initialized to zeros."""
+    depend on the seed. With a next layer initialized to zeros, only gradients depend on the seed.
+    """
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:

@@ -13,7 +13,9 @@ Result = TypeVar("Result")
 
 
 def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorate a function to suggest the nearest parameter for an unknown keyword, as Python 3.13.
+    """Decorate a function to suggest the nearest parameter for an unknown keyword argument.
+
+    Python 3.13 does so without a decorator.
 
     Args:
         call: the function, or `__init__` of a class.

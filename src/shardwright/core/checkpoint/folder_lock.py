@@ -56,7 +56,7 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
     try:
         lock = _acquire_lock(path)
     except OSError as error:
-        raise LockError(f"{path}: {error.strerror}") from None
+        raise LockError(f"cannot lock {path}: {error.strerror}\nuse a writable folder") from None
     if lock is None:
         yield []
         return
@@ -134,5 +134,5 @@ def _is_open_file_at(path: Path, file: int) -> bool:
 
 
 def _process_id_text(pid: int) -> str:
-    """Return the first words of a lock file of process `pid`, which the date follows."""
+    """Return the text of a lock file of process `pid`, without the date at the end."""
     return f"process {pid} on {socket.gethostname()} since "

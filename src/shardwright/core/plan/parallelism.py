@@ -48,10 +48,10 @@ def axis_purpose(plan: PlanData, axis: int) -> str:
     that shards no operator."""
     if axis in plan.unused_axes:
         return "replicated"
-    return _meaning_of_axis_name(plan.mesh.alias_names[axis])[0]
+    return _parallelism_of_axis(plan.mesh.alias_names[axis])[0]
 
 
-def _meaning_of_axis_name(axis_name: str) -> tuple[str, str]:
+def _parallelism_of_axis(axis_name: str) -> tuple[str, str]:
     # Several axes of one purpose have numbers: dp0, dp1.
     return AXIS_PURPOSES.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
@@ -115,7 +115,7 @@ def _meaning_of_factor(row: OperatorRow, factor: str, axes: Axes) -> str:
     In plan files without meanings, the name of the first mesh axis that shards the factor decides.
     """
     return row.meanings.get(factor) or (
-        _meaning_of_axis_name(row.cuts[factor][0])[1] if axes else ""
+        _parallelism_of_axis(row.cuts[factor][0])[1] if axes else ""
     )
 
 

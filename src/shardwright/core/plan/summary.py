@@ -196,7 +196,7 @@ def _summary_blocks(plan: PlanData, detail: int) -> list[_SummaryRow]:
             aten_name = words[min(1, len(words) - 1)]
             others.setdefault(phrases, _SummaryRow("", phrases)).add(aten_name, fold, sent)
     for block in others.values():
-        block.names = [f"others: {', '.join(_cap_names(block.names))}"]
+        block.names = [f"others: {', '.join(_shorten_names(block.names))}"]
     return [*blocks.values(), *others.values()]
 
 
@@ -245,12 +245,12 @@ def _block_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str
         numbers = [binary(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
         own = [phrase for phrase in block.phrases if not common_header or phrase not in common]
-        names = prefix + ", ".join(_cap_names(_join_modules(block.names)))
+        names = prefix + ", ".join(_shorten_names(_join_modules(block.names)))
         rows.append((names, ", ".join(own) or "nothing else", *numbers))
     return in_columns(header, rows, width)
 
 
-def _cap_names(names: list[str]) -> list[str]:
+def _shorten_names(names: list[str]) -> list[str]:
     """Shorten a list of names to the first `MAX_LISTED_NAMES`, followed by `N more`."""
     remaining = len(names) - MAX_LISTED_NAMES
     return [*names[:MAX_LISTED_NAMES], f"{remaining} more"] if remaining > 1 else names
