@@ -48,7 +48,7 @@ FILE_KEYS = {
 change the file format."""
 
 UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
-"""Fields of a plan that are not saved. A loaded plan lacks them, so that it has no dry run."""
+"""Fields of a plan that are not saved. Without them, a loaded plan cannot predict its memory."""
 
 OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
     PlanData: ("memory_limit", "chunk_seconds", "saved_memory", "saved_choices", "saved_gap"),

@@ -114,8 +114,8 @@ def alias_module(
 
 
 def drop_buffer_assignments_of_export() -> None:
-    """Remove the global hook by which `torch.export` turns buffers assigned in `forward` into
-    copies.
+    """Remove the global hook by which `torch.export` appends a copy for each buffer assigned in
+    `forward`.
 
     The hook handles buffers of the root module only, whereas capture handles those of all modules.
     `torch.export` does not fail when it removes the missing hook later.
