@@ -44,7 +44,7 @@ def test_a_model_that_is_not_planned_is_whole() -> None:
     net = language()
     with sw.whole(net) as whole:
         assert whole is net
-    with pytest.raises(sw.PlanError, match="with 3, which is no module"), sw.whole(3):  # type: ignore[arg-type]
+    with pytest.raises(sw.PlanError, match="with 3, which is not a module"), sw.whole(3):  # type: ignore[arg-type]
         pass
 
 

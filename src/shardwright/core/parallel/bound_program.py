@@ -27,11 +27,12 @@ class BoundProgram:
     """A program with the module tensors that it reads and updates.
 
     Args:
-        recomputes: whether the backward pass recomputes some operators.
-        draws_random_numbers: whether some operator draws random numbers, as dropout does.
+        recomputes: whether the backward pass recomputes operators.
+        draws_random_numbers: whether an operator draws random numbers, as dropout does.
         devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
-        off_path: watches outputs whose gradients would miss those of other outputs.
+        off_path: watches outputs whose gradients would be incomplete, as the backward pass from
+            other outputs does not reach them.
     """
 
     graph: Graph

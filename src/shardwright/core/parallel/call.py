@@ -1,5 +1,5 @@
-"""Binds calls of a planned module to the signature of `forward`, and checks them against the
-planned call."""
+"""Bind calls of a planned module to the signature of `forward`, and check them against the planned
+call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments."""
+"""Positional and keyword arguments of a call."""
 
 
 def argument_key(leaf: Any) -> Any:
@@ -36,7 +36,7 @@ class PlannedCall:
 
     Args:
         forward: the model's `forward`.
-        graph: the graph captured from that call.
+        graph: the graph captured from the planned call.
     """
 
     def __init__(self, forward: Callable[..., Any], graph: Graph) -> None:
@@ -48,13 +48,19 @@ class PlannedCall:
         ]
         self._inputs = graph.inputs
         self._args, self._kwargs = pytree.tree_unflatten(list(graph.inputs), graph.in_spec)
-        self._planned_names = self._drop_defaults(self._by_name(self._args, self._kwargs)).keys()
-        self._planned_index = {path: index for index, path in enumerate(self._paths(graph.in_spec))}
+        self._planned_names = self._drop_defaults(
+            self._named_arguments(self._args, self._kwargs)
+        ).keys()
+        self._planned_index = {
+            path: index for index, path in enumerate(self._leaf_paths(graph.in_spec))
+        }
         self._planned_indices: dict[pytree.TreeSpec, list[int | None]] = {}
 
     def reorder_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the arguments in the order of the planned call, ignoring those equal to their
-        default; if their names differ from those of the planned call, return them by keyword.
+        """Return the arguments of a call in the structure of the planned call.
+
+        If the call passes other parameters than the planned call, return the arguments by keyword,
+        without those equal to their defaults.
 
         Raises:
             PlanError: if `forward` does not accept the arguments.
@@ -71,12 +77,12 @@ class PlannedCall:
                 f"called with {_describe_arguments(args, kwargs)}: {error}\npass the planned"
                 f" inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
-        named = self._drop_defaults(self._by_name(args, kwargs))
+        named = self._drop_defaults(self._named_arguments(args, kwargs))
         # In the planned structure, so that positional and keyword arguments hit the same program.
         if named.keys() == self._planned_names:
             values = [
                 self._argument_or_default(name, named)
-                for name in self._by_name(self._args, self._kwargs)
+                for name in self._named_arguments(self._args, self._kwargs)
             ]
             count = len(self._args)
             return tuple(values[:count]), dict(zip(self._kwargs, values[count:], strict=True))
@@ -87,16 +93,16 @@ class PlannedCall:
         return (), {name: named[name] for name in sorted(named, key=[*keywords, *named].index)}
 
     def planned_indices(self, spec: pytree.TreeSpec) -> list[int | None]:
-        """Return, for each leaf of a call with this structure, the index of the planned leaf at the
-        same path; None for a leaf that was not planned."""
+        """Return, for each leaf of a call with structure `spec`, the index of the leaf at the same
+        path in the planned call; None for a leaf that the planned call did not pass."""
         if spec not in self._planned_indices:
             self._planned_indices[spec] = [
-                self._planned_index.get(path) for path in self._paths(spec)
+                self._planned_index.get(path) for path in self._leaf_paths(spec)
             ]
         return self._planned_indices[spec]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check tensors against the planned call.
+        """Check that the tensors of a call match those of the planned call.
 
         Raises:
             PlanError: if an argument planned as a tensor is not a tensor, or has another dtype or
@@ -126,15 +132,15 @@ class PlannedCall:
                     " sizes may differ from the planned call"
                 )
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Map parameter names to arguments; those of `*args` are named `*0`, `*1`, ... in order."""
+    def _named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments by parameter name; arguments of `*args` are named `*0`, `*1`, ..."""
         names = [*self._positions, *(f"*{n}" for n in range(len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _paths(self, spec: pytree.TreeSpec) -> list[str]:
+    def _leaf_paths(self, spec: pytree.TreeSpec) -> list[str]:
         args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
         # Paths, unlike indices, are equal whether an argument is passed by position or by keyword.
-        flat, _ = pytree.tree_flatten_with_path(self._by_name(args, kwargs))
+        flat, _ = pytree.tree_flatten_with_path(self._named_arguments(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 
     def _drop_defaults(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -142,19 +148,19 @@ class PlannedCall:
 
     def _is_default(self, name: str, value: Any) -> bool:
         # Only numbers and strings are compared by value: `==` of two tensors is a tensor.
-        default = self._default(name)
+        default = self._parameter_default(name)
         return value is default or (
             isinstance(value, bool | int | float | str)
             and type(value) is type(default)
             and value == default
         )
 
-    def _default(self, name: str) -> Any:
+    def _parameter_default(self, name: str) -> Any:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 
     def _argument_or_default(self, name: str, named: dict[str, Any]) -> Any:
-        return named[name] if name in named else self._default(name)
+        return named[name] if name in named else self._parameter_default(name)
 
     def _must_be_positional(self, name: str) -> bool:
         parameter = self._signature.parameters.get(name)

@@ -23,14 +23,14 @@ class CallLeaves:
     """Converts the leaves of calls to inputs of programs.
 
     Args:
-        partitioned: the planned model, whose arrivals say which inputs are local batches.
+        partitioned: the planned model, whose arrivals are the inputs passed as local batches.
     """
 
     partitioned: Partitioned
     devices: Devices
 
     def on_device(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves with tensors as plain tensors on the program's device."""
+        """Return the leaves, with all tensors as plain tensors on the device of this rank."""
         device = self.devices.device
         return [
             to_plain_tensor(leaf).to(device) if isinstance(leaf, Tensor) else leaf
@@ -43,7 +43,7 @@ class CallLeaves:
         """Return the leaves with global shapes; inputs that arrive sharded become meta tensors.
 
         Args:
-            planned_indices: for each leaf its index in the planned call, or None.
+            planned_indices: index of each leaf in the planned call; None if that lacks the leaf.
         """
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if index is None else graph.inputs[index] for index in planned_indices]
@@ -54,7 +54,7 @@ class CallLeaves:
         """Return the batch dimension of each leaf of a call; empty if it is dimension 0 for all.
 
         Args:
-            planned_indices: for each leaf its index in the planned call, or None.
+            planned_indices: index of each leaf in the planned call; None if that lacks the leaf.
         """
         dims = self.partitioned.pipeline.batch_dims
         if not dims:
@@ -66,7 +66,7 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Return leaves and structure of a call, with DTensors (e.g. other models' outputs) gathered.
 
     Raises:
-        PlanError: for an argument that is no dense tensor or plain value.
+        PlanError: if an argument is neither a dense tensor nor a plain value.
     """
     leaves, spec = pytree.tree_flatten(call)
     for leaf in leaves:

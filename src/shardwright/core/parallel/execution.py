@@ -1,4 +1,4 @@
-"""Executes calls of a planned model on this rank.
+"""Execute calls of a planned model on this rank.
 
 A program is valid for one *situation*: the Python state that `forward` reads, the training mode,
 which parameters are trained, the autocast dtype, and the shapes, dtypes and structure of the
@@ -29,9 +29,7 @@ from shardwright.core.misuse.between_outputs import OutputsOffPath
 from shardwright.core.misuse.gradient_guard import GradientGuard
 from shardwright.core.misuse.paired_batch import BatchSizes
 from shardwright.core.misuse.planned_parameters import PlannedParameters
-from shardwright.core.misuse.whole_batch import (
-    batch_sizes,
-)
+from shardwright.core.misuse.whole_batch import batch_sizes
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import argument_key
 from shardwright.core.parallel.call_leaves import CallLeaves, full_leaves, has_dtensors
@@ -49,11 +47,7 @@ from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.partition.partitioned import Partitioned, random_operators
 from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.dtensor import (
-    add_gradients,
-    local_shards,
-    stored_shards,
-)
+from shardwright.core.runtime.dtensor import add_gradients, local_shards, stored_shards
 from shardwright.core.runtime.micro_batches import (
     SampleDims,
     micro_batch,
@@ -69,7 +63,8 @@ log = logging.getLogger(__name__)
 MAX_CACHED_PROGRAMS = 64
 """Capacity of the caches of programs and of training steps; the least recently used is evicted.
 
-Most runs have a handful of situations; one with sequences of every length would keep growing."""
+Most runs have a few situations; without a limit, caches of runs with many sequence lengths would
+grow without bound."""
 
 Bound = TypeVar("Bound")
 
@@ -85,7 +80,7 @@ class Execution(Recapture):
         template: a copy of `module` on the meta device, which is captured.
         partitioned: the partitioned graph for the mode and shapes of the plan.
         devices: this rank's view of the devices.
-        hooks: forward hooks of the user's model, which the user's handles refer to.
+        hooks: forward hooks of the user's model, to which the user's handles refer.
     """
 
     def __init__(
@@ -98,14 +93,15 @@ class Execution(Recapture):
     ) -> None:
         super().__init__(module, template, partitioned, devices, hooks)
         partitioned, graph = self.partitioned, self.partitioned.graph
-        if self._is_split and graph.python is not None and graph.python.depends_on_calls:
+        if self._splits_batch and graph.python is not None and graph.python.depends_on_calls:
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Holds the forward hooks, and a `forward` set on the instance, that programs contain."""
+        """Module with the forward hooks, and the `forward` set on the instance, that programs
+        contain."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.initialization: Initialization | None = None
-        """Pending initialization of parameters from the meta device; None once they have values."""
+        """Pending initialization of parameters on the meta device; None once all have values."""
         self._compiler: Callable[[Program], Program] | None = None
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
@@ -118,7 +114,7 @@ class Execution(Recapture):
         # A call with the shapes of a micro-batch has a loss of its own.
         prefix = ("micro-batch",) if graph.is_term_of_batch else ()
         self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_situation)
-        self._bind_planned()
+        self._bind_planned_call()
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -155,7 +151,7 @@ class Execution(Recapture):
         leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
-        situation = self._situation(spec, [argument_key(leaf) for leaf in global_leaves])
+        situation = self._situation_key(spec, [argument_key(leaf) for leaf in global_leaves])
         inputs = self._leaves.on_device(leaves)
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
         # Before capture, which is local: ranks with different calls would run different programs,
@@ -171,24 +167,24 @@ class Execution(Recapture):
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
                 self._evict_programs(self._forwards)
-                self._forwards[key] = self._compiled(self._bind_program(captured))
+                self._forwards[key] = self._compile_program(self._bind_program(captured))
         bound = _mark_used(self._forwards, key)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
         sizes = batch_sizes(leaves, global_leaves)
         if bound.graph.python is None:
-            outputs, result = self._run(bound, inputs, sizes)
+            outputs, result = self._run_program(bound, inputs, sizes)
             return result, bound.graph, outputs
         outputs = []
 
         def program(constants: Mapping[str, Tensor]) -> ProgramResults:
-            outputs[:], _ = self._run(bound, inputs, sizes, constants)
+            outputs[:], _ = self._run_program(bound, inputs, sizes, constants)
             return self._python.results(bound.graph, outputs)
 
         result = self._python.run(bound.graph.python, program, call)
         return result, bound.graph, outputs
 
-    def _run(
+    def _run_program(
         self,
         bound: BoundProgram,
         inputs: list[Any],
@@ -246,9 +242,9 @@ class Execution(Recapture):
         depends_on_calls = python is not None and python.depends_on_calls
         self._reachable.update()
         # The program of a later Python state may change objects.
-        if depends_on_calls or (self._reachable.version and not self._is_split):
+        if depends_on_calls or (self._reachable.version and not self._splits_batch):
             return self._train_with_python(args, kwargs)
-        bound, leaves, dims = self._step_for(args, kwargs)
+        bound, leaves, dims = self._find_step(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
         self.random_step += 1
@@ -264,7 +260,8 @@ class Execution(Recapture):
         return loss
 
     def _train_with_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Train one batch, in one micro-batch, of a model whose Python changes objects.
+        """Run forward and backward over one batch, without micro-batches, for a model whose Python
+        code changes objects.
 
         Returns:
             The loss of the global batch, on every rank.
@@ -288,7 +285,7 @@ class Execution(Recapture):
         return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
-        """Compile all programs with `torch.compile`, those of later captures included.
+        """Compile all programs with `torch.compile`, including those of later captures.
 
         Args:
             args, kwargs: arguments of `torch.compile`.
@@ -297,12 +294,14 @@ class Execution(Recapture):
         self._compiler = lambda program: program.compiled(
             lambda function: torch.compile(function, *args, **kwargs), regional
         )
-        self._forwards = {key: self._compiled(bound) for key, bound in self._forwards.items()}
+        self._forwards = {
+            key: self._compile_program(bound) for key, bound in self._forwards.items()
+        }
         for bound in self._train_steps.values():
             bound.step.compile(self._compiler)
 
     def complete_initialization(self) -> None:
-        """Give values to parameters that were planned on the meta device. Collective.
+        """Set the values of parameters that were planned on the meta device. Collective.
 
         Returns at once if all parameters have values.
 
@@ -345,7 +344,7 @@ class Execution(Recapture):
         return result
 
     def _bind_tensors(self) -> None:
-        """Point all programs to the current tensors of the module."""
+        """Bind all programs to the current parameters and buffers of the module."""
         module = self.module
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
@@ -353,7 +352,7 @@ class Execution(Recapture):
             for key, b in self._forwards.items()
         }
         self._train_steps = {
-            key: replace(b, tensors=self._tensors_of_step(b.step.partitioned))
+            key: replace(b, tensors=self._step_tensors(b.step.partitioned))
             for key, b in self._train_steps.items()
         }
 
@@ -361,14 +360,15 @@ class Execution(Recapture):
         """Drop captured forward hooks whose handles the user has removed."""
         self._state.forget_removed_hooks()
 
-    def _bind_planned(self) -> None:
+    def _bind_planned_call(self) -> None:
         """Lower the program of the planned situation, before the first call."""
         self._forwards[self._planned_program] = self._bind_program(self.partitioned)
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
         graph, (chunk,) = partitioned.graph, partitioned.chunks
         tensors = self._module_tensors(graph)
-        recomputes, devices = bool(partitioned.decisions.recompute), self._devices_for(partitioned)
+        recomputes = bool(partitioned.decisions.recompute)
+        devices = self._program_devices(partitioned)
         current = graph.python.current if graph.python is not None else frozenset()
         draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
         # With `dataset_strategy` an autograd function marks every output as of the global batch, so
@@ -380,18 +380,18 @@ class Execution(Recapture):
     def _module_tensors(self, graph: Graph) -> ModuleTensors:
         return ModuleTensors.of(self.module, graph.parameters, graph.module_buffers)
 
-    def _compiled(self, bound: BoundProgram) -> BoundProgram:
+    def _compile_program(self, bound: BoundProgram) -> BoundProgram:
         if self._compiler is None:
             return bound
         program = self._compiler(bound.program)
         off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
         return replace(bound, program=program, off_path=off_path)
 
-    def _step_for(
+    def _find_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any], SampleDims]:
         """Return the training step for a call, the call's leaves on this rank's device, and the
-        batch dimension of each leaf (empty if it is dimension 0 for all)."""
+        batch dimension of each leaf; the dimensions are empty if all of them are 0."""
         self.complete_initialization()
         call = self._planned_call.reorder_arguments(args, kwargs)
         leaves, spec = full_leaves(call)
@@ -403,7 +403,7 @@ class Execution(Recapture):
         )
         # A step runs the program of one micro-batch; the number of micro-batches is part of the key
         # because the schedule depends on it.
-        situation = self._situation(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
+        situation = self._situation_key(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
         key = (*situation, micro_batches)
         inputs = self._leaves.on_device(leaves)
         self._guard.begin(key, inputs, planned_indices)
@@ -423,19 +423,20 @@ class Execution(Recapture):
         step = self._make_step(partitioned)
         if self._compiler is not None:
             step.compile(self._compiler)
-        return BoundStep(step, self._tensors_of_step(partitioned))
+        return BoundStep(step, self._step_tensors(partitioned))
 
-    def _tensors_of_step(self, partitioned: Partitioned) -> ModuleTensors:
+    def _step_tensors(self, partitioned: Partitioned) -> ModuleTensors:
         return ModuleTensors.of(self.module, *partitioned.tensors_of(self.devices.stage))
 
     def _make_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self._devices_for(partitioned))
+        return GradientAccumulation(partitioned, self._program_devices(partitioned))
 
-    def _devices_for(self, partitioned: Partitioned) -> Devices:
+    def _program_devices(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
     def _evict_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Drop the least recently used entries, except those of the planned situation."""
+        """Remove the least recently used programs from the cache `bound`, but none of the planned
+        situation."""
         planned = self._planned_situation
         other_keys = [
             key for key in bound if key != self._planned_program and key[: len(planned)] != planned
@@ -446,7 +447,7 @@ class Execution(Recapture):
 
 
 def _mark_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
-    """Return the entry of `key`, and move it to the end: the first is the least recently used."""
+    """Return the cache entry of `key`, and move it to the end, as the most recently used."""
     # Dictionaries keep the order of insertion.
     bound[key] = bound.pop(key)
     return bound[key]

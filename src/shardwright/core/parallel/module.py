@@ -47,7 +47,7 @@ INITIALIZERS = ("init_weights", "initialize_weights", "reset_parameters", "apply
 transformers."""
 
 DECODERS = ("generate",)
-"""Methods that call a model or its parts many times, with caches, by the convention of
+"""Methods that call a model or its submodules many times, with caches, by the convention of
 transformers."""
 
 COMPILE_REMEDY = "call `net.compile()`, which compiles the programs of a planned model"
@@ -90,13 +90,13 @@ class Copyable:
 class ParallelModule(Copyable, nn.Module):
     """A model that is sharded over the devices of the running process group.
 
-    Its class is derived from this class and from the user's. It keeps the methods, attributes,
-    parameters, buffers and names of the user's model; on several devices its parameters are
-    DTensors. Parameters that only other pipeline stages read are None.
+    The class of a planned model is derived from this class and from the user's. The model has the
+    methods, attributes, parameters, buffers and names of the user's model; on several devices its
+    parameters are DTensors. Parameters that only other pipeline stages read are None.
 
-    Called with the global batch on every rank, it returns the results of the user's model. Scalars
-    are replicated; so are other tensors if the model returns no loss. Otherwise other tensors are
-    DTensors, gathered on request (`full_tensor()`) or by operators with ordinary tensors
+    Called with the global batch on every rank, the model returns the results of the user's model.
+    Scalars are replicated. Other tensors are replicated if the model returns no loss; otherwise
+    they are DTensors, gathered on request (`full_tensor()`) or by operators with ordinary tensors
     (`OutputTensor`).
     A backward pass may start from any output, with gradients in the output's layout that are equal
     on all ranks. If ranks pass local batches (`dataset_strategy`), outputs are those of the global
@@ -105,7 +105,7 @@ class ParallelModule(Copyable, nn.Module):
     """
 
     execution: Execution
-    """Executes the calls on this rank."""
+    """Executor of the model's calls on this rank."""
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -114,7 +114,7 @@ class ParallelModule(Copyable, nn.Module):
 
     @property
     def program(self) -> Program:
-        """The first of `programs`; the only one without pipeline stages."""
+        """This rank's first program; its only program without pipeline stages."""
         return self.programs[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ class ParallelModule(Copyable, nn.Module):
             return self.execution.clip_grad_norm_(max_norm)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ParallelModule:
-        """Allocate parameters and buffers that are on the meta device; each rank only its shards.
+        """Allocate parameters and buffers that are on the meta device; each rank allocates shards.
 
         Initialize them afterwards with the model's own `init_weights` or `reset_parameters`.
 
@@ -163,7 +163,7 @@ class ParallelModule(Copyable, nn.Module):
         return self
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:
-        """Compile the programs with `torch.compile`, in place. Collectives are part of the graph.
+        """Compile the programs, including their collectives, with `torch.compile`, in place.
 
         Args:
             args, kwargs: arguments of `torch.compile`.
@@ -235,7 +235,7 @@ def parallel_module(
     if initialization.names and other_stages:
         initialization.add_placeholders(stored, template, other_stages)
     # Not by assignment, which a `__setattr__` of the model may intercept.
-    parallel_class = _parallel_class(stored, user_forward)
+    parallel_class = _derive_class(stored, user_forward)
     execution.class_names = frozenset(vars(parallel_class))
     object.__setattr__(stored, "__class__", parallel_class)
     assert isinstance(stored, ParallelModule)
@@ -245,11 +245,12 @@ def parallel_module(
     return stored
 
 
-def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[ParallelModule]:
-    """Derive the class of a planned model from the user's.
+def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[ParallelModule]:
+    """Derive the class of a planned model from the user's class.
 
-    It keeps the name of the user's class, by which libraries look models up, and the signature of
-    its `forward`, by which transformers' `Trainer` selects the columns of a data set.
+    The derived class has the name of the user's class, by which libraries look up models, and the
+    signature of the user's `forward`, by which transformers' `Trainer` selects the columns of a
+    data set.
     """
     user_class = type(module)
 
@@ -280,7 +281,7 @@ def _parallel_class(module: nn.Module, user_forward: Callable[..., Any]) -> type
 
 
 def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `initialize`, a method that initializes the model, wrapped to set shards.
+    """Wrap `initialize`, a method that initializes the model, so that it sets local shards.
 
     While parameters have no values, operators of `initialize` are recorded on full tensors and
     replayed shard by shard, so that the values are those of one device.
@@ -298,9 +299,9 @@ def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _explain_decoder(name: str, decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `decode`, a method that calls the model with caches, wrapped to name the way out.
+    """Wrap `decode`, a method that calls the model with caches, so that its errors name a remedy.
 
-    A method that calls the model as planned, without caches, works.
+    Methods that call the model as planned, without caches, need no remedy.
     """
 
     @functools.wraps(decode)
@@ -310,7 +311,7 @@ def _explain_decoder(name: str, decode: Callable[..., Any]) -> Callable[..., Any
         except (CaptureError, MixedTensorsError) as error:
             reason = str(error).partition("\n")[0]
             raise PlanError(
-                f"`{name}` calls the planned {type(self).__name__} in another way than training: "
+                f"`{name}` calls the planned {type(self).__name__} differently from training: "
                 f"{reason}\ncall it on every rank with full parameters: `with sw.whole(net): "
                 f"net.{name}(...)`"
             ) from error
@@ -319,9 +320,10 @@ def _explain_decoder(name: str, decode: Callable[..., Any]) -> Callable[..., Any
 
 
 def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` excluded from `torch.compile`; its first call inside a compiled function warns.
+    """Wrap `call` so that `torch.compile` does not trace it; the first call inside a compiled
+    function warns.
 
-    Dynamo would trace into guards and caches of `Execution`; `net.compile()` compiles the program.
+    Dynamo would trace the guards and caches of `Execution`; `net.compile()` compiles the programs.
     """
     warned = False
 
@@ -354,7 +356,8 @@ def _check_reserved_names(module: nn.Module) -> None:
 
 
 def _names_without_values(module: nn.Module, devices: Devices) -> set[str]:
-    """Names of the parameters and buffers on the meta device that nothing initializes yet."""
+    """Return the names of parameters and buffers on the meta device without a recorded
+    initialization."""
     if devices.device.type == "meta":
         return set()
     tensors = (*module.named_parameters(), *module.named_buffers())
@@ -364,7 +367,7 @@ def _names_without_values(module: nn.Module, devices: Devices) -> set[str]:
 def _tensors_of_other_stages(
     module: nn.Module, partitioned: Partitioned, devices: Devices
 ) -> dict[str, Tensor]:
-    """Parameters and buffers that this rank's pipeline stage does not own, by name."""
+    """Return the parameters and buffers that this rank's pipeline stage does not own, by name."""
     if partitioned.pipeline.stages == 1:
         return {}
     graph = partitioned.graph

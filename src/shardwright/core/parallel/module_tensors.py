@@ -18,7 +18,8 @@ TensorOwner = tuple[str, nn.Module, str]
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """Parameters that a graph reads, by name, and the owners of the buffers that it reads.
+    """Parameters that a graph reads, by name, and buffers that it reads, with the modules that own
+    them.
 
     Buffers are looked up on each call because `forward` may replace them; parameters are looked up
     once.
@@ -46,7 +47,7 @@ class ModuleTensors:
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
-        """Copy the values of `changed` into the buffers and parameters of these names."""
+        """Copy the tensors of `changed` into the buffers and parameters with equal names."""
         if changed:
             _, buffers = self.read()
             with torch.no_grad():

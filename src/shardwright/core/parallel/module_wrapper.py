@@ -16,9 +16,9 @@ _NN_MODULE_NAMES = frozenset(dir(nn.Module()))
 class ModuleWrapper(nn.Module):
     """A module with the parameters, buffers, submodules, mode and attributes of a wrapped module.
 
-    Attributes that the wrapper has when `wrap` is called stay its own. Methods of the wrapped
-    module are forwarded only after the wrapped module is planned: before, they would run without
-    the wrapper.
+    Attributes that the wrapper has before `wrap` is called remain attributes of the wrapper.
+    Methods of the wrapped module are forwarded only after the wrapped module is planned: before,
+    they would run without the wrapper.
     """
 
     _wrapped: tuple[nn.Module]
@@ -29,7 +29,7 @@ class ModuleWrapper(nn.Module):
         """Wrap `module`.
 
         Raises:
-            PlanError: if the model has an attribute that the wrapper has too.
+            PlanError: if the model and the wrapper have an attribute with the same name.
         """
         vars(self).pop("_wrapped", None)
         # Names of parameters stay those of the wrapped module, also in checkpoints.
@@ -73,7 +73,7 @@ class ModuleWrapper(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """The model inside nested wrappers; `module` itself if it is not a wrapper."""
+    """Return the model inside nested wrappers; `module` itself if it is not a wrapper."""
     while isinstance(module, ModuleWrapper):
         (module,) = module._wrapped
     return module

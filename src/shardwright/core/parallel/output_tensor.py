@@ -1,4 +1,4 @@
-"""Sharded outputs of a planned model, gathered where they meet ordinary tensors.
+"""Sharded outputs of a planned model, gathered when they are combined with ordinary tensors.
 
 Operators whose tensor arguments are all DTensors return DTensors, as usual. DTensor raises an error
 for a mix with ordinary tensors, but labels, weights and losses of the user's code are ordinary. So
@@ -58,7 +58,8 @@ def as_output_tensor(
 
 
 class OutputTensor(DTensor):
-    """A DTensor that all ranks gather where an ordinary tensor meets it or Python reads it."""
+    """A DTensor that is gathered on all ranks when an operator combines it with an ordinary tensor,
+    or Python reads its values."""
 
     __slots__ = ()
 
@@ -82,7 +83,7 @@ class OutputTensor(DTensor):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func in _BACKWARD:
-            return _backward(func, args, kwargs)
+            return _run_backward(func, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # `torch.autograd.grad` does not combine outputs, inputs and gradients in one operator.
         only_dtensors = func is torch.autograd.grad or all(
@@ -116,7 +117,7 @@ class OutputTensor(DTensor):
         return func(*args, **kwargs)
 
 
-def _backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, a `backward` function, on ordinary outputs if any gradient is an ordinary tensor.
 
     Outputs are then gathered to match that gradient; `inputs` are not, since autograd accumulates

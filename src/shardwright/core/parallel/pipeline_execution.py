@@ -1,4 +1,4 @@
-"""Executes the chunks of this rank's pipeline stage."""
+"""Execute calls of a model in pipeline stages on this rank."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class PipelineExecution(Execution):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watch_parameters()
+        self._register_stage_parameters()
         refuse_to_save_stage(self.module, state_names(self.template))
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
         result = super().for_copy(module, memo)
         assert isinstance(result, PipelineExecution)
-        result._watch_parameters()
+        result._register_stage_parameters()
         return result
 
-    def _watch_parameters(self) -> None:
+    def _register_stage_parameters(self) -> None:
         stages = self.partitioned.stages_of_parameters
         own = StageParameters.of(self.module, self.template, stages, self.devices)
         stage_models()[self.module] = own
@@ -73,7 +73,7 @@ class PipelineExecution(Execution):
                 " `torch.no_grad()`"
             )
         self._reachable.update()
-        bound, leaves, dims = self._step_for(args, kwargs)
+        bound, leaves, dims = self._find_step(args, kwargs)
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.tensors.read()
@@ -133,7 +133,7 @@ class PipelineExecution(Execution):
             )
         return state
 
-    def _bind_planned(self) -> None:
+    def _bind_planned_call(self) -> None:
         key = (*self._planned_situation, self.partitioned.pipeline.micro_batches)
         self._train_steps[key] = self._bind_step(self.partitioned)
 
@@ -148,7 +148,7 @@ class PipelineExecution(Execution):
                         f" (training={self.module.training}), but does not own it\nplan the model"
                         " in this mode, or with one stage"
                     )
-        return RankStages(partitioned, self._devices_for(partitioned))
+        return RankStages(partitioned, self._program_devices(partitioned))
 
     def _capture(
         self,
@@ -166,7 +166,7 @@ class PipelineExecution(Execution):
                 )
         return super()._capture(args, kwargs, micro_batches, batch_dims)
 
-    def _pipeline_for(self, graph: Graph) -> PipelineSpec:
+    def _pipeline_of_graph(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline
         planned = pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
@@ -174,8 +174,8 @@ class PipelineExecution(Execution):
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
     def _mark_outputs(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
-        """Mark outputs as of the global batch; pairing them with a local batch then raises an
-        error."""
+        """Mark outputs as belonging to the global batch, so that pairing them with a local batch
+        raises an error."""
         local_leaves, spec = pytree.tree_flatten(call)
         global_leaves = self._leaves.with_global_shapes(
             local_leaves, self._planned_call.planned_indices(spec)
@@ -193,7 +193,7 @@ class PipelineExecution(Execution):
         """Return an output for the global batch, as a full tensor on every rank.
 
         Tensors with a batch dimension are concatenated over micro-batches; the loss and other means
-        or sums over samples are reduced; any other output is that of the first micro-batch.
+        or sums over samples are reduced; other outputs are those of the first micro-batch.
 
         Args:
             value: an output of the model's graph.
@@ -207,7 +207,7 @@ class PipelineExecution(Execution):
         # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
         if chunk.stage == self.devices.stage:
             tensors = [
-                self._gather(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
+                self._unshard(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
             ]
             weight = stages.reduction_of(value)
             if weight is not None:
@@ -215,7 +215,7 @@ class PipelineExecution(Execution):
             elif dim is not None:
                 output = torch.cat(tensors, dim)
                 if dim == 0:
-                    output = self._restore_row_order(output, stages.micro_batches)
+                    output = self._restore_sample_order(output, stages.micro_batches)
             else:
                 output = tensors[0]
             output = output.contiguous()
@@ -225,21 +225,21 @@ class PipelineExecution(Execution):
         dist.broadcast(output, group=self.devices.peers_of_all_stages, group_src=chunk.stage)
         return output
 
-    def _restore_row_order(self, rows: Tensor, micro_batches: int) -> Tensor:
-        """Return the rows of concatenated micro-batches in the order of the global batch.
+    def _restore_sample_order(self, samples: Tensor, micro_batches: int) -> Tensor:
+        """Return the samples of concatenated micro-batches in the order of the global batch.
 
-        If ranks pass local batches, each local batch is split into micro-batches: `rows` are
-        ordered as [micro-batch, rank, row], the global batch as [rank, micro-batch, row].
+        If ranks pass local batches, each local batch is split into micro-batches: `samples` are
+        ordered as [micro-batch, rank, sample], the global batch as [rank, micro-batch, sample].
         """
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)
         num_shards = max((layout.shard_counts[0] for layout in layouts), default=1)
-        if num_shards == 1 or rows.shape[0] % (micro_batches * num_shards):
-            return rows
-        blocks = rows.reshape(micro_batches, num_shards, -1, *rows.shape[1:])
-        return blocks.transpose(0, 1).reshape(rows.shape)
+        if num_shards == 1 or samples.shape[0] % (micro_batches * num_shards):
+            return samples
+        blocks = samples.reshape(micro_batches, num_shards, -1, *samples.shape[1:])
+        return blocks.transpose(0, 1).reshape(samples.shape)
 
-    def _gather(self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
+    def _unshard(self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
         layout = TensorLayout(chunk.mesh, axes)
         if not layout.sharded:

@@ -1,4 +1,4 @@
-"""Runs the chunks of this rank's stage with the schedules of `torch.distributed.pipelining`.
+"""Run the chunks of this rank's stage with the schedules of `torch.distributed.pipelining`.
 
 A schedule decides when a chunk runs which micro-batch, and sends activations and gradients between
 stages. Sender and receiver have the same rank within their stages, and a value crosses in the
@@ -262,7 +262,7 @@ class RankStages:
 
     def reduction_of(self, value: Value) -> float | None:
         """Return the weight of each micro-batch's tensor in the output `value` of the global batch;
-        None if the output is no mean or sum over samples."""
+        None if the output is neither a mean nor a sum over samples."""
         if value is self.partitioned.graph.loss:
             return self._loss_weight
         match dict(whole_batch_of(self.partitioned.graph).outputs).get(value.name):
@@ -273,19 +273,19 @@ class RankStages:
         return None
 
     def sample_dim_of(self, value: Value) -> int | None:
-        """Return the dimension in which micro-batches of the output `value` are concatenated, or
-        None.
+        """Return the dimension in which micro-batches of the output `value` are concatenated; None
+        if they are not.
 
-        For outputs that the analysis of the graph does not cover, it is dimension 0 if that has
-        the size of dimension 0 of the first input.
+        For an output without analysis: dimension 0 if its size is that of dimension 0 of the first
+        input.
         """
         graph = self.partitioned.graph
         outputs = dict(whole_batch_of(graph).outputs)
         if value.name in outputs:
             dim = outputs[value.name]
             return dim if isinstance(dim, int) else None
-        rows = [v.shape[0] for v in graph.input_values if v.shape]
-        is_joined = value.shape and rows and value.shape[0] == rows[0]
+        sizes = [v.shape[0] for v in graph.input_values if v.shape]
+        is_joined = value.shape and sizes and value.shape[0] == sizes[0]
         return 0 if is_joined and not self.pipeline.batch_dims else None
 
     def _weighted_loss(self, loss: Tensor, index: Tensor | int) -> Tensor:
@@ -395,7 +395,7 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def _meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
-    """Return a meta tensor with the local shape of a value that stages send in the layout
+    """Return a meta tensor with the local shape of `value`, sent between stages in the layout
     `axes`."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
     empty = torch.empty(shape, dtype=value.dtype, device="meta")
@@ -428,7 +428,7 @@ def can_split_backward(module: StageModule) -> bool:
 
 
 def _without_weight_pass() -> Any:
-    """`dw_builder` for chunks that compute all gradients in I: returns a W that does nothing."""
+    """Return a W that does nothing: the `dw_builder` of chunks that compute all gradients in I."""
     return _no_op
 
 

@@ -30,7 +30,7 @@ from shardwright.errors import CaptureError, PlanError
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 8
-"""Maximal number of programs, for different Python states, per situation; as in `torch.compile`."""
+"""Maximum number of programs, for different Python states, per situation; as in `torch.compile`."""
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 """The outputs of the graph, and the buffers of the model by name."""
@@ -90,8 +90,12 @@ class PythonCalls:
         return key
 
     def _record_changed_numbers(self, failed: PythonCall, num_programs: int, call: Call) -> None:
-        """Record the numbers that changed since `failed`, the last of the programs, was
-        captured."""
+        """Record the Python numbers that have changed since `failed`, the last program, was
+        captured.
+
+        Raises:
+            PlanError: if there are already `MAX_PROGRAMS` programs.
+        """
         guard = failed.guards.failing(self._module, *call).strip()
         if num_programs == MAX_PROGRAMS:
             raise PlanError(
@@ -128,17 +132,12 @@ class PythonCalls:
             except Exception as error:
                 raise _capture_error(error, type(module).__name__) from error
 
-    def run(
-        self,
-        python: PythonCall,
-        program: ConstantsProgram,
-        call: Call,
-    ) -> Any:
+    def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
         """Run the captured Python of a call, with `program` in place of its tensor operations."""
         return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
-        """Return the outputs, those stored in Python objects as full tensors, and the buffers."""
+        """Return the outputs and the buffers; outputs stored in Python objects as full tensors."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
         kept = [_full_tensor(tensor, copies=True) for tensor in outputs[first:]]

@@ -50,7 +50,7 @@ class StateKey:
 
     Args:
         texts: contents of the watched attributes.
-        number: number of different states that the module had before.
+        number: number of different earlier states of the module.
     """
 
     texts: tuple[str, ...]
@@ -66,9 +66,9 @@ class SetByForward:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks up optional protocol methods.
             raise AttributeError(name)
-        self._refuse()
+        self._raise()
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def _raise(self, *_: object) -> NoReturn:
         raise PlanError(
             f"attribute {self._name!r} is set by `forward`, but the program of a planned model runs"
             " operators only\nreturn its value from `forward`, or keep it in a buffer"
@@ -79,12 +79,12 @@ class SetByForward:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         leaves = pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._raise()
 
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse
-    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _raise
+    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _raise
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _raise
 
 
 class PythonState:
@@ -111,11 +111,11 @@ class PythonState:
             for place, of_model in enumerate(both)
             if of_model
         ]
-        self._find_children()
+        self._record_submodules()
         self._names: dict[tuple[str, str], str] = {}
         self._keys: dict[Hashable, StateKey] = {}
         self._referenced_values: dict[int, Any] = {}
-        self._hooks = self._hook_counts()
+        self._hooks = self._count_hooks()
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
@@ -123,7 +123,7 @@ class PythonState:
 
         Args:
             module: a deep copy of the planned module.
-            inside: module that holds the root's forward hooks that the programs contain.
+            inside: module with the root module's forward hooks that the programs contain.
         """
         result = copy(self)
         result._by_path = dict(module.named_modules())
@@ -136,13 +136,13 @@ class PythonState:
             )
             for path, place, of_model, _ in self._captured_hooks
         ]
-        result._find_children()
+        result._record_submodules()
         result._names, result._keys = dict(self._names), dict(self._keys)
         result._referenced_values = dict(self._referenced_values)
         result._record_state()
         return result
 
-    def _find_children(self) -> None:
+    def _record_submodules(self) -> None:
         self._children = {
             path: children
             for path, child in self._by_path.items()
@@ -154,7 +154,7 @@ class PythonState:
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
-        """Watch `attributes` too, which a later capture reads or sets."""
+        """Watch further `attributes`, which a later capture reads or sets."""
         for path, name, text in attributes:
             if name in OF_MODULES:
                 continue
@@ -173,9 +173,9 @@ class PythonState:
             PlanError: for a hook or submodule that was added or replaced since capture.
         """
         if self._parents != self._planned_children:
-            self._refuse_replaced()
+            self._refuse_replaced_submodules()
         if list(map(_forward_of, self._parts)) != self._forwards:
-            self._refuse_patched()
+            self._refuse_replaced_forwards()
         if num_registered_hooks() != self._registered:
             self._check_hooks()
             self._record_state()
@@ -190,8 +190,8 @@ class PythonState:
                 del mine[number]
 
     def copy_to(self, template: nn.Module) -> None:
-        """Copy attributes, training modes and buffers to `template`, and remove removed hooks from
-        it, before a capture."""
+        """Copy attributes, training modes and buffers to `template` before a capture, and delete
+        hooks from it that the user has removed."""
         copies = dict(template.named_modules())
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
@@ -210,7 +210,7 @@ class PythonState:
             # Shapes and branches may depend on their values.
             own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
 
-    def _refuse_replaced(self) -> None:
+    def _refuse_replaced_submodules(self) -> None:
         for (path, children), planned in zip(
             self._children.items(), self._planned_children, strict=True
         ):
@@ -220,8 +220,9 @@ class PythonState:
                     "would have no effect\nreplace it before `plan`"
                 )
 
-    def _refuse_patched(self) -> None:
-        """Refuse a `forward` set on a submodule, except those that explain calls of parts."""
+    def _refuse_replaced_forwards(self) -> None:
+        """Raise an error if `forward` was set on a submodule, other than by
+        `explain_calls_of_parts`."""
         paths = [path for path in self._by_path if path]
         for path, own, planned in zip(paths, self._parts, self._forwards, strict=True):
             now = _forward_of(own)
@@ -274,13 +275,13 @@ class PythonState:
         # The first name is read twice, as an `itemgetter` of one name returns no tuple.
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
         self._owners = [variables_at(self._by_path, path) for path in by_module]
-        self._values = list(self._read())
+        self._values = list(self._read_attributes())
         self._change_checks = [_content_check(value) for value in objects.values()]
         self._change_checks += [
             _class_attribute_check(*place, value) for place, value in of_class.items()
         ]
 
-    def _read(self) -> Iterable[Any]:
+    def _read_attributes(self) -> Iterable[Any]:
         return chain.from_iterable(map(call, self._readers, self._owners))
 
     def _is_unchanged(self) -> bool:
@@ -288,7 +289,7 @@ class PythonState:
             return False
         try:
             # By identity: 1 == 1.0 == True, but each needs its own program.
-            if not all(map(is_, self._read(), self._values)):
+            if not all(map(is_, self._read_attributes(), self._values)):
                 return False
             if any(map(contains, *self._missing)):
                 return False
@@ -300,8 +301,11 @@ class PythonState:
         ):  # Deleted, or a tensor or array that `==` cannot compare.
             return False
 
-    def _hook_counts(self) -> dict[str, tuple[int, int]]:
-        """Count forward and backward hooks of each submodule, by path; the root's run as usual."""
+    def _count_hooks(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of forward and backward hooks of each submodule, by path.
+
+        Hooks of the root module are not counted, as they run in planned models too.
+        """
         return {
             path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
             for path, child in self._by_path.items()
@@ -312,25 +316,25 @@ class PythonState:
         """Check that no hook was registered on a submodule after planning, or for all modules.
 
         Raises:
-            PlanError: if one was, as programs do not call submodules.
+            PlanError: if a hook was registered, as programs do not call submodules.
         """
         if any_global_hook():
             raise PlanError(
                 "a global module hook is registered, which a planned model would not run\nremove "
                 "it, or register the hook on the model before `plan`"
             )
-        for path, counts in self._hook_counts().items():
+        for path, counts in self._count_hooks().items():
             if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
                 raise PlanError(
                     f"a hook was registered on {_describe_module(path)} after planning, which "
-                    "would have no effect\nregister forward hooks, and call what registers "
-                    "them, such as `gradient_checkpointing_enable`, before `plan`; or register "
-                    "hooks on the module that `parallelize` returned or on its parameters"
+                    "would have no effect\nregister forward hooks, and call functions that "
+                    "register hooks, such as `gradient_checkpointing_enable`, before `plan`; or "
+                    "register hooks on the module that `parallelize` returned, or its parameters"
                 )
 
 
 def _class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], bool]:
-    """Return a function: whether attribute `name` of class `owner` still equals `before`.
+    """Return a function that checks whether attribute `name` of class `owner` equals `before`.
 
     Changes are detected for numbers, strings and `MISSING`.
     """
@@ -351,7 +355,8 @@ def _content_check(value: Any) -> Callable[[], bool]:
 
 
 _forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
-"""The `forward` set on a module itself, from its attributes; None without one."""
+"""Return the `forward` set on a module instance, given the instance's attributes; None without
+one."""
 
 
 def _describe_module(path: str) -> str:

@@ -1,8 +1,9 @@
-"""Watch the Python state that `forward` can reach and attributes do not show: what containers and
-objects hold, enclosing scopes, class attributes, context variables, arguments of `partial`.
+"""Watch Python state that `forward` can reach through attributes: contents of containers and
+objects, enclosing scopes, class attributes, context variables, arguments of `partial`.
 
-Whether `forward` reads it is unknown, so a change asks for a capture by TorchDynamo, whose guards
-tell. Without guards the graphs of two states tell: if they differ, `forward` reads what changes.
+It is unknown whether `forward` reads this state. After a change, the model is captured by
+TorchDynamo, whose guards cover the state that `forward` reads. If that fails, the graphs of two
+states are compared: if they differ, `forward` reads the changed state.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from shardwright.core.graph.graph import Graph
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 8
-"""Number of states with equal graphs after which changes are taken for ones that `forward` does not
-read: each costs a capture."""
+"""Number of states with equal graphs after which further changes are ignored, as each costs a
+capture."""
 
 MAX_SITUATIONS = 8
-"""Number of situations whose last graph is kept: modes, shapes, and parts of a batch."""
+"""Maximum number of situations (modes, shapes, batch sizes) whose last graph is cached."""
 
 MAX_PARTS = 2_000
-"""Number of parts that are compared in each call, as an attribute may hold a data set."""
+"""Maximum number of objects compared in each call, as an attribute may be a data set."""
 
 
 class ReachablePython:
@@ -38,8 +39,8 @@ class ReachablePython:
 
     Attributes:
         version: number of changes so far; 0 is the state of the plan.
-        is_guarded: whether guards tell which program belongs to the current state, so that no
-            change is looked for.
+        is_guarded: whether guards select the program of the current state, so that changes need
+            not be detected.
     """
 
     def __init__(self, user_module: nn.Module, module: nn.Module) -> None:
@@ -52,20 +53,22 @@ class ReachablePython:
         self._is_read = False
 
     def of_copy(self, user_module: nn.Module, module: nn.Module) -> ReachablePython:
-        """Return the watch of a copy of the planned module, whose programs are the same."""
+        """Return a `ReachablePython` for `module`, a copy of the planned module with the same
+        programs."""
         result = ReachablePython(user_module, module)
         result.version, result.is_guarded = self.version, self.is_guarded
         return result
 
     def key(self, situation: tuple[object, ...]) -> tuple[object, ...]:
-        """Return `situation` with the version of the state, if that is not the plan's."""
+        """Return `situation`, extended by the version of the state unless it is the plan's."""
         return (*situation, "Python state", self.version) if self.version else situation
 
     def compare(self, situation: Hashable, graph: Graph) -> None:
-        """Compare a graph that was captured without guards with that of the state before.
+        """Compare `graph`, captured without guards, with the last graph of the same situation.
 
         Args:
-            situation: equal for calls that differ in nothing but the state.
+            situation: equal for calls that differ only in the state.
+            graph: the graph captured in the current state.
         """
         version, before = self._captured.pop(situation, (self.version, graph))
         self._captured[situation] = self.version, graph
@@ -73,10 +76,10 @@ class ReachablePython:
             del self._captured[oldest]
         if version == self.version:
             return
-        was_ignored = self._is_ignored
+        was_ignored = self._ignores_changes
         self._is_read |= not are_equal(before, graph)
         self._unread_versions.add(self.version)
-        if self._is_ignored and not was_ignored:
+        if self._ignores_changes and not was_ignored:
             log.warning(
                 "%s changes between calls, but the captured graph does not depend on it; further"
                 " changes are ignored. If `forward` reads it, keep it in an attribute of the module"
@@ -85,14 +88,14 @@ class ReachablePython:
             )
 
     @property
-    def _is_ignored(self) -> bool:
+    def _ignores_changes(self) -> bool:
         return len(self._unread_versions) >= MAX_UNREAD and not self._is_read
 
     def update(self) -> None:
         """Count a new version if the state has changed since the last call."""
-        if self.is_guarded or self._is_ignored:
+        if self.is_guarded or self._ignores_changes:
             return
-        change = next(self._state.changes(_are_equal), None)
+        change = next(self._state.changes(_is_same_tensor), None)
         if change is None:
             return
         self.version, self._changed = self.version + 1, change.place
@@ -100,6 +103,6 @@ class ReachablePython:
         log.info("%s has changed since the capture", change.place)
 
 
-def _are_equal(before: Tensor, now: Tensor) -> bool:
-    """Whether two tensors are known to have equal values: not without reading them."""
+def _is_same_tensor(before: Tensor, now: Tensor) -> bool:
+    """Whether two tensors are one object; to compare their values would read them in every call."""
     return before is now

@@ -1,4 +1,4 @@
-"""Captures a planned model in a situation other than the planned one, with the plan's decisions."""
+"""Capture a planned model in a situation other than the planned one, with the plan's decisions."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Recapture:
         template: a copy of `module` on the meta device, which is captured.
         partitioned: the partitioned graph for the mode and shapes of the plan.
         devices: this rank's view of the devices.
-        hooks: forward hooks of the user's model, which the user's handles refer to.
+        hooks: forward hooks of the user's model, to which the user's handles refer.
     """
 
     original: OriginalModel | None = None
-    """The user's model, of which `module` is a copy (`copy=True`); None if there is no copy."""
+    """The user's model if `module` is a copy of it (`copy=True`), else None."""
     class_names: frozenset[str] = frozenset()
-    """The names that the class of the planned model defines, besides the user's class."""
+    """Names defined by the class of the planned model, in addition to those of the user's class."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class Recapture:
         self._captures = Captures(graph, ((self._state.key(), (), None), 0))
 
     @property
-    def _is_split(self) -> bool:
-        """Whether several calls of the program, each for a part of the batch, make a step."""
+    def _splits_batch(self) -> bool:
+        """Whether a training step has several micro-batches or pipeline stages."""
         pipeline = self.partitioned.pipeline
         return pipeline.micro_batches * pipeline.stages > 1
 
-    def _set_on_user_class(self) -> None:
-        """Set on the user's class what was set on that of the planned model, as `type(net)`."""
+    def _move_class_attributes(self) -> None:
+        """Move attributes set on the planned model's class, `type(net)`, to the user's class."""
         planned, user_class = type(self.module), type(self._user_module)
         names = vars(planned).keys() - self.class_names
         for name in (name for name in names if not name.startswith(("__", "_abc_"))):
             setattr(user_class, name, vars(planned)[name])
             delattr(planned, name)
 
-    def _situation(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+    def _situation_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """Return the cache key of the current situation.
 
         Args:
@@ -105,7 +105,7 @@ class Recapture:
         if self.original is not None:
             self.original.check(self.module)
         if len(vars(type(self.module))) != len(self.class_names):
-            self._set_on_user_class()
+            self._move_class_attributes()
         return *self._module_state(), spec, tuple(leaves)
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
@@ -136,7 +136,8 @@ class Recapture:
         Raises:
             PlanError: if a tensor has another dtype than planned.
             CaptureError: if the model cannot be captured in this situation.
-            MixedSamplesError: if the loss of the batch is no sum or mean over its micro-batches.
+            MixedSamplesError: if the loss of the batch is neither a sum nor a mean over its
+                micro-batches.
         """
         planned, template = self.partitioned, self.template
         call = CapturedCall.of(template, args, kwargs, self._autocast)
@@ -167,7 +168,7 @@ class Recapture:
         # over those prime factors of the axis that do.
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
-        pipeline = replace(self._pipeline_for(graph), micro_batches=micro_batches)
+        pipeline = replace(self._pipeline_of_graph(graph), micro_batches=micro_batches)
         partitioned = Partitioned(graph, mesh, decisions, pipeline)
         return fold_axes(partitioned, unjoined_mesh=planned.mesh)
 
@@ -176,7 +177,7 @@ class Recapture:
         # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():
             graph = self.partitioned.graph
-            if self._reachable.version and (guarded := self._guarded_graph(call)) is not None:
+            if self._reachable.version and (guarded := self._capture_with_guards(call)) is not None:
                 return guarded
             if graph.python is None:
                 state = self._module_state(), self._reachable.version
@@ -190,15 +191,16 @@ class Recapture:
                 graph = self._python.capture(of_model, graph.compute_dtype, call.autocast)
             return graph
 
-    def _guarded_graph(self, call: CapturedCall) -> Graph | None:
+    def _capture_with_guards(self, call: CapturedCall) -> Graph | None:
         """Capture the model with guards on all Python state that it reads; None if that fails.
 
-        A model whose batch is split is not captured so, as its Python would run several times.
+        A model with micro-batches or stages is not captured with guards, as its Python would run
+        several times per step.
         """
-        if self._is_split:
+        if self._splits_batch:
             return None
         dtype = self.partitioned.graph.compute_dtype
-        # Guards would see the attributes by which these are explained.
+        # Guards would see the attributes that `explain_calls_of_parts` sets.
         leave_calls_of_parts(self.module)
         try:
             graph = self._python.capture((call.args, call.kwargs), dtype, call.autocast)
@@ -214,7 +216,7 @@ class Recapture:
         graph = bind_modules(partitioned.graph, self._user_module)
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
-    def _pipeline_for(self, graph: Graph) -> PipelineSpec:
+    def _pipeline_of_graph(self, graph: Graph) -> PipelineSpec:
         """Return the pipeline for `graph`, a later capture, with operators on the planned
         stages."""
         return self.partitioned.pipeline

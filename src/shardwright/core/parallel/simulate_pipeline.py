@@ -1,8 +1,8 @@
-"""Simulates a training step with pipeline stages on the simulated ranks of one stage.
+"""Simulate a training step with pipeline stages on the simulated ranks of one stage.
 
 All chunks run on the same ranks, one after another: all micro-batches forward, then all backward,
-as in GPipe. Each chunk passes the next one the tensors that a stage would send, and their bytes are
-counted.
+as in GPipe. Each chunk passes the tensors that a stage would send to the next chunk, and the bytes
+of these tensors are counted.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ class _ChunkSequence:
             with self._count_bytes(module.chunk, 0):
                 module.begin_step(step, inputs)
         # The order of passes changes no value and no byte; only their times.
-        runs = [self._forward(number) for number in range(count)]
+        runs = [self._run_forward(number) for number in range(count)]
         losses = []
         for run in runs:
             # As the loss function of a schedule (`RankStages._weighted_loss`).
             loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
-            self._backward(run, loss)
+            self._run_backward(run, loss)
         return torch.stack(losses).sum(), self._end_step(), inputs.changed(step.buffers)
 
-    def _forward(self, micro_batch: int) -> list[_ChunkRun]:
+    def _run_forward(self, micro_batch: int) -> list[_ChunkRun]:
         """Run all chunks forward for one micro-batch."""
         runs: list[_ChunkRun] = []
         for module in self.modules:
@@ -114,7 +114,7 @@ class _ChunkSequence:
                 self.sent[module.chunk.stage][0] += _num_bytes(runs[-1].outputs)
         return runs
 
-    def _backward(self, runs: list[_ChunkRun], loss: Tensor) -> None:
+    def _run_backward(self, runs: list[_ChunkRun], loss: Tensor) -> None:
         """Run all chunks backward, starting from the last."""
         starts: tuple[Tensor, ...] = (loss,)
         gradients: tuple[Tensor | None, ...] = (None,)
@@ -134,7 +134,7 @@ class _ChunkSequence:
             starts = runs[module.chunk.number - 1].outputs
 
     def _end_step(self) -> dict[str, Tensor]:
-        """Return the gradients of stored shards by name, summed over chunks and stages."""
+        """Return the gradients of local shards by name, summed over chunks and stages."""
         total: dict[str, Tensor] = {}
         for module in self.modules:
             with self._count_bytes(module.chunk, 1):
@@ -156,7 +156,7 @@ class _ChunkSequence:
 
     @contextmanager
     def _count_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
-        """Context that adds the bytes sent in it to `sent` of the chunk's stage.
+        """Context whose sent bytes are added to `sent` of the chunk's stage.
 
         Args:
             chunk: the running chunk.

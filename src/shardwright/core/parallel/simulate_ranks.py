@@ -1,8 +1,8 @@
-"""Runs a program on simulated ranks in one process.
+"""Run a program on simulated ranks in one process.
 
 PyTorch's `LocalTensorMode` keeps one tensor per rank and computes the collectives between them. So
 tests run the same program as real processes, with its collectives and gradients, and count the
-bytes that it sends.
+bytes that the program sends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outcome:
         outputs: leaves of the model's outputs, as full tensors.
         gradients: full gradients of the parameters that have one.
         updates: new values of buffers, as full tensors by name.
-        replica_difference: largest absolute difference between replicas of any tensor.
+        replica_difference: maximum absolute difference between replicas of any tensor.
         stage_bytes: for each stage, the bytes that one of its devices sent: (forward, backward).
     """
 
@@ -57,7 +57,7 @@ class Outcome:
 
 @contextmanager
 def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTensorMode | None]]:
-    """Context with simulated ranks on a fake process group.
+    """Context of simulated ranks on a fake process group.
 
     Args:
         layout: device matrix of the ranks.
@@ -103,7 +103,7 @@ class Ranks:
         partitioned: the partitioned model; its constants become one copy per rank.
         devices: the simulated devices.
         mode: the `LocalTensorMode` of the ranks; None with one device.
-        replica_difference: largest absolute difference between replicas in all assembled tensors.
+        replica_difference: maximum absolute difference between replicas of assembled tensors.
     """
 
     partitioned: Partitioned
@@ -158,7 +158,7 @@ class Ranks:
     def assemble(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
         """Assemble the full tensor of `shape` from `tensor`, which holds the shards of all ranks in
         `layout`; partial sums are added up."""
-        with _without_mode(self.mode):
+        with _without_local_tensor_mode(self.mode):
             blocks = by_rank(tensor) or {0: tensor}
             count = self.partitioned.mesh.num_devices
             # A tensor that depends on no rank is one ordinary tensor for all ranks.
@@ -232,8 +232,8 @@ def simulate(
         inputs: leaves of the call's arguments.
         seed: seed of the random operators.
         output_gradients: for each output tensor its full gradient, from which the backward pass
-            starts, or None; by default 1 for the loss. Bytes are counted in a backward pass from
-            the outputs in `graph.trained` only, as the plan predicts those.
+            starts, or None; by default 1 for the loss. Bytes are counted only in the backward pass
+            from the outputs in `graph.trained`, whose communication the plan predicts.
     """
     # Outside of the simulation, in which `torch.ones` would make one tensor per rank.
     root_gradients = (
@@ -252,11 +252,11 @@ def simulate(
         # The plan predicts the communication of the loss's gradients. Gradients of other outputs
         # need a second backward pass, which starts from all outputs.
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _backward(trained, retain_graph=len(trained) < len(starts))
+            _run_backward(trained, retain_graph=len(trained) < len(starts))
         if len(trained) < len(starts):
             for shard in shards.values():
                 shard.grad = None
-            _backward(starts)
+            _run_backward(starts)
         outputs = [
             ranks.assemble(tensor.detach(), communication.returned(value), value.shape)
             if isinstance(value, Value)
@@ -309,7 +309,7 @@ def assemble_shards(
         shape: shape of the full tensor.
 
     Returns:
-        The full tensor, and the largest absolute difference between replicas of a block.
+        The full tensor, and the maximum absolute difference between replicas of a block.
     """
     mesh = layout.layout
     full = torch.zeros(shape, dtype=blocks[0].dtype)
@@ -339,7 +339,7 @@ def assemble_shards(
 
 
 def rank_at(layout: DeviceMatrix, coordinates: tuple[int, ...]) -> int:
-    """The rank with these coordinates on the device matrix."""
+    """Return the rank at `coordinates` of a device matrix."""
     index = 0
     for coordinate, size in zip(coordinates, layout.device_matrix, strict=True):
         index = index * size + coordinate
@@ -347,7 +347,7 @@ def rank_at(layout: DeviceMatrix, coordinates: tuple[int, ...]) -> int:
 
 
 def _loss_gradients(graph: Graph) -> list[Tensor | None]:
-    """Return for each output value 1 at the first occurrence of the loss, and None elsewhere."""
+    """Return the gradient of each output: 1 for the first occurrence of the loss, else None."""
     outputs = graph.output_values
     loss_index = outputs.index(graph.loss) if graph.loss is not None else None
     return [
@@ -371,7 +371,7 @@ def _gradient_starts(
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
 ) -> list[_GradientStart]:
-    """Pair the outputs that require a gradient with their gradients, sharded as the outputs.
+    """Return the outputs that require a gradient, with their gradients sharded like the outputs.
 
     The gradient of a partial sum is replicated over the axes of the sum.
     """
@@ -386,14 +386,14 @@ def _gradient_starts(
     return starts
 
 
-def _backward(starts: Sequence[_GradientStart], retain_graph: bool = False) -> None:
+def _run_backward(starts: Sequence[_GradientStart], retain_graph: bool = False) -> None:
     tensors, gradients = [start.tensor for start in starts], [start.gradient for start in starts]
     if starts:
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
 
 
 @contextmanager
-def _without_mode(mode: LocalTensorMode | None) -> Iterator[None]:
+def _without_local_tensor_mode(mode: LocalTensorMode | None) -> Iterator[None]:
     if mode is None:
         yield
         return
@@ -428,7 +428,7 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
-    """Bytes that one device sends in a functional collective, rounded up.
+    """Return the bytes that one device sends in a functional collective, rounded up.
 
     Args:
         collective: name of the operator in `_c10d_functional`.

@@ -56,10 +56,10 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """The storage of a model's tensors on this rank.
+    """The sharded storage of a model's parameters and buffers on this rank.
 
     Args:
-        storage: for each parameter the axes that shard each of its dimensions.
+        storage: the axes that shard each dimension of each parameter, by the parameter's name.
         devices: this rank's view of the devices.
         initialization: pending initialization of the parameters on the meta device.
         left_out: names of parameters and buffers that only other pipeline stages own.
@@ -157,11 +157,11 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     Raises:
         DeferredError: for a deferred tensor that cannot be initialized; `module` is then unchanged.
     """
-    _prepare_dtensors()
+    _install_dtensor_extensions()
     tensors = _parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
-    origins, parameters = mark_origins(module, module), _keep_in_place(tensors, plan)
-    references = _References(module, tensors)
+    origins, parameters = mark_origins(module, module), _take_unchanged(tensors, plan)
+    references = _TensorReferences(module, tensors)
     for name, part in plan.shards(dict(tensors)):
         given = tensors.pop(name)
         stored: Tensor | None = part
@@ -184,7 +184,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     Raises:
         DeferredError: for a deferred tensor that cannot be initialized.
     """
-    _prepare_dtensors()
+    _install_dtensor_extensions()
     tensors = _parameters_and_buffers(module)
     memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
     parameters: dict[str, nn.Parameter] = {}
@@ -208,13 +208,13 @@ def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn
         known: ids of parameters that are already in the memo and are not copied.
     """
     return {
-        id(parameter): as_parameter(_copy_of_parameter(parameter), parameter)
+        id(parameter): as_parameter(_copy_parameter(parameter), parameter)
         for parameter in module.parameters()
         if id(parameter) not in known
     }
 
 
-class _References:
+class _TensorReferences:
     """The registries and plain attributes in which a module refers to its tensors."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -235,7 +235,8 @@ class _References:
         self._tensors_in_attributes = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
-        """Replace `tensor` by `new` wherever it is registered; attributes follow in `finish`."""
+        """Replace registered references to `tensor` by `new`; `finish` replaces those in plain
+        attributes."""
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
         if id(tensor) in self._tensors_in_attributes:
@@ -255,7 +256,7 @@ class _References:
                 restore_flat_weights(child)
 
 
-def _prepare_dtensors() -> None:
+def _install_dtensor_extensions() -> None:
     correct_results()
     accept_full_optimizer_states()
     orthogonalize_full_matrices()
@@ -265,11 +266,11 @@ def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _keep_in_place(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
-    """Remove from `tensors` those that stay the same objects; return the parameters among them.
+def _take_unchanged(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
+    """Remove tensors that need not be replaced from `tensors`; return the parameters among them.
 
-    Buffers that are already on the device stay and, on one device, all parameters, whose data is
-    moved to the device.
+    Buffers that are already on the device are not replaced. Neither are parameters on one device;
+    their data is moved to the device.
     """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):
@@ -298,28 +299,29 @@ def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
 
 
 def _allocate_before_load(module: nn.Module, *_: object) -> None:
-    """Load pre-hook: allocate parameters on the meta device."""
+    """Allocate parameters that are on the meta device: a pre-hook of `load_state_dict`."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.give_memory(module)
 
 
 def _replay_before_state_dict(module: nn.Module, *_: object) -> None:
-    """State dict pre-hook: replay recorded initializations, as a state dict returns the shards."""
+    """Replay recorded initializations, as a state dict returns values: a pre-hook of
+    `state_dict`."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.take_values(module, alone=True)
 
 
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
-    """Return `stored` as a parameter with the `requires_grad` of `like`."""
+    """Return the tensor `stored` as a parameter with the `requires_grad` of `like`."""
     # In-place changes of the shard, by an optimizer with foreach kernels, must count for the
     # parameter that autograd checks.
     new = nn.Parameter(stored, requires_grad=like.requires_grad)
     return share_version_counter(new) if isinstance(new, DTensor) else new
 
 
-def _copy_of_parameter(parameter: nn.Parameter) -> Tensor:
+def _copy_parameter(parameter: nn.Parameter) -> Tensor:
     if isinstance(parameter, UninitializedTensor):
         return parameter.new_memory(parameter.device)
     tensor = parameter.detach()

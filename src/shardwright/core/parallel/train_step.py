@@ -31,10 +31,10 @@ from shardwright.errors import MixedSamplesError, PlanError
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tensors that a step reads on this rank.
+    """The inputs of a training step on this rank.
 
     Args:
-        shards: stored shards of the parameters of this rank's stage, by name.
+        shards: local shards of the parameters of this rank's stage, by name.
         buffers: buffers by name.
         leaves: leaves of the call's arguments, for all micro-batches.
         seed: random seed of the step.
@@ -52,8 +52,7 @@ class StepInputs:
         return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of `buffers` that differ, by identity, from those the step began
-        with."""
+        """Return the entries of `buffers` that are not the tensors with which the step began."""
         return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 
 
@@ -111,7 +110,8 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
 
     Raises:
         PlanError: if the model returns several losses.
-        MixedSamplesError: if the loss is none; names the operator that mixes samples, and its line.
+        MixedSamplesError: if the loss is neither a sum nor a mean. The error names the operator
+            that mixes samples, and its line.
     """
     if graph.loss is None:
         return

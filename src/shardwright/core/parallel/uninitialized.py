@@ -55,14 +55,14 @@ from shardwright.core.torch_internals.modules import (
 from shardwright.errors import PlanError
 
 MAX_LISTED_NAMES = 5
-"""Maximal number of parameter names that an error lists."""
+"""Maximum number of parameter names in an error."""
 
 OF_OTHER_STAGE = "of_other_stage"
-"""Attribute that marks a parameter that was a placeholder, to which an optimizer may refer."""
+"""Attribute that marks former placeholders, to which an optimizer may still refer."""
 
 Placeholder = tuple[dict[str, Any], str, str]
-"""A registry (`_parameters` or `_buffers`) of a submodule, the key in it, and the tensor's full
-name."""
+"""A registry (`_parameters` or `_buffers`) of a submodule, the key of a tensor in the registry, and
+the tensor's full name."""
 
 
 class Initialization:
@@ -141,7 +141,7 @@ class Initialization:
     def recorded(self, module: nn.Module) -> Iterator[None]:
         """Context that records the model's own initialization.
 
-        At its end, if all parameters have been initialized, they get their values; this is
+        If the record initializes all parameters at the end of the context, it is replayed, which is
         collective.
         """
         if not any(
@@ -169,9 +169,9 @@ class Initialization:
 
         Args:
             module: the planned module.
-            alone: whether only this rank calls, as from a state dict. Random numbers are then those
-                of its own generator, and the next collective call checks that the generators of all
-                ranks are equal.
+            alone: whether only this rank makes the call, e.g. in `state_dict()`. Random numbers are
+                then those of this rank's generator, and the next collective call checks that the
+                generators of all ranks are equal.
 
         Raises:
             PlanError: if the ranks have recorded different initializations.
@@ -182,7 +182,7 @@ class Initialization:
             if alone:
                 self._replayed_alone |= any(t.whole is not None for t in tensors.values())
             else:
-                self._check_ranks_agree()
+                self._check_equal_records()
         elsewhere = self.placeholder_names
         wholes = {name: t.whole for name, t in tensors.items() if t.is_initialized()}
         complete = self._all_initialized(module)
@@ -211,7 +211,7 @@ class Initialization:
                     own_buffers(child)[name] = value_of(buffer).to(self._devices.device)
         materialize_attributes(module)
 
-    def _check_ranks_agree(self) -> None:
+    def _check_equal_records(self) -> None:
         device = self._devices.device
         lines = list(init_record_lines([self._recorded_tensor]))
         alone = gathered(torch.tensor(self._replayed_alone, device=device))
@@ -229,7 +229,7 @@ class Initialization:
     def give_memory(self, module: nn.Module) -> None:
         """Allocate parameters and buffers that are still on the meta device, to load values into.
 
-        Parameters become ordinary parameters, as the same objects.
+        Parameters stay the same objects, and become ordinary parameters.
         """
         device = self._devices.device
         with _without_weak_references(module):
@@ -262,7 +262,7 @@ class Initialization:
                 tensor.become_ordinary()
 
     def mark_memory(self, module: nn.Module) -> None:
-        """Mark buffers, and parameters that are no DTensors, as uninitialized after `to_empty`."""
+        """Mark buffers, and parameters that are not DTensors, as uninitialized after `to_empty`."""
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         for name in self.names:
             tensor = tensors.get(name)
@@ -339,7 +339,7 @@ def tie_like(module: nn.Module, template: nn.Module) -> None:
 def _remove_placeholders_from_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    """State dict post-hook: remove the placeholders of other pipeline stages' tensors."""
+    """Remove placeholders of other pipeline stages' tensors: a post-hook of `state_dict`."""
     initialization = initialization_of(module)
     if initialization is not None:
         for name in initialization.placeholder_names:

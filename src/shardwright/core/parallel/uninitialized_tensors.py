@@ -51,7 +51,7 @@ class PendingInit:
         """Check the device on which memory is allocated.
 
         Raises:
-            PlanError: if it is of another type than the device of the planned model.
+            PlanError: if `device` is of another type than the device of the planned model.
         """
         if device.type != self.device.type:
             raise PlanError(
@@ -98,7 +98,7 @@ class Uninitialized(Tensor):
             )
         substituted = dict[int, Tensor]()
         substitute = (
-            _meta_substitute if any(t.whole is None for t in tensors) else _deferred_substitute
+            _substitute_meta if any(t.whole is None for t in tensors) else _substitute_deferred
         )
         args, kwargs = pytree.tree_map_only(
             Tensor, partial(substitute, substituted), (args, kwargs)
@@ -109,19 +109,19 @@ class Uninitialized(Tensor):
         return pytree.tree_map_only(Tensor, lambda t: substituted.get(id(t), t), results)
 
     def is_initialized(self) -> bool:
-        """Whether operators that give the full tensor values are recorded."""
+        """Whether operators are recorded that initialize the full tensor."""
         return self.whole is not None and is_initialized(self.whole)
 
     def view_with(self, whole: Deferred | None) -> Self:
-        """Return a new object with the same memory, whose initialization `whole` records."""
+        """Return a tensor that shares the memory of this tensor, and records in `whole`."""
         raise NotImplementedError
 
     def with_memory(self, device: torch.device) -> Tensor:
-        """Return a replacement with memory on `device`, whose initialization is recorded."""
+        """Return a replacement of this tensor with memory on `device`, which records operators."""
         raise NotImplementedError
 
     def on_meta(self) -> Tensor:
-        """Return an ordinary tensor on the meta device with the same metadata."""
+        """Return an ordinary tensor on the meta device with the metadata of this tensor."""
         raise NotImplementedError
 
     def _register_hooks(self) -> None:
@@ -144,8 +144,8 @@ class UninitializedShard(Uninitialized, DTensor):
         return result._set_initialization(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """Return this rank's shard with its recorded values; without any, values may be written to
-        it."""
+        """Return this rank's shard with its recorded values, or uninitialized if none are
+        recorded."""
         self.take_value()
         return self.to_local(**kwargs)
 
@@ -188,17 +188,17 @@ class UninitializedShard(Uninitialized, DTensor):
         self.take_value()
 
     def view_with(self, whole: Deferred | None) -> UninitializedShard:
-        return self._of_local(local_tensor(self), whole)
+        return self._with_local_tensor(local_tensor(self), whole)
 
     def with_memory(self, device: torch.device) -> UninitializedShard:
         local = torch.empty_like(local_tensor(self), device=device)
         mark_uninitialized(local)
-        return self._of_local(local, deferred_like(self, self.pending.record))
+        return self._with_local_tensor(local, deferred_like(self, self.pending.record))
 
     def on_meta(self) -> DTensor:
         return with_spec(local_tensor(self), spec_of(self))
 
-    def _of_local(self, local: Tensor, whole: Deferred | None) -> UninitializedShard:
+    def _with_local_tensor(self, local: Tensor, whole: Deferred | None) -> UninitializedShard:
         result = UninitializedShard.of(local, self, self.pending)
         # Attributes such as the marks of a parameter and of an optimizer's parameter.
         vars(result).update(vars(self))
@@ -206,7 +206,7 @@ class UninitializedShard(Uninitialized, DTensor):
 
 
 class UninitializedTensor(Uninitialized, Tensor):
-    """A parameter without values of a pipeline stage on one device, or of another stage.
+    """A parameter without values, of a pipeline stage with one device or of another stage.
 
     The initialization of a model draws the parameters of all stages one after another, so each
     stage also records the initialization of other stages' parameters. The tensor has no memory
@@ -230,14 +230,14 @@ class UninitializedTensor(Uninitialized, Tensor):
         return as_subclass(cls, on_meta)._set_initialization(pending, None)
 
     def give_memory(self) -> None:
-        """Make this an ordinary parameter with recorded values, or with uninitialized memory."""
+        """Make this tensor an ordinary parameter with recorded values, or uninitialized memory."""
         if self.whole is not None and is_initialized(self.whole):
             self.become(value_of(self.whole).to(self.pending.device))
         else:
             self.become(self.new_memory(self.pending.device))
 
     def become_ordinary(self) -> None:
-        """Make this an ordinary parameter on the meta device, which no program reads."""
+        """Make this tensor an ordinary parameter on the meta device, which no program reads."""
         self.become(self.on_meta())
 
     def new_memory(self, device: torch.device) -> Tensor:
@@ -249,7 +249,7 @@ class UninitializedTensor(Uninitialized, Tensor):
         return memory
 
     def become(self, value: Tensor) -> None:
-        """Make this an ordinary parameter with the values of `value`, as the same object."""
+        """Make this object an ordinary parameter with the values of `value`."""
         new = nn.Parameter(value, requires_grad=self.requires_grad)
         del self.pending, self.whole
         vars(new).update(vars(self))
@@ -270,7 +270,7 @@ class UninitializedTensor(Uninitialized, Tensor):
         return self.new_memory(torch.device("meta"))
 
 
-def _meta_substitute(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+def _substitute_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     """Return an ordinary meta tensor in place of an `Uninitialized`; other tensors unchanged.
 
     Args:
@@ -284,7 +284,7 @@ def _meta_substitute(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     return ordinary
 
 
-def _deferred_substitute(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
+def _substitute_deferred(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     """Return the deferred full tensor in place of an `Uninitialized`; other tensors as full tensors
     on the CPU, where the record is replayed.
 
@@ -302,8 +302,7 @@ def _deferred_substitute(substituted: dict[int, Tensor], tensor: Tensor) -> Tens
 
 
 def mark_uninitialized(tensor: Tensor) -> None:
-    """Fill `tensor` with NaN, or the smallest integer, by which `is_uninitialized` recognizes
-    it."""
+    """Fill `tensor` with NaN, or the smallest integer of its dtype, for `is_uninitialized`."""
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(torch.nan)
@@ -312,8 +311,8 @@ def mark_uninitialized(tensor: Tensor) -> None:
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device, or all its elements are as `mark_uninitialized` left
-    them."""
+    """Whether a tensor is on the meta device, or all its elements have the value set by
+    `mark_uninitialized`."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
         return True

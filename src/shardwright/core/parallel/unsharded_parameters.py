@@ -8,8 +8,8 @@ for leaves in micro_batches:                            # several may be in flig
 gradients = unsharded.end_step()
 
 The levels are the stages of ZeRO (Rajbhandari et al., 2020), and differ in memory and communication
-per micro-batch: `level1` holds full parameters and full gradients, `level2` full parameters only,
-`level3` neither, at the price of gathers in every micro-batch.
+per micro-batch: with `level1` full parameters and full gradients stay in memory, with `level2` full
+parameters only, with `level3` neither, at the cost of all-gathers in every micro-batch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class UnshardedParameters:
       unsharded gradients accumulate in the stored dtype; `end_step()` reduces them once per step.
     - `level2`: gathered once per step. `tensors()` returns the gathered tensors; each backward pass
       reduces the gradients of a bucket as soon as they are complete.
-    - `level3`: the program gathers. `tensors()` returns the stored shards as leaves.
+    - `level3`: the program gathers. `tensors()` returns the local shards as leaves.
 
     Buckets that need no gather are reduced once per step at every level. Parameters without a
     bucket are cast once per step, if at all, and gradients of all micro-batches flow through that
-    cast into the stored shard. For a program lowered without `unsharded`, `tensors()` returns
-    stored shards.
+    cast into the local shard. For a program lowered without `unsharded`, `tensors()` returns local
+    shards.
 
     Args:
         program: the program, with the buckets that are gathered and reduced.
@@ -65,7 +65,7 @@ class UnshardedParameters:
         """Begin a step, and start the gathers that `tensors` waits for.
 
         Args:
-            shards: this rank's stored shards by name.
+            shards: this rank's local shards by name.
         """
         # Detached leaves: gradients of micro-batches accumulate in their `grad`, and not in that of
         # the parameters.
@@ -80,11 +80,12 @@ class UnshardedParameters:
             for bound in (*self._reduced_once, *self._gathered_once):
                 if bound.bucket.gathers:
                     self._pending_gathers[bound.bucket.number] = bound.start_gather(
-                        self._shards(bound)
+                        self._local_shards(bound)
                     )
 
     def tensors(self) -> dict[str, Any]:
-        """Return the program's `parameters` for one micro-batch; call it before each forward."""
+        """Return the program's `parameters`; to be called before the forward pass of each
+        micro-batch."""
         if not self._casts:
             # A cast saves no tensor for backward, so all micro-batches may share its autograd node
             # without `retain_graph`.
@@ -120,7 +121,7 @@ class UnshardedParameters:
         """End the step after the last backward pass, and free the gathered parameters.
 
         Returns:
-            Gradients of stored shards by name, in the stored dtype; parameters without a gradient
+            Gradients of local shards by name, in the stored dtype; parameters without a gradient
             are left out.
         """
         gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
@@ -140,13 +141,13 @@ class UnshardedParameters:
         self._gathered, self._accumulators, self._pending_gathers = {}, {}, {}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
-    def _shards(self, bound: BoundBucket) -> list[Tensor]:
+    def _local_shards(self, bound: BoundBucket) -> list[Tensor]:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
 
     def _gathered_members(self, bound: BoundBucket) -> list[Tensor]:
         """Return the unsharded members of a bucket; the first call in a step waits for the gather.
 
-        They are autograd leaves if gradients accumulate in them.
+        The members are autograd leaves if their gradients accumulate over micro-batches.
         """
         number = bound.bucket.number
         if number not in self._gathered:
@@ -154,7 +155,7 @@ class UnshardedParameters:
                 if bound.bucket.gathers:
                     tensors = bound.finish_gather(self._pending_gathers.pop(number))
                 else:
-                    tensors = bound.unsharded(self._shards(bound))
+                    tensors = bound.unsharded(self._local_shards(bound))
             leaves = bound.bucket.reduces_once and bound.dtype == bound.stored_dtype
             self._gathered[number] = [
                 tensor.detach().requires_grad_(leaves and member.value.requires_grad)
@@ -192,7 +193,7 @@ class UnshardedParameters:
 
 
 class _AccumulateInStoredDtype(torch.autograd.Function):
-    """Return `tensor` unchanged; its gradient flows to `accumulator`, in the dtype of that."""
+    """Return `tensor`; its gradient flows to `accumulator`, in the dtype of `accumulator`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, accumulator: Tensor) -> Tensor:

@@ -46,12 +46,12 @@ def whole(
         `net` itself, or the model inside an `AutoParallel`.
 
     Raises:
-        PlanError: for a backward pass inside the context, a parameter that is replaced there, or
-            one that is written with `rank0_only`.
+        PlanError: if a backward pass or an optimizer step runs in the context, a parameter is
+            replaced there, or a parameter is written with `rank0_only`.
     """
     if not isinstance(net, nn.Module):
         raise PlanError(
-            f"`sw.whole` was called with {net!r}, which is no module\n"
+            f"`sw.whole` was called with {net!r}, which is not a module\n"
             "pass the planned model: `net = sw.parallelize(net, plan)`, `with sw.whole(net):`"
         )
     net = wrapped_model(net)
@@ -188,7 +188,7 @@ def _set_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> N
 
 
 def _restore_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
-    """Restore the hooks and the `forward` that the programs contain, and make training raise."""
+    """Restore the hooks and the `forward` that programs contain, and make training raise errors."""
     later_hooks = nn.Module()
     swap_forward_hooks(net, later_hooks)
     undo.callback(swap_forward_hooks, net, later_hooks)

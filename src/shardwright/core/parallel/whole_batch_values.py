@@ -1,6 +1,6 @@
 """Values of the global batch that micro-batches read, such as its number of valid targets.
 
-They are outputs of the prologue of a step (`Graph.whole_batch`), a graph that reads no parameter,
+The values are outputs of the prologue of a step (`Graph.whole_batch`), a graph without parameters,
 so every rank that needs the values runs the prologue itself. Inputs that arrive sharded are
 gathered first.
 """
@@ -57,7 +57,7 @@ class WholeBatchValues:
         )
 
     def __call__(self, leaves: Sequence[Any], buffers: Mapping[str, Tensor]) -> list[Buffers]:
-        """Return for each micro-batch the values of the global batch that it reads, by buffer name.
+        """Return the values of the global batch that each micro-batch reads, by buffer name.
 
         Args:
             leaves: leaves of the call's arguments for all micro-batches, as passed to this rank.
@@ -68,7 +68,7 @@ class WholeBatchValues:
         with torch.no_grad():
             outputs = self._run_prologue(self._prologue, leaves, buffers)
         pairs = zip(self._values, outputs, strict=True)
-        parts_by_name = {name: self._micro_batches_of(tensor, dim) for (name, dim), tensor in pairs}
+        parts_by_name = {name: self._split_value(tensor, dim) for (name, dim), tensor in pairs}
         return [
             {name: parts[number] for name, parts in parts_by_name.items()}
             for number in range(self._num_micro_batches)
@@ -93,10 +93,11 @@ class WholeBatchValues:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
         return leaf.detach()
 
-    def _micro_batches_of(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
-        """Return what each micro-batch reads of a value for the global batch.
+    def _split_value(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+        """Split a value of the global batch into the tensors that micro-batches read.
 
         Args:
+            tensor: the value for the global batch.
             dim: batch dimension of `tensor`; None if all micro-batches read the full tensor.
         """
         if dim is None:
@@ -105,8 +106,8 @@ class WholeBatchValues:
 
 
 def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Tensor]:
-    """Return the `count` micro-batches of a tensor of the global batch, of which each of `shards`
-    ranks splits its own rows."""
+    """Split a tensor of the global batch into `count` micro-batches along `dim`; each contains an
+    equal part of each of `shards` local batches."""
     shape = tensor.shape
     of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
     return [part.flatten(dim, dim + 1) for part in of_ranks.unbind(dim + 1)]
@@ -115,7 +116,8 @@ def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Te
 def micro_batches_of_ranks(
     leaves: Sequence[Any], shards: int, pipeline: PipelineSpec
 ) -> list[list[Any]]:
-    """Return the leaves of each micro-batch, where each of `shards` ranks splits its own rows."""
+    """Split the leaves of a call into micro-batches, each with an equal part of each of `shards`
+    local batches."""
     count = pipeline.micro_batches
     dims = pipeline.batch_dims or first_dims(leaves)
     parts = [
@@ -148,7 +150,7 @@ def _full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
 
 
 def count_local_batches(partitioned: Partitioned) -> int:
-    """Return the number of local batches that ranks pass; 1 if all pass the global batch."""
+    """Return the number of distinct local batches; 1 if all ranks pass the global batch."""
     arrivals = partitioned.decisions.arrivals
     layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)
     return max((layout.shard_counts[0] for layout in layouts), default=1)
@@ -163,7 +165,7 @@ def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
     """Return the bytes that each device of `stage` sends per step to gather inputs of the prologue.
 
-    The communication volume of a plan does not include them.
+    The communication volume of a plan does not include these bytes.
     """
     mesh, total = partitioned.mesh, 0
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
