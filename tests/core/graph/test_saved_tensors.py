@@ -48,6 +48,21 @@ def test_the_first_weight_is_not_kept_where_the_input_needs_no_gradient() -> Non
     assert kept(Plain(), torch.randn(2, 4)) == set()
 
 
+def test_a_weight_is_not_kept_where_a_copy_of_it_is() -> None:
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cast, self.turned, self.viewed = (
+                nn.Parameter(torch.ones(2, 4, dtype=torch.float64)) for _ in range(3)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = self.turned.t().reshape(8) * self.viewed.reshape(8)
+            return (self.cast.to(torch.float32).reshape(8) * flat * x).sum()
+
+    assert kept(Copied(), torch.ones(8)) == {"viewed"}
+
+
 def test_buffers_are_kept_that_are_updated_after_they_scaled_something() -> None:
     class Scaled(nn.Module):
         scale: Tensor

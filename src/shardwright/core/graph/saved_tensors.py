@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -151,16 +152,18 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
     """
     needed: set[InputUse] = set()
     views: dict[Value, InputUse] = {}
+    state = [*graph.parameters, *graph.buffers]
+    bases = view_bases(graph, state)
     for op in graph.ops:
         uses = {
             index: views.get(value, (op.name, index))
             for index, value in enumerate(op.inputs)
-            if value.kind in (Kind.PARAMETER, Kind.BUFFER) or value in views
+            if value in bases or value.kind in (Kind.PARAMETER, Kind.BUFFER)
         }
         if not uses:
             continue
-        if _is_view(op) and 0 in uses:
-            views[op.output] = uses[0]
+        if any(value in bases for value in op.outputs):
+            views |= dict.fromkeys(op.outputs, uses[0])
             continue
         saved = range(len(op.inputs)) if is_opaque(op.target) else saved_tensors(op).inputs
         needed.update(use for index, use in uses.items() if index in saved)
@@ -182,22 +185,49 @@ def returned_before_update(graph: Graph) -> frozenset[Value]:
     `forward` returns such an old value or a view of it, or assigns it to another buffer.
     """
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
-    buffer_of = {buffer: buffer for buffer in updated}
-    for op in graph.ops if updated else ():
-        if _is_view(op) and op.inputs[0] in buffer_of:
-            buffer_of |= dict.fromkeys(op.outputs, buffer_of[op.inputs[0]])
+    if not updated:
+        return updated
+    buffer_of = {buffer: buffer for buffer in updated} | view_bases(graph, updated)
     results = (*graph.output_values, *(value for before, value in graph.updates if value != before))
     return frozenset(buffer_of[value] for value in results if value in buffer_of)
 
 
-def _is_view(op: Op) -> bool:
-    """Whether the operator's output shares the storage of its first input.
+def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
+    """Return the parameter or buffer of each value that shares its storage.
 
-    `reshape` counts as a view: it copies only for some strides, which parameters do not have.
+    Operators that may return a view are run on fake tensors: `to` copies if the dtype changes, and
+    `reshape` if strides do not allow a view.
+
+    Args:
+        bases: parameters and buffers, which are contiguous.
     """
-    if op.target is aten.reshape.default:
-        return True
+    base_of = {base: base for base in bases}
+    fakes: dict[Value, Tensor] = {}
+    with FakeTensorMode(), torch.no_grad():
+
+        def tensor(value: Value) -> Tensor:
+            if value not in fakes:
+                fakes[value] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            return fakes[value]
+
+        for op in graph.ops:
+            if not op.inputs or op.inputs[0] not in base_of or not _may_view(op):
+                continue
+            args, kwargs = op.arguments(tensor)
+            results = [
+                r for r in _result_leaves(op.target(*args, **kwargs)) if isinstance(r, Tensor)
+            ]
+            storage = storage_id(tensor(op.inputs[0]))
+            if all(storage_id(result) == storage for result in results):
+                fakes |= zip(op.outputs, results, strict=True)
+                base_of |= dict.fromkeys(op.outputs, base_of[op.inputs[0]])
+    return {value: base for value, base in base_of.items() if value != base}
+
+
+def _may_view(op: Op) -> bool:
+    """Whether outputs of the operator may share the storage of its first input."""
     if not isinstance(op.target, OpOverload):
         return False
+    # The schema of `type_as` does not tell that it may return its input.
     returns = schema_of(op.target).returns
-    return len(returns) == 1 and returns[0].alias_info is not None
+    return op.target is aten.type_as.default or any(r.alias_info is not None for r in returns)
