@@ -45,7 +45,14 @@ def numbers_and_reals(result: Tensor, low: Tensor) -> None:
     result[:, ::2, :3] += low[:, :2]
 
 
-@pytest.mark.parametrize("write", [a_slice, conjugates_at_the_end, a_column, numbers_and_reals])
+def imaginary_multiples(result: Tensor, low: Tensor) -> None:
+    result[:, :, :3] = 1j * low.abs()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [a_slice, conjugates_at_the_end, a_column, numbers_and_reals, imaginary_multiples],
+)
 def test_what_is_written_into_a_spectrum_has_its_gradients(
     write: Callable[[Tensor, Tensor], None],
 ) -> None:

@@ -89,7 +89,8 @@ def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTens
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        with LocalTensorMode(size) as mode:
+        mode = LocalTensorMode(size)
+        with mode:
             yield Devices(layout, cpu, per_rank, connected=True), mode
     finally:
         dist.destroy_process_group()

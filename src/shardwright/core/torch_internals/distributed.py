@@ -19,7 +19,7 @@ from torch.distributed._local_tensor import (
     LocalTensor,
     get_local_tensor_mode_list,
 )
-from torch.distributed._local_tensor import LocalTensorMode as LocalTensorMode
+from torch.distributed._local_tensor import LocalTensorMode as TorchLocalTensorMode
 from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
@@ -163,6 +163,22 @@ def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
         values: the value of each rank.
     """
     return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
+
+
+class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
+    """PyTorch's mode, with views of numbers too.
+
+    Backward formulas take the conjugate of complex numbers in Python, which PyTorch's mode rejects:
+    a view of a number cannot have the number's type.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and isinstance(args[0], complex):
+            with self.disable():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
