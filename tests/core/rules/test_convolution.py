@@ -40,6 +40,14 @@ def test_the_general_form(transposed) -> None:
     assert set(found.factors) == {"b", "j", "k"}
 
 
+@pytest.mark.parametrize(("transposed", "groups"), [(False, 1), (True, 1), (False, 2)])
+def test_the_gradient_of_the_input(transposed, groups) -> None:
+    w = r(4, 6, 3, 3) if transposed else r(6, 4 // groups, 3, 3)
+    rest = ([6], [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups, [True, False, False])
+    found = check(aten.convolution_backward.default, r(6, 6, 5, 5), r(6, 4, 5, 5), w, *rest)
+    assert set(found.factors) == ({"b", "k"} if groups == 1 else {"b"})
+
+
 def test_an_image_without_batch() -> None:
     assert set(check(aten.conv2d.default, r(4, 6, 6), r(6, 4, 3, 3)).factors) == {"j", "k"}
 

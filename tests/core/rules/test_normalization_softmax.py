@@ -21,5 +21,13 @@ def test_the_forms_without_dtype_are_cut_alike(target) -> None:
     assert check(target, randn(6, 4, dtype=torch.float64), 1, False).factors == ("b",)
 
 
+@pytest.mark.parametrize(
+    "target", [aten._softmax_backward_data.default, aten._log_softmax_backward_data.default]
+)
+def test_their_gradients_are_cut_alike(target) -> None:
+    gradient, result = (randn(6, 4, dtype=torch.float64) for _ in range(2))
+    assert check(target, gradient, result.softmax(1), 1, torch.float64).factors == ("b",)
+
+
 def test_a_vector_is_not_cut() -> None:
     assert check(aten.softmax.int, randn(4, dtype=torch.float64), 0).factors == ()

@@ -51,6 +51,11 @@ def test_inputs_are_whole_where_they_are_broadcast() -> None:
         (aten.to.other, (randn(3),)),
         (aten.eq.Scalar, (0,)),
         (aten.rsub.Tensor, (randn(12),)),
+        (aten.elu_backward.default, (1.0, 1.0, 1.0, False, randn(4, 12))),
+        (aten.hardswish_backward.default, (randn(4, 12),)),
+        (aten.hardtanh_backward.default, (randn(4, 12), -0.5, 0.5)),
+        (aten.leaky_relu_backward.default, (randn(4, 12), 0.2, False)),
+        (aten.softplus_backward.default, (randn(4, 12), 1.0, 20.0)),
     ],
 )
 def test_shards_of_pointwise_operators_are_shards_of_the_result(target, arguments) -> None:

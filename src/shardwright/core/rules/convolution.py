@@ -35,6 +35,27 @@ def general_convolution(op: Op) -> ShardingRule:
     return _convolution_rule(op, transposed=call_arguments(op)["transposed"])
 
 
+@rule_for(*overloads("convolution_backward"))
+def gradient_of_convolution(op: Op) -> ShardingRule | None:
+    """Gradient of the input of a convolution, `b _ …, b k …, _ k … -> b k …`: batch and input
+    channels can be sharded.
+
+    None if the gradient of a parameter is computed too.
+    """
+    arguments = call_arguments(op)
+    if tuple(arguments["output_mask"]) != (True, False, False):
+        return None
+    space: Dims = (None,) * (len(op.output.shape) - 2)
+    k = "k" if arguments["groups"] == 1 else None
+    filters: Dims = (k, None) if arguments["transposed"] else (None, k)
+    inputs = {"grad_output": ("b", None), "input": ("b", k), "weight": filters}
+    return sharding_rule(
+        op,
+        input_dims(op, {name: (*dims, *space) for name, dims in inputs.items()}),
+        (("b", k, *space),),
+    )
+
+
 def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     """Build a rule that can shard batch `b`, output channels `j` and input channels `k`.
 

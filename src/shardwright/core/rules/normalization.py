@@ -249,3 +249,11 @@ def softmax(op: Op) -> ShardingRule:
     """Softmax, `b s _ -> b s _`: all but the normalized dimension can be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
+
+
+@rule_for(*overloads("_softmax_backward_data", "_log_softmax_backward_data"))
+def softmax_backward(op: Op) -> ShardingRule:
+    """Gradient of softmax, `b s _, b s _ -> b s _`: all but the normalized dimension can be
+    sharded."""
+    dims = without(names(op.output), argument(op, "dim"))
+    return sharding_rule(op, (dims, dims), (dims,))

@@ -31,6 +31,9 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
     ),
     *overloads("arccos", "arcsin", "arctan", "arctan2", "complex", "polar", "conj", "real", "imag"),
     *overloads("resolve_conj"),
+    # Gradients in `forward` call these; ATen tags only some operators of a backward pass.
+    *overloads("elu_backward", "hardswish_backward", "hardtanh_backward"),
+    *overloads("leaky_relu_backward", "softplus_backward"),
 )
 def pointwise(op: Op) -> ShardingRule | None:
     """Elementwise operator, `b s, s -> b s`: every dimension of the output can be sharded.
