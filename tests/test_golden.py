@@ -85,10 +85,15 @@ def test_a_plan_from_a_file_has_the_same_dump() -> None:
         assert sw.Plan.from_json(plan.to_json()).dump() == plan.dump()
 
 
-class Attention(nn.Module):
+class Sorted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sort(-1).values
+
+
+class Ranking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scores = nn.Softmax(-1)
+        self.scores = Sorted()
         self.norm = nn.LayerNorm(8)
         self.out = nn.Linear(8, 4)
 
@@ -101,8 +106,7 @@ LINE = sw.Layout((2, 2), ("x", "y"))
 FAILURES: dict[str, Callable[[Any], Any]] = {
     "counts that do not divide": lambda net: sw.shard(net.out, ((3, 1), (1, 1))),
     "factors that disagree": lambda net: sw.shard(net.out, ((2, 4), (4, 1))),
-    "a softmax axis that is cut": lambda net: sw.shard(net.scores, ((1, 2),)),
-    "a normalized dimension that is cut": lambda net: sw.shard(net.norm, ((1, 2), (2,), (2,))),
+    "a sorted dimension that is cut": lambda net: sw.shard(net.scores, ((1, 2),)),
     "more parts than devices": lambda net: sw.shard(net.out, ((8, 2), (1, 2))),
     "a wrong number of inputs": lambda net: sw.shard(net.out, ((8, 1), (1, 1), (1,))),
     "a wrong number of dimensions": lambda net: sw.shard(net.out, ((8,), (1, 1))),
@@ -120,7 +124,7 @@ FAILURES: dict[str, Callable[[Any], Any]] = {
 
 def failure(what: str) -> str:
     """The error's class and text."""
-    net = Attention()
+    net = Ranking()
     FAILURES[what](net)
     batch = 6 if what == "a batch that does not divide" else 8
     mode = "data_parallel" if "mode" in what or "batch" in what else "semi_auto"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -25,6 +25,7 @@ from shardwright.core.graph.graph import Op, Value
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import (
+    GATHER,
     MIRROR,
     PREVIOUS,
     RING,
@@ -280,6 +281,8 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
         return lambda tensor: tensor
     if reduction.kind in (MIRROR, PREVIOUS, RING):
         return _exchange(mesh, cuts, reduction)
+    if reduction.kind == GATHER:
+        return _gather(mesh, cuts, reduction)
     ranks = [
         rank
         for rank in mesh.ranks
@@ -296,6 +299,28 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
         return _AllReduce.apply(tensor, reduction.kind, group, reduction.varying)
 
     return Reduce(reduce, reduce, lambda tensor: tensor)
+
+
+def _gather(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
+    """Gathers blocks as the sum of tensors that are zero outside of each rank's own block."""
+    number = torch.SymInt(LocalIntNode({r: _block(mesh, cuts, reduction, r) for r in mesh.ranks}))
+    reduce_sum = _collective(mesh, cuts, replace(reduction, kind="sum"))
+
+    def gather(tensor: Tensor) -> Tensor:
+        assert tuple(tensor.shape) == (1, *reduction.shape[1:]), "not the shape that was declared"
+        count = reduction.shape[0]
+        is_own = (torch.arange(count) == number).view(-1, *(1,) * (tensor.ndim - 1))
+        return reduce_sum(torch.where(is_own, tensor, torch.zeros((), dtype=tensor.dtype)))
+
+    return Reduce(gather, gather, lambda tensor: tensor)
+
+
+def _block(mesh: Layout, cuts: Cuts, reduction: Reduction, rank: int) -> int:
+    block = 0
+    for factor in reduction.factors:
+        size = mesh.size(frozenset(cuts.get(factor, ())))
+        block = block * size + _part(mesh, cuts, factor, rank)
+    return block
 
 
 def _exchange(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:

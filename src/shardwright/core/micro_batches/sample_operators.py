@@ -22,7 +22,7 @@ from shardwright.core.micro_batches.sample_states import (
 )
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import WithArguments, call_arguments
-from shardwright.core.rules.rule import Dims, Local, ShardingRule
+from shardwright.core.rules.rule import Dims, Local, ShardingRule, depends_on_position
 
 DIVISIONS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
 """Names of operators that split a tensor along a dimension into several tensors."""
@@ -135,7 +135,9 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
         reduces = flow.states[op.inputs[0]] != 0
     else:
         reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
-    return (None, MIXES) if reduces else (factor, "")
+    # An index that selects samples of the batch may select those of another micro-batch.
+    selects = factor in rule.reduced and depends_on_position(op, rule, factor)
+    return (None, MIXES) if reduces or selects else (factor, "")
 
 
 def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shardwright.core.micro_batches.sample_states import (
 )
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import call_arguments
+from shardwright.core.rules.rule import depends_on_position
 from shardwright.core.torch_internals.operators import OpOverload
 
 CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like"})
@@ -106,6 +107,8 @@ def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
         return True
     factor = rule.outputs[op.outputs.index(value)][dim]
     if factor is None or rule.reductions(op, {factor: 2}):
+        return False
+    if depends_on_position(op, rule, factor):
         return False
     read = zip(op.inputs, rule.inputs, strict=True)
     carriers = [(v, dims) for v, dims in read if factor in dims]

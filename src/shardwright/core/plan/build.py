@@ -26,7 +26,7 @@ from shardwright.core.plan.data import dtype_name, target_text
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Cuts
+from shardwright.core.rules.rule import GATHER, Cuts
 from shardwright.core.search.request import Pricing
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
@@ -267,7 +267,11 @@ def _kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
     """Return one row for the collectives inside a kernel, such as batch norm's all-reduces."""
     steps, forward, backward = [], 0, 0
     for inner in comm.reductions[op.name]:
-        collective = f"{inner.reduction.collective} {inner.reduction.kind}"
+        reduction = inner.reduction
+        is_gather = reduction.kind == GATHER
+        collective = (
+            reduction.collective if is_gather else f"{reduction.collective} {reduction.kind}"
+        )
         steps.append(f"{collective} over {comm.mesh.named(inner.axes)}")
         sum_forward, sum_backward = inner.bytes(comm.mesh, op.output.requires_grad)
         # Activation checkpointing runs the forward collectives again in the backward pass.

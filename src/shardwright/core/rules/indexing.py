@@ -1,13 +1,20 @@
-"""Operators that concatenate, split or index along a dimension, which cannot be sharded."""
+"""Operators that concatenate, split or index along a dimension.
+
+A dimension that indices select can be sharded (`indexed.py`); one that is concatenated, split or
+padded cannot."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from shardwright.core.graph.graph import Op, Value
+from shardwright.core.rules.indexed import Indexed, one_hot_kernel
 from shardwright.core.rules.notation import (
     NAMES,
     argument,
+    call_arguments,
     names,
     overloads,
     sharding_rule,
@@ -93,12 +100,12 @@ def pad(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("one_hot"))
 def one_hot(op: Op) -> ShardingRule | None:
-    """One-hot encoding, `b s -> b s _`; None if the number of classes is inferred from the data,
+    """One-hot encoding, `b s -> b s v`; None if the number of classes is inferred from the data,
     which differs between shards."""
     if argument(op, "num_classes") < 0:
         return None
-    dims = names(op.inputs[0])
-    return sharding_rule(op, (dims,), ((*dims, None),))
+    dims = names(op.output, exclude="v")
+    return sharding_rule(op, (dims[:-1],), ((*dims[:-1], "v"),), kernel=one_hot_kernel("v"))
 
 
 @rule_for(*overloads("meshgrid"))
@@ -117,7 +124,7 @@ def meshgrid(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("gather", "take_along_dim"))
 def gather(op: Op) -> ShardingRule | None:
-    """Gather, `b _, b s -> b s`: indices can be sharded; the dimension that they index cannot.
+    """Gather, `b v, b s -> b s`: with a sharded indexed dimension `v`, the output is a partial sum.
 
     None without `dim`, which flattens the tensors.
     """
@@ -131,20 +138,27 @@ def gather(op: Op) -> ShardingRule | None:
     unequal = [
         i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _are_unequal(sizes)
     ]
-    dims = without(names(x), *(i for i in unequal if i != indexed_dim))
-    return sharding_rule(op, (without(dims, indexed_dim), dims), (dims,))
+    dims = without(names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
+    source = (*dims[:indexed_dim], "v", *dims[indexed_dim + 1 :])
+    name = "index" if "index" in call_arguments(op) else "indices"
+    return _read_rule(op, (source, dims), dims, Indexed(name, {indexed_dim: "v"}))
 
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
-    """Scatter, `b _, b _, b _ -> b _`: dimensions in which all tensors have the same size can be
-    sharded, except the indexed one."""
+    """Scatter, `b v, b _, b _ -> b v`: dimensions in which all tensors have the same size can be
+    sharded, and the indexed one, `v`, of the first tensor."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _are_unequal(sizes)]
-    dims = without(names(x), argument(op, "dim"), *unequal)
-    inputs = [dims if len(value.shape) == len(dims) else () for value in op.inputs]
-    return sharding_rule(op, inputs, (dims,))
+    if not x.shape:
+        return sharding_rule(op, ((),) * len(op.inputs), ((),))
+    dim = argument(op, "dim") % len(x.shape)
+    dims = without(names(x, exclude="v"), dim, *unequal)
+    written = (*dims[:dim], "v", *dims[dim + 1 :])
+    inputs = [dims if len(value.shape) == len(dims) else () for value in others]
+    kernel = Indexed("index", {dim: "v"}).write_kernel()
+    return sharding_rule(op, (written, *inputs), (written,), kernel=kernel)
 
 
 @rule_for(*overloads("take"))
@@ -157,49 +171,60 @@ def take(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("index_select"))
 def index_select(op: Op) -> ShardingRule:
-    """Selection by index, `b _, s -> b s`: the index can be sharded; the dimension that it indexes
-    cannot."""
+    """Selection by index, `b v, s -> b s`: with a sharded indexed dimension `v`, the output is a
+    partial sum."""
     x, indices = op.inputs
-    dims = names(x)
+    dims = names(x, exclude="v")
     if not dims:
         return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
     dim = argument(op, "dim") % len(dims)
     index_dims = (dims[dim],)[: len(indices.shape)]
     out = dims if index_dims else without(dims, dim)
-    return sharding_rule(op, (without(dims, dim), index_dims), (out,))
+    source = (*dims[:dim], "v", *dims[dim + 1 :])
+    indexed = Indexed("index", {dim: "v"}, trailing=len(dims) - 1 - dim)
+    return _read_rule(op, (source, index_dims), out, indexed)
 
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
-    """Update by index, `b _, _, b _ -> b _`: the dimension into which the index writes cannot be
-    sharded."""
+    """Update by index, `b v, _, b _ -> b v`: each device writes to its block of the indexed
+    dimension `v`."""
     x, indices, *source = op.inputs
     if not x.shape:
         return None
-    dims = without(names(x), argument(op, "dim"))
-    written = [dims if len(value.shape) == len(dims) else () for value in source]
-    return sharding_rule(op, (dims, (None,) * len(indices.shape), *written), (dims,))
+    dim = argument(op, "dim") % len(x.shape)
+    dims = without(names(x, exclude="v"), dim)
+    written = (*dims[:dim], "v", *dims[dim + 1 :])
+    sources = [dims if len(value.shape) == len(dims) else () for value in source]
+    return sharding_rule(
+        op,
+        (written, (None,) * len(indices.shape), *sources),
+        (written,),
+        kernel=Indexed("index", {dim: "v"}).write_kernel(),
+    )
 
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """Indexing by tensors, `_ s, b -> b s`: indexed dimensions cannot be sharded, dimensions of the
-    index tensors can.
+    """Indexing by tensors, `b s, t -> t s`: with sharded indexed dimensions, the output is a partial
+    sum.
 
     None for masks: the shape of the result depends on the data.
     """
     dims = _indexing_factors(op)
     if dims is None:
         return None
-    source, at, result = dims
+    _, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
-    return sharding_rule(op, (source, *indices), (result,))
+    trailing = len(result) - len(at) - (result.index(at[0]) if at else 0)
+    indexed = Indexed("indices", _indexed_factors(op), is_list=True, trailing=trailing)
+    return _read_rule(op, (names(op.inputs[0]), *indices), result, indexed)
 
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """Assignment by index tensors, `_ s, _, _ s -> _ s`: dimensions that are not indexed can be
-    sharded; None for masks."""
+    """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its block of the
+    first indexed dimension; other indexed dimensions cannot be sharded. None for masks."""
     dims = _indexing_factors(op)
     if dims is None:
         return None
@@ -208,9 +233,32 @@ def index_put(op: Op) -> ShardingRule | None:
     # With sharded indices each device would write only some of the rows of its copy.
     written = tuple(None if name in at else name for name in result)
     replicated = [(None,) * len(value.shape) for value in indices]
+    first = dict([next(iter(_indexed_factors(op).items()))])
+    source = tuple(first.get(dim, name) for dim, name in enumerate(source))
     return sharding_rule(
-        op, (source, *replicated, written[len(written) - len(values.shape) :]), (source,)
+        op,
+        (source, *replicated, written[len(written) - len(values.shape) :]),
+        (source,),
+        kernel=Indexed("indices", first, is_list=True).write_kernel(),
     )
+
+
+def _read_rule(op: Op, inputs: Sequence[Dims], output: Dims, indexed: Indexed) -> ShardingRule:
+    """Return the rule of an operator that reads at indices, of which each device finds some."""
+    # Truth values have no sum.
+    if op.output.dtype == torch.bool:
+        (source, *others) = inputs
+        inputs = (without(source, *indexed.factors), *others)
+        return sharding_rule(op, inputs, (output,))
+    return sharding_rule(
+        op, inputs, (output,), reduced=indexed.factors.values(), kernel=indexed.read_kernel()
+    )
+
+
+def _indexed_factors(op: Op) -> dict[int, str]:
+    """Return the factor of each indexed dimension of `x[indices]`."""
+    dims = names(op.inputs[0])
+    return {dim: str(dims[dim]) for dim, index in enumerate(op.args[1]) if index is not None}
 
 
 def _indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:

@@ -24,15 +24,28 @@ from shardwright.core.rules.notation import (
     without,
 )
 from shardwright.core.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
+from shardwright.core.rules.statistics import combination_of
 
 aten = torch.ops.aten
 CHANNELS = ("weight", "bias", "running_mean", "running_var")
 
 
-@rule_for(*overloads("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"))
+@rule_for(*overloads("layer_norm", "rms_norm"))
 def feature_norm(op: Op) -> ShardingRule:
-    """Layer or RMS norm, `b s _, _ -> b s _`: all but the normalized dimensions, the last ones, can
-    be sharded.
+    """Layer or RMS norm, `b s t, t -> b s t`: with sharded features, the kernel combines the
+    moments of the shards."""
+    combination, dims = combination_of(op), names(op.output)
+    assert combination is not None
+    count = len(call_arguments(op)["normalized_shape"])
+    weights = dims[-count:]
+    inputs = input_dims(op, {"input": dims, "weight": weights, "bias": weights})
+    return combination.rule(op, inputs, (dims,), tuple(range(len(dims) - count, len(dims))))
+
+
+@rule_for(*overloads("native_layer_norm", "_fused_rms_norm"))
+def feature_norm_with_moments(op: Op) -> ShardingRule:
+    """Layer or RMS norm that returns its moments, `b s _, _ -> b s _`: all but the normalized
+    dimensions, the last ones, can be sharded.
 
     Mean and reciprocal standard deviation, if returned, have size 1 in the normalized dimensions.
     """
@@ -244,9 +257,19 @@ def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Te
     return running.detach() * (1 - momentum) + new.to(running.dtype) * momentum
 
 
-@rule_for(*overloads("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"))
+@rule_for(*overloads("softmax", "_softmax", "log_softmax", "_log_softmax"))
 def softmax(op: Op) -> ShardingRule:
-    """Softmax, `b s _ -> b s _`: all but the normalized dimension can be sharded."""
+    """Softmax, `b s t -> b s t`: the kernel combines the maxima and the sums of exponentials of
+    shards."""
+    combination, dims, dim = combination_of(op), names(op.output), argument(op, "dim")
+    assert combination is not None
+    return combination.rule(op, (dims,), (dims,), (dim % len(dims),) if dims else ())
+
+
+@rule_for(*overloads("_safe_softmax"))
+def safe_softmax(op: Op) -> ShardingRule:
+    """Softmax of rows that may be masked in full, `b s _ -> b s _`: all but the normalized
+    dimension can be sharded."""
     dims = without(names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 

@@ -1,7 +1,8 @@
 """Operators along dimensions: reductions, scans, sorts.
 
 Sums and means are linear, so a dimension that they reduce can be sharded: the output is then a
-partial sum. The other operators cannot be sharded along the dimensions that they reduce or scan.
+partial sum. Others combine the statistics of shards (`statistics.py`); the rest cannot be sharded
+along the dimensions that they reduce or scan.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwright.core.rules.notation import (
     without,
 )
 from shardwright.core.rules.rule import Dims, Local, ShardingRule, rule_for
+from shardwright.core.rules.statistics import combination_of
 
 aten = torch.ops.aten
 
@@ -53,18 +55,42 @@ def _local_mean_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 @rule_for(aten.max.default, aten.max.dim, aten.min.default, aten.min.dim)
-@rule_for(*overloads("amax", "amin", "aminmax", "argmax", "argmin", "prod", "any", "all"))
-@rule_for(*overloads("var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"))
-@rule_for(*overloads("frobenius_norm", "logsumexp", "nanmean", "median", "nanmedian", "mode"))
-@rule_for(*overloads("kthvalue"))
+@rule_for(*overloads("amax", "amin", "argmax", "argmin", "prod", "any", "all", "logsumexp"))
+@rule_for(*overloads("var", "std", "var_mean", "std_mean"))
+@rule_for(*overloads("norm", "linalg_vector_norm", "frobenius_norm"))
+def combined_reduction(op: Op) -> ShardingRule:
+    """Nonlinear reduction, `b s -> b`: the kernel combines statistics of the shards of reduced
+    dimensions."""
+    combination, dims = combination_of(op), names(op.inputs[0])
+    if combination is None:
+        return _rule_without(op, dims)
+    outputs = (_output_factors(op, dims),) * len(op.outputs)
+    return combination.rule(op, (dims,), outputs, _reduced_dims(op))
+
+
+@rule_for(*overloads("aminmax", "nanmean", "median", "nanmedian", "mode", "kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
-    """Nonlinear reduction, `b _ -> b`: reduced dimensions cannot be sharded."""
-    # A layout can express partial sums, but not a partial maximum, product or norm.
-    dims = without(names(op.inputs[0]), *_reduced_dims(op))
+    """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
+    return _rule_without(op, names(op.inputs[0]))
+
+
+def _rule_without(op: Op, dims: Dims) -> ShardingRule:
+    """Return the rule of a reduction whose input has the factors `dims`, of which those of reduced
+    dimensions cannot be sharded."""
+    dims = without(dims, *_reduced_dims(op))
     return sharding_rule(op, (dims,), (_output_factors(op, dims),) * len(op.outputs))
 
 
-@rule_for(*overloads("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"))
+@rule_for(*overloads("cumsum", "cumprod"))
+def cumulative_rule(op: Op) -> ShardingRule:
+    """Cumulative sum or product, `b s -> b s`: the kernel adds (or multiplies by) the totals of
+    earlier shards."""
+    combination, dims = combination_of(op), names(op.inputs[0])
+    assert combination is not None
+    return combination.rule(op, (dims,), (dims,), _reduced_dims(op))
+
+
+@rule_for(*overloads("cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
 def scan_rule(op: Op) -> ShardingRule:
     """Scan, sort, flip or roll, `b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded;

@@ -50,7 +50,7 @@ class Main:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
-MIRROR, PREVIOUS, RING = "mirror", "previous", "ring"
+MIRROR, PREVIOUS, RING, GATHER = "mirror", "previous", "ring", "gather"
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,20 @@ class Reduction:
 
     Args:
         factors: the factors whose mesh axes span the process group.
-        kind: `"sum"` or `"max"` for an all-reduce; or an exchange of tensors between the n shards:
+        kind: `"sum"` or `"max"` for an all-reduce; `"gather"` for an all-gather along dimension 0;
+            or an exchange of tensors between the n shards:
 
             - `"mirror"`: shard i swaps with shard n - 1 - i;
             - `"previous"`: shard i receives from shard i - 1, the first from the last;
             - `"ring"`: n - 1 exchanges of kind `"previous"`, overlapped with computation, until
               each tensor has visited all devices; the backward pass repeats them, for the tensors
               and their gradients.
-        varying: whether the backward pass runs the collective on the gradient too, because devices
-            use the result for different shards.
+        varying: whether the backward pass runs a collective on the gradient too, because devices
+            use the result for different shards: the same one, or a reduce-scatter after an
+            all-gather.
         differentiable: whether the result has a gradient.
-        shape, dtype: shape and dtype of the tensor that one device contributes.
+        shape, dtype: shape and dtype of the tensor that one device contributes, or of the result
+            of an all-gather.
     """
 
     factors: tuple[str, ...]
@@ -82,12 +85,19 @@ class Reduction:
     @property
     def ordered(self) -> bool:
         """Whether the result depends on the order of the shards."""
-        return self.kind in (PREVIOUS, RING)
+        return self.kind in (PREVIOUS, RING, GATHER)
 
     @property
     def collective(self) -> str:
-        """Name of the collective in `COLLECTIVES`: `permute` or `all_reduce`."""
+        """Name of the collective in `COLLECTIVES`."""
+        if self.kind == GATHER:
+            return "all_gather"
         return "permute" if self.kind in (MIRROR, PREVIOUS, RING) else "all_reduce"
+
+    @property
+    def backward_collective(self) -> str:
+        """Name of the collective of the backward pass in `COLLECTIVES`, if there is one."""
+        return "reduce_scatter" if self.kind == GATHER else self.collective
 
     def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
         """Return the numbers of collectives in the forward and in the backward pass.
@@ -316,6 +326,26 @@ class ShardingRule:
     def shard_counts(self, mesh: DeviceMatrix, cuts: Cuts) -> dict[str, int]:
         """Return the number of shards of each factor of the rule, 1 for factors not in `cuts`."""
         return {f: prod(mesh.device_matrix[a] for a in cuts.get(f, ())) for f in self.factors}
+
+
+def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
+    """Whether shards of `factor` are computed in another way for each position, as a write to a
+    sharded dimension."""
+    if rule.kernel is None:
+        return False
+    positions: list[str] = []
+
+    def index(name: str) -> int:
+        positions.append(name)
+        return 0
+
+    counts = {name: 2 if name == factor else 1 for name in rule.factors}
+    shapes = tuple(
+        tuple(n // counts.get(name or "", 1) for n, name in zip(v.shape, dims, strict=True))
+        for v, dims in zip(op.outputs, rule.outputs, strict=True)
+    )
+    rule.kernel(op, Local(counts, index, shapes))
+    return bool(positions)
 
 
 RuleMaker = Callable[[Op], ShardingRule | None]

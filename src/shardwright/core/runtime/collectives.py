@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.core.layout.redistribution import RedistributionStep
-from shardwright.core.rules.rule import MIRROR, PREVIOUS, RING, Function, Reduce
+from shardwright.core.rules.rule import GATHER, MIRROR, PREVIOUS, RING, Function, Reduce
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
 from shardwright.core.runtime.exposed_communication import WaitTimer
@@ -391,11 +391,14 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     Args:
         devices: this rank's view of the devices.
         axes: the mesh axes over which the collective communicates.
-        kind: "sum" or "max" of terms, or `MIRROR`, `PREVIOUS` or `RING`, which permute blocks.
-        varying: whether the gradient of a sum differs between the ranks of the group, so that the
-            gradient is summed too.
+        kind: "sum" or "max" of terms, `GATHER` of blocks, or `MIRROR`, `PREVIOUS` or `RING`, which
+            permute blocks.
+        varying: whether the gradient of the result differs between the ranks of the group, so that
+            it is summed too.
     """
     group = devices.group(axes)
+    if kind == GATHER:
+        return _bound_gather(devices, axes, varying)
     if kind in (MIRROR, PREVIOUS, RING):
         # Block i moves to block n-1-i, or to block i+1; `order` maps blocks to positions in the
         # group.
@@ -431,3 +434,15 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
         return Reduce(run, start, finish)
     backward = all_reduce(group) if varying else blocking(identity)
     return Reduce(BoundCollective(blocking(run), backward), start, finish)
+
+
+def _bound_gather(devices: Devices, axes: Axes, varying: bool) -> Reduce:
+    """Bind an all-gather along dimension 0."""
+    group, index = devices.group(axes), devices.index(axes)
+    gather = all_gather(0, group)
+    own_block = blocking(lambda x: slice_block(x, 0, index, group.size))
+    return Reduce(
+        BoundCollective(gather, reduce_scatter(0, group) if varying else own_block),
+        lambda x: gather.start(x.detach()),
+        lambda pending: gather.finish(pending, pending.dtype),
+    )

@@ -133,7 +133,7 @@ def wrap_reduction(
             return reduce.end(x)
 
     if isinstance(run, BoundCollective):
-        backward = kind if reduction.varying else None
+        backward = reduction.backward_collective if reduction.varying else None
         return Reduce(wrap_step(run, kind, backward, axes, matrix), start, end, reduce.call_site)
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 

@@ -1,0 +1,180 @@
+"""Operators along sharded dimensions: local statistics, one all-gather, the rest on each device.
+
+Sums are linear, so a layout can express their terms. A maximum, a norm or a softmax is not, but a
+few numbers for each row, its *statistics*, say all that other devices need to know of a shard: its
+own maximum, norm or log-sum-exp. The kernel all-gathers the statistics of all shards and combines
+them. The backward pass needs no communication if every device computes the same output, and one
+reduce-scatter if the output is sharded like the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.loss import accumulation_dtype
+from shardwright.core.rules.notation import NAMES, binder, call_arguments, sharding_rule
+from shardwright.core.rules.rule import GATHER, Dims, Kernel, Local, Reduction, ShardingRule
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """The local shard of an operator's input, and its position among all shards.
+
+    Args:
+        x: the local tensor, in the dtype in which PyTorch accumulates.
+        dims: dimensions along which the operator works.
+        shape: global shape of the input.
+        offsets: global index of the first local element, for each of `dims`.
+        number: index of this shard in the all-gather.
+        count: number of shards.
+        arguments: arguments of the call by name.
+    """
+
+    x: Tensor
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    offsets: tuple[Any, ...]
+    number: Any
+    count: int
+    arguments: Mapping[str, Any]
+
+
+Statistics = Sequence[Tensor]
+"""Statistics of one shard, each of the local shape with size 1 in the dimensions along which the
+operator works; or of all shards, with a leading dimension of the number of shards."""
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How an operator combines the shards of the dimensions along which it works.
+
+    Args:
+        local: returns the statistics of the local shard.
+        combine: returns the outputs, given the local shard and the statistics of all shards.
+        num_values: number of statistics in the dtype of the input or, if it is not floating-point,
+            in that of the first output.
+        num_indices: number of statistics that are indices (int64), which follow the values.
+        keeps_dims: whether the outputs are sharded along `dims` like the input.
+        statistic_dtype: dtype of the values, if it is another one.
+    """
+
+    local: Callable[[InputShard], Statistics]
+    combine: Callable[[InputShard, Statistics], Tensor | Sequence[Tensor]]
+    num_values: int = 1
+    num_indices: int = 0
+    keeps_dims: bool = False
+    statistic_dtype: torch.dtype | None = None
+
+    def rule(
+        self,
+        op: Op,
+        inputs: Sequence[Dims],
+        outputs: Sequence[Dims],
+        dims: tuple[int, ...],
+    ) -> ShardingRule:
+        """Return the rule of an operator that works along `dims`.
+
+        Args:
+            inputs, outputs: the factor of each dimension of each tensor, those of `names`.
+        """
+        worked_along = (inputs[0][dim] for dim in dims)
+        return sharding_rule(
+            op,
+            inputs,
+            outputs,
+            complete=frozenset() if self.keeps_dims else frozenset(filter(None, worked_along)),
+            kernel=self.kernel(dims),
+            reductions=self.reductions(dims),
+        )
+
+    def kernel(self, dims: tuple[int, ...]) -> Kernel:
+        """Return the builder of the kernel of an operator that works along `dims`."""
+        return lambda op, local: self._kernel(op, local, dims)
+
+    def reductions(
+        self, dims: tuple[int, ...]
+    ) -> Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]]:
+        """Return `ShardingRule.reductions` of an operator that works along `dims`."""
+
+        def gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+            x = op.inputs[0]
+            factors = _sharded_factors(dims, shard_counts)
+            if not factors:
+                return ()
+            rows = [
+                1 if dim in dims else size // shard_counts.get(NAMES[dim], 1)
+                for dim, size in enumerate(x.shape)
+            ]
+            count = prod(shard_counts[factor] for factor in factors)
+            values = Reduction(
+                *(factors, GATHER, (count, self.num_values, *rows), self._dtype(op)),
+                varying=self.keeps_dims,
+                differentiable=x.differentiable and op.outputs[0].dtype.is_floating_point,
+            )
+            if not self.num_indices:
+                return (values,)
+            indices = (count, self.num_indices, *rows)
+            return values, Reduction(factors, GATHER, indices, torch.int64, differentiable=False)
+
+        return gathers
+
+    def _dtype(self, op: Op) -> torch.dtype:
+        if self.statistic_dtype is not None:
+            return self.statistic_dtype
+        dtype = call_arguments(op).get("dtype") or op.inputs[0].dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        return op.outputs[0].dtype if is_integer else accumulation_dtype(dtype)
+
+    def _kernel(self, op: Op, local: Local, dims: tuple[int, ...]) -> Callable[..., Any]:
+        factors = _sharded_factors(dims, local.shard_counts)
+        if not factors:
+            return op.target
+        shape, bind, dtype = op.inputs[0].shape, binder(op), self._dtype(op)
+        counts = [local.shard_counts.get(NAMES[dim], 1) for dim in dims]
+        numbers = [
+            local.index(NAMES[dim]) if n > 1 else 0 for dim, n in zip(dims, counts, strict=True)
+        ]
+        offsets = tuple(
+            number * (shape[dim] // n) for dim, n, number in zip(dims, counts, numbers, strict=True)
+        )
+        position: Any = 0
+        for number, n in zip(numbers, counts, strict=True):
+            position = position * n + number
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            arguments = bind(args, kwargs)
+            x = next(iter(arguments.values()))
+            x = x if self.statistic_dtype is not None else x.to(dtype)
+            shard = InputShard(x, dims, shape, offsets, position, prod(counts), arguments)
+            gathered = self._gather(local, self.local(shard))
+            outputs = self.combine(shard, gathered)
+            outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+            results = tuple(
+                # Statistics have size 1 in the dimensions that an operator removes.
+                out.reshape(size).to(value.dtype)
+                for out, size, value in zip(outputs, local.output_shapes, op.outputs, strict=True)
+            )
+            return results if len(results) > 1 else results[0]
+
+        return run
+
+    def _gather(self, local: Local, statistics: Statistics) -> Statistics:
+        values = local.reduce[0](torch.stack(tuple(statistics[: self.num_values])).unsqueeze(0))
+        gathered = list(values.unbind(1))
+        if self.num_indices:
+            indices = local.reduce[1](
+                torch.stack(tuple(statistics[self.num_values :])).unsqueeze(0)
+            )
+            gathered.extend(indices.unbind(1))
+        return gathered
+
+
+def _sharded_factors(dims: tuple[int, ...], shard_counts: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(NAMES[dim] for dim in dims if shard_counts.get(NAMES[dim], 1) > 1)

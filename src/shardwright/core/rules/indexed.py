@@ -1,0 +1,151 @@
+"""Kernels of operators that index sharded dimensions: each device reads or writes its own block.
+
+A read (`x[i]`, `gather`) gives 0 for an index in another device's block, so that the results are
+terms of a sum, as in the vocabulary-parallel embedding of Megatron-LM. A write (`scatter`,
+`index_add`) into another device's block goes to an additional row, which is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import binder
+from shardwright.core.rules.rule import Kernel, Local
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """The dimensions of an operator's first input that its indices select.
+
+    Args:
+        argument: name of the argument with the indices: a tensor or a list of tensors.
+        factors: factor of each indexed dimension, by dimension.
+        is_list: whether the argument is a list with the index of each dimension, in which negative
+            indices count from the end.
+        trailing: number of dimensions of the output after those of the indices.
+    """
+
+    argument: str
+    factors: Mapping[int, str]
+    is_list: bool = False
+    trailing: int = 0
+
+    def read_kernel(self) -> Kernel:
+        """Return the builder of the kernel of an operator that reads at the indices."""
+        return lambda op, local: self._kernel(op, local, self._read)
+
+    def write_kernel(self) -> Kernel:
+        """Return the builder of the kernel of an operator that writes at the indices, of which one
+        dimension can be sharded."""
+        return lambda op, local: self._kernel(op, local, self._write)
+
+    def _kernel(self, op: Op, local: Local, function: Callable[..., Any]) -> Callable[..., Any]:
+        blocks = {}
+        for dim, factor in self.factors.items():
+            if local.shard_counts.get(factor, 1) > 1:
+                total = op.inputs[0].shape[dim]
+                size = total // local.shard_counts[factor]
+                blocks[dim] = _Block(local.index(factor) * size, size, total, wraps=self.is_list)
+        if not blocks:
+            return op.target
+        bind = binder(op)
+        # Bound by name: operators of ATen take their tensors by name, too.
+        return lambda *args, **kwargs: function(op.target, blocks, bind(args, kwargs))
+
+    def _read(
+        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
+    ) -> Tensor:
+        elsewhere: Tensor | None = None
+        for dim, block in blocks.items():
+            index, is_elsewhere = block.localize(self._index(arguments, dim))
+            # Any valid row, since the result is masked.
+            self._replace(arguments, dim, index.masked_fill(is_elsewhere, 0))
+            elsewhere = is_elsewhere if elsewhere is None else elsewhere | is_elsewhere
+        assert elsewhere is not None
+        mask = elsewhere.reshape((*elsewhere.shape, *(1,) * self.trailing))
+        out: Tensor = target(**arguments)
+        return out.masked_fill(mask, 0)
+
+    def _write(
+        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
+    ) -> Tensor:
+        ((dim, block),) = blocks.items()
+        index, _ = block.localize(self._index(arguments, dim))
+        self._replace(arguments, dim, index)
+        name = next(iter(arguments))
+        x = arguments[name]
+        # Ones, as a product with the row may be divided by it in the backward pass.
+        arguments[name] = torch.cat([x, torch.ones_like(x.narrow(dim, 0, 1))], dim)
+        out: Tensor = target(**arguments)
+        return out.narrow(dim, 0, block.size)
+
+    def _index(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
+        index: Tensor = arguments[self.argument][dim] if self.is_list else arguments[self.argument]
+        return index
+
+    def _replace(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
+        if self.is_list:
+            indices = list(arguments[self.argument])
+            indices[dim] = index
+            arguments[self.argument] = indices
+        else:
+            arguments[self.argument] = index
+
+
+@dataclass(frozen=True)
+class _Block:
+    """This device's block of a sharded dimension.
+
+    Args:
+        first: index of the first element.
+        size: number of elements.
+        total: number of elements on all devices.
+        wraps: whether negative indices count from the end.
+    """
+
+    first: Any
+    size: int
+    total: int
+    wraps: bool = False
+
+    def localize(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices in this block, and a mask of those in other blocks.
+
+        An index in another block becomes `size`. An index out of range for all devices becomes
+        `size + 1`, so that every device raises the error of one device.
+        """
+        index = index.long()
+        if self.wraps:
+            index = torch.where(index < 0, index + self.total, index)
+        in_range = (index >= 0) & (index < self.total)
+        is_own = (index >= self.first) & (index < self.first + self.size)
+        local = (index - self.first).masked_fill(~is_own, self.size)
+        return local.masked_fill(~in_range, self.size + 1), in_range & ~is_own
+
+
+def one_hot_kernel(factor: str) -> Kernel:
+    """Return the builder of the kernel of `one_hot`, whose classes are sharded by `factor`."""
+
+    def build(op: Op, local: Local) -> Callable[..., Any]:
+        count = local.shard_counts.get(factor, 1)
+        if count == 1:
+            return op.target
+        classes = op.output.shape[-1]
+        size = classes // count
+        block = _Block(local.index(factor) * size, size, classes)
+
+        def run(x: Tensor, num_classes: int) -> Tensor:
+            # One more class, which stands for those of other devices.
+            index, _ = block.localize(x)
+            out: Tensor = op.target(index, size + 1)
+            return out.narrow(-1, 0, size)
+
+        return run
+
+    return build

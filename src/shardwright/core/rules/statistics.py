@@ -1,0 +1,311 @@
+"""Statistics by which operators combine shards of the dimensions along which they work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.gathered import Combination, InputShard, Statistics
+from shardwright.core.rules.notation import call_arguments
+
+# Reductions of reductions
+
+
+def _product(x: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        x = x.prod(dim, keepdim=True)
+    return x
+
+
+PRODUCT = Combination(lambda s: (_product(s.x, s.dims),), lambda s, all_: all_[0].prod(0))
+ANY = Combination(
+    lambda s: ((s.x != 0).any(s.dims, keepdim=True).to(torch.uint8),),
+    lambda s, all_: all_[0].any(0),
+    statistic_dtype=torch.uint8,
+)
+ALL = Combination(
+    lambda s: ((s.x != 0).all(s.dims, keepdim=True).to(torch.uint8),),
+    lambda s, all_: all_[0].all(0),
+    statistic_dtype=torch.uint8,
+)
+
+
+def norm_of_order(order: float) -> Combination:
+    """Return the combination of vector norms: the norm of all elements is the norm of the norms of
+    shards, of any finite order but 0."""
+    return Combination(
+        lambda s: (torch.linalg.vector_norm(s.x, order, s.dims, keepdim=True),),
+        lambda s, all_: torch.linalg.vector_norm(all_[0], order, 0),
+    )
+
+
+# Exponentials
+
+
+def _exponentials(shard: InputShard) -> Statistics:
+    """Return the maximum m and Σ exp(x - m) of the local elements."""
+    limits = torch.finfo(shard.x.dtype)
+    # Without a gradient, as results do not depend on it. Clamped, since -inf - -inf is NaN where
+    # all elements of a shard are masked.
+    peak = shard.x.detach().amax(shard.dims, keepdim=True).clamp(limits.min, limits.max)
+    return peak, (shard.x - peak).exp().sum(shard.dims, keepdim=True)
+
+
+def _combined_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
+    """Return the maximum m and Σ exp(x - m) of all elements."""
+    peaks, sums = gathered[0].detach(), gathered[1]
+    peak = peaks.amax(0)
+    return peak, (sums * (peaks - peak).exp()).sum(0)
+
+
+def _log_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
+    peak, total = _combined_exponentials(gathered)
+    return peak + total.log()
+
+
+def _softmax(shard: InputShard, gathered: Statistics) -> Tensor:
+    peak, total = _combined_exponentials(gathered)
+    return (shard.x - peak).exp() / total
+
+
+def _log_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
+    peak, total = _combined_exponentials(gathered)
+    return shard.x - peak - total.log()
+
+
+LOG_SUM_EXP = Combination(_exponentials, _log_sum_exp, num_values=2)
+SOFTMAX = Combination(_exponentials, _softmax, num_values=2, keeps_dims=True)
+LOG_SOFTMAX = Combination(_exponentials, _log_softmax, num_values=2, keeps_dims=True)
+
+# Moments
+
+
+def moments(shard: InputShard) -> Statistics:
+    """Return the mean and the sum of squared deviations from it, of the local elements."""
+    mean = shard.x.mean(shard.dims, keepdim=True)
+    return mean, (shard.x - mean).square().sum(shard.dims, keepdim=True)
+
+
+def combined_moments(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
+    """Return the mean and the sum of squared deviations from it, of all elements.
+
+    Shards have equal numbers of elements. Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances" (1979), equation 2.1; unlike E[x²] - E[x]²
+    it does not cancel.
+    """
+    means, squares = gathered
+    mean = means.mean(0)
+    size = prod(shard.x.shape[dim] for dim in shard.dims)
+    return mean, squares.sum(0) + size * (means - mean).square().sum(0)
+
+
+def variance(*, root: bool, with_mean: bool) -> Combination:
+    """Return the combination of `var` and `var_mean` or, with `root`, of `std` and `std_mean`."""
+
+    def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
+        mean, squares = combined_moments(shard, gathered)
+        size = prod(shard.shape[dim] for dim in shard.dims)
+        result = squares / max(size - _correction(shard.arguments), 0)
+        if root:
+            # The gradient of `std` is 0 where all elements are equal, that of `sqrt` is infinite.
+            is_zero = result == 0
+            result = result.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
+        return (result, mean) if with_mean else result
+
+    return Combination(moments, combine, num_values=2)
+
+
+def _correction(arguments: Mapping[str, Any]) -> float:
+    if "unbiased" in arguments:
+        return float(arguments["unbiased"])
+    correction = arguments["correction"]
+    return 1.0 if correction is None else float(correction)
+
+
+# Largest and smallest elements
+
+
+def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
+    """Return the combination of `amax` and, without a dimension, `max`, or of their opposites.
+
+    Args:
+        largest: whether it is that of the largest element.
+        shared_by_nans: whether NaNs share the gradient of a NaN, as in `max` of all elements.
+    """
+    reduce = torch.amax if largest else torch.amin
+
+    def is_tie(x: Tensor, value: Tensor) -> Tensor:
+        equal = x == value
+        return equal | (x.isnan() & value.isnan()) if shared_by_nans else equal
+
+    def local(shard: InputShard) -> Statistics:
+        if shared_by_nans:
+            value = shard.x.max() if largest else shard.x.min()
+            value = value.reshape([1] * shard.x.ndim)
+        else:
+            value = reduce(shard.x, shard.dims, keepdim=True)
+        return value, is_tie(shard.x, value).sum(shard.dims, keepdim=True).to(value.dtype)
+
+    def combine(shard: InputShard, gathered: Statistics) -> Tensor:
+        values, ties = gathered
+        value = reduce(values.detach(), 0)
+        ties = ties.detach() * is_tie(values.detach(), value)
+        out: Tensor = _SharedByTies.apply(values, value, ties / ties.sum(0))  # type: ignore[no-untyped-call]
+        return out
+
+    return Combination(local, combine, num_values=2)
+
+
+class _SharedByTies(torch.autograd.Function):
+    """Return `value`, whose gradient the shards share by `weights`: their numbers of ties."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weights,) = ctx.saved_tensors
+        return gradients[0] * weights, None, None
+
+
+def extreme_position(*, largest: bool, with_value: bool) -> Combination:
+    """Return the combination of `argmax` or, with values, of `max` along a dimension; or of their
+    opposites. Of equal elements the first is taken."""
+
+    def local(shard: InputShard) -> Statistics:
+        rows, flat, kept = _flattened(shard)
+        value, index = flat.max(-1) if largest else flat.min(-1)
+        return value.reshape(kept), _global_index(shard, index, rows).reshape(kept)
+
+    def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
+        values, indices = gathered
+        best = values.amax(0) if largest else values.amin(0)
+        is_best = (values == best) | (values.isnan() & best.isnan())
+        index = indices.masked_fill(~is_best, torch.iinfo(torch.int64).max)
+        first = index.argmin(0, keepdim=True)
+        index = index.gather(0, first).squeeze(0)
+        # Gathered, so that the gradient flows to this element only.
+        return (values.gather(0, first).squeeze(0), index) if with_value else index
+
+    return Combination(local, combine, num_indices=1)
+
+
+def _flattened(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
+    """Return the local sizes along `dims`, the local shard with these dimensions flattened into the
+    last, and its shape with size 1 in `dims`."""
+    x, dims = shard.x, shard.dims
+    rest = [dim for dim in range(x.ndim) if dim not in dims]
+    kept = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    flat = x.permute(*rest, *dims).reshape(*(x.shape[dim] for dim in rest), -1)
+    return [x.shape[dim] for dim in dims], flat, kept
+
+
+def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the index among all elements along `dims` of local elements, given their index among
+    the local ones."""
+    result = torch.zeros_like(index)
+    stride = 1
+    for dim, size, offset in reversed(list(zip(shard.dims, sizes, shard.offsets, strict=True))):
+        result = result + (index % size + offset) * stride
+        index = index.div(size, rounding_mode="floor")
+        stride *= shard.shape[dim]
+    return result
+
+
+# Outputs that are sharded like the input
+
+
+def _earlier(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
+    """Replace the statistics of this shard and of later ones by `neutral`."""
+    numbers = torch.arange(shard.count, device=gathered.device)
+    is_later = (numbers >= shard.number).view(-1, *(1,) * (gathered.ndim - 1))
+    return gathered.masked_fill(is_later, neutral)
+
+
+CUMULATIVE_SUM = Combination(
+    lambda s: (s.x.sum(s.dims, keepdim=True),),
+    lambda s, all_: s.x.cumsum(s.dims[0]) + _earlier(s, all_[0], 0).sum(0),
+    keeps_dims=True,
+)
+CUMULATIVE_PRODUCT = Combination(
+    lambda s: (_product(s.x, s.dims),),
+    lambda s, all_: s.x.cumprod(s.dims[0]) * _earlier(s, all_[0], 1).prod(0),
+    keeps_dims=True,
+)
+
+
+def _layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
+    mean, squares = combined_moments(shard, gathered)
+    variance = squares / prod(shard.shape[dim] for dim in shard.dims)
+    normalized = (shard.x - mean) * torch.rsqrt(variance + shard.arguments["eps"])
+    return _affine(normalized, shard.arguments)
+
+
+def _rms_norm(shard: InputShard, gathered: Statistics) -> Tensor:
+    eps = shard.arguments["eps"]
+    if eps is None:
+        eps = torch.finfo(shard.x.dtype).eps
+    return _affine(shard.x * torch.rsqrt(gathered[0].mean(0) + eps), shard.arguments)
+
+
+def _affine(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    weight, bias = arguments["weight"], arguments.get("bias")
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+LAYER_NORM = Combination(moments, _layer_norm, num_values=2, keeps_dims=True)
+RMS_NORM = Combination(
+    lambda s: (s.x.square().mean(s.dims, keepdim=True),), _rms_norm, keeps_dims=True
+)
+
+
+def combination_of(op: Op) -> Combination | None:
+    """Return how `op` combines shards of the dimensions along which it works; None if it has to
+    have these dimensions in full."""
+    arguments, x = call_arguments(op), op.inputs[0]
+    name = str(op.target).removeprefix("aten.").partition(".")[0]
+    if name in ("norm", "linalg_vector_norm", "frobenius_norm"):
+        order = arguments.get("ord", arguments.get("p", 2))
+        order = 2.0 if order is None else float(order)
+        # An infinite norm is a maximum, and its gradient is shared by ties. Order 0 counts.
+        return norm_of_order(order) if order not in (0, float("inf"), -float("inf")) else None
+    if name in ("max", "min"):
+        largest = name == "max"
+        if len(op.outputs) == 1:
+            return extreme(largest=largest, shared_by_nans=True)
+        return extreme_position(largest=largest, with_value=True)
+    # The variance of complex numbers is that of their real parts plus that of their imaginary ones.
+    return None if x.dtype.is_complex and name in VARIANCES else COMBINATIONS.get(name)
+
+
+VARIANCES = ("var", "std", "var_mean", "std_mean")
+COMBINATIONS: dict[str, Combination] = {
+    "prod": PRODUCT,
+    "logsumexp": LOG_SUM_EXP,
+    "any": ANY,
+    "all": ALL,
+    "amax": extreme(largest=True),
+    "amin": extreme(largest=False),
+    "argmax": extreme_position(largest=True, with_value=False),
+    "argmin": extreme_position(largest=False, with_value=False),
+    "var": variance(root=False, with_mean=False),
+    "std": variance(root=True, with_mean=False),
+    "var_mean": variance(root=False, with_mean=True),
+    "std_mean": variance(root=True, with_mean=True),
+    "cumsum": CUMULATIVE_SUM,
+    "cumprod": CUMULATIVE_PRODUCT,
+    "softmax": SOFTMAX,
+    "_softmax": SOFTMAX,
+    "log_softmax": LOG_SOFTMAX,
+    "_log_softmax": LOG_SOFTMAX,
+    "layer_norm": LAYER_NORM,
+    "rms_norm": RMS_NORM,
+}
