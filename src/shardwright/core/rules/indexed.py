@@ -51,7 +51,7 @@ class Indexed:
             if local.shard_counts.get(factor, 1) > 1:
                 total = op.inputs[0].shape[dim]
                 size = total // local.shard_counts[factor]
-                blocks[dim] = _Block(local.index(factor) * size, size, total, wraps=self.is_list)
+                blocks[dim] = _OwnBlock(local.index(factor) * size, size, total, wraps=self.is_list)
         if not blocks:
             return op.target
         bind = binder(op)
@@ -59,7 +59,7 @@ class Indexed:
         return lambda *args, **kwargs: function(op.target, blocks, bind(args, kwargs))
 
     def _read(
-        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
+        self, target: Callable[..., Any], blocks: Mapping[int, _OwnBlock], arguments: dict[str, Any]
     ) -> Tensor:
         elsewhere: Tensor | None = None
         for dim, block in blocks.items():
@@ -73,7 +73,7 @@ class Indexed:
         return out.masked_fill(mask, 0)
 
     def _write(
-        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
+        self, target: Callable[..., Any], blocks: Mapping[int, _OwnBlock], arguments: dict[str, Any]
     ) -> Tensor:
         ((dim, block),) = blocks.items()
         index, _ = block.localize(self._index(arguments, dim))
@@ -99,7 +99,7 @@ class Indexed:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _OwnBlock:
     """This device's block of a sharded dimension.
 
     Args:
@@ -138,7 +138,7 @@ def one_hot_kernel(factor: str) -> Kernel:
             return op.target
         classes = op.output.shape[-1]
         size = classes // count
-        block = _Block(local.index(factor) * size, size, classes)
+        block = _OwnBlock(local.index(factor) * size, size, classes)
 
         def run(x: Tensor, num_classes: int) -> Tensor:
             # One more class, which stands for those of other devices.

@@ -206,8 +206,8 @@ def index_add_rule(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(op: Op) -> ShardingRule | None:
-    """Indexing by tensors, `b s, t -> t s`: with sharded indexed dimensions, the output is a partial
-    sum.
+    """Indexing by tensors, `b s, t -> t s`: with sharded indexed dimensions, the output is a
+    partial sum.
 
     None for masks: the shape of the result depends on the data.
     """
