@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwright.core.agreement.rank_states import (
@@ -24,6 +26,28 @@ def test_ranks_in_different_calls_are_named_with_their_lines() -> None:
     assert difference_of_calls(states) == (
         "the ranks wait for each other: rank 0 in evaluation forward pass 1 (train.py, line 7),"
         f" ranks 1-3, 5 in training forward pass 2 (train.py, line 7)\n{REMEDY}"
+    )
+
+
+def test_a_call_that_one_rank_begins_again_is_named() -> None:
+    inside = state(0, *TRAINED, "training forward pass 2")
+    again = replace(inside, rank=1, is_again=True)
+    assert not difference_of_calls([again, replace(again, rank=0)])
+    assert "rank 1 in training forward pass 2 (train.py, line 7), after one that was refused" in (
+        difference_of_calls([inside, again])
+    )
+
+
+def test_calls_that_differ_before_calls_of_one_name_are_named() -> None:
+    error = difference_of_calls(
+        [
+            state(0, *TRAINED, "training forward pass 2"),
+            state(1, TRAINED[0], "training forward pass 2"),
+        ]
+    )
+    assert error == (
+        "the ranks wait for each other: ranks 0-1 in training forward pass 2 (train.py, line 7),"
+        f" but rank 0 made backward pass 1 where rank 1 made training forward pass 2\n{REMEDY}"
     )
 
 

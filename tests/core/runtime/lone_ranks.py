@@ -82,10 +82,12 @@ class Lone:
                 pass
         loss.backward()
 
-    def calls_once_more(self) -> None:
-        if self.alone:
-            self.net(*self.batch)
-        self.net(*self.batch).backward()
+    def calls_another_model(self) -> None:
+        torch.manual_seed(0)
+        net = sw.WithLoss(nn.Linear(6, 3), nn.CrossEntropyLoss())
+        other = sw.parallelize(net, sw.plan(net, self.batch, devices=3, mode="data_parallel"))
+        for model in (other, self.net) if self.alone else (self.net, other):
+            model(*self.batch).backward()
 
     def clips(self) -> None:
         if self.alone:
@@ -99,7 +101,7 @@ class Lone:
 
     def reduces_a_number(self) -> None:
         if self.alone:
-            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
         self.net(*self.batch).backward()
 
     def ends(self) -> None:

@@ -26,7 +26,9 @@ NAMED = {
     "saves_before_a_barrier": "rank 0 in save_checkpoint 1 .*, ranks 1-2 in `barrier`",
     "saves_a_state_dict": "rank 0 in save_state_dict 1 .*, ranks 1-2 in train_step 1",
     "gathers": "rank 0 in whole 1 .*, ranks 1-2 in backward pass 4",
-    "calls_once_more": "rank 0 in training forward pass 5 .*, ranks 1-2 in backward pass 4",
+    "calls_another_model": (
+        "rank 0 in model 2's training forward pass 1 .*, ranks 1-2 in training forward pass 4"
+    ),
     "clips": "rank 0 in clip_grad_norm_ 1 .*, ranks 1-2 in training forward pass 4",
     "prints_a_norm": "rank 0 in DTensor redistribution 1 .*, ranks 1-2 in training forward pass 4",
     "reduces_a_number": "rank 0 in `all_reduce` 1 .*, ranks 1-2 in training forward pass 4",

@@ -28,6 +28,7 @@ class RankState:
         waits_in: the collective of all ranks that user code has called and that has not returned,
             such as "barrier"; empty if there is none.
         line: the line of the user's program in which the rank waits; empty if it does not wait.
+        is_again: whether the rank was refused the call before, in which others may still wait.
         exception: the exception that ended the rank; empty if the rank runs or has ended without
             an exception.
     """
@@ -39,6 +40,7 @@ class RankState:
     waits_in: str = ""
     line: str = ""
     exception: str = ""
+    is_again: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -56,7 +58,7 @@ class RankState:
     def __str__(self) -> str:
         line = f" ({self.line})" if self.line else ""
         if self.is_inside:
-            return f"in {self.calls[-1]}{line}"
+            return f"in {self.calls[-1]}{line}" + self.is_again * ", after one that was refused"
         if self.waits_in:
             return f"in `{self.waits_in}`{line}"
         return f"after {self.calls[-1]}" if self.calls else "before its first call"
@@ -66,17 +68,30 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
     """Return an error message if ranks wait for each other forever; empty if some may be slow only.
 
     Ranks wait forever if two have made different calls, or if one is inside a call that another
-    has not begun while the other waits in a collective of all ranks.
+    has not begun while the other waits in a collective of all ranks, or that another begins again.
 
     Args:
         states: the last state of each rank.
     """
-    if not any(_differ_in_calls(*pair) or _are_deadlocked(*pair) for pair in _state_pairs(states)):
+    checks = _differ_in_calls, _are_deadlocked, _begin_again
+    if not any(check(*pair) for pair in _state_pairs(states) for check in checks):
         return ""
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
     groups = [([state.rank for state in group], text) for text, group in groupby(ordered, key=str)]
     places = [f"{_format_ranks(ranks)} {text}" for ranks, text in sorted(groups)]
+    if len(places) == 1:
+        places.append(_first_difference(states))
     return f"{WAITING}: {', '.join(places)}\n{REMEDY}"
+
+
+def _first_difference(states: Sequence[RankState]) -> str:
+    """Describe the first calls that differ between ranks, which now are in calls of one name."""
+    for number in range(1, min(state.count for state in states) + 1):
+        calls = {state.call(number): state.rank for state in reversed(states)}
+        if len(calls) > 1 and None not in calls:
+            made = (f"rank {rank} made {call}" for call, rank in calls.items())
+            return f"but {' where '.join(sorted(made)[:2])}"
+    return "after other calls"
 
 
 def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
@@ -109,7 +124,8 @@ def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
 def _state_pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
     """Return pairs of different states. Ranks in equal states are represented by one of them, as a
     large run has too many pairs of ranks."""
-    different = list({(s.count, s.calls, s.is_inside, s.waits_in): s for s in states}.values())
+    keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_again) for s in states]
+    different = list(dict(zip(keys, states, strict=True)).values())
     return [(a, b) for a in different for b in different if a is not b]
 
 
@@ -121,6 +137,10 @@ def _differ_in_calls(a: RankState, b: RankState) -> bool:
 
 def _are_deadlocked(a: RankState, b: RankState) -> bool:
     return a.is_inside and bool(b.waits_in) and not b.is_inside and b.count < a.count
+
+
+def _begin_again(a: RankState, b: RankState) -> bool:
+    return a.is_inside and b.is_inside and a.count == b.count and b.is_again and not a.is_again
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -33,6 +33,9 @@ BEAT = 1.0
 PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to make the same call, and for its next heartbeat."""
 
+WARN_AFTER = 10.0
+"""Seconds after which a rank says that it waits for rank 0's call."""
+
 FAREWELL = 10.0
 """Maximal seconds that rank 0, whose process may serve the store, waits for the other ranks' reads.
 """
@@ -101,7 +104,7 @@ def on_rank_0(
         store.set("request", name)
         with _send_heartbeats(store):
             return _publish(store, make, write)
-    if not _wait_for_key(store, "request"):
+    if not _wait_for_key(store, "request", f"{what} of rank 0: make this call on all ranks"):
         # Undo the count, so that rank 0's call is matched with this rank's next call.
         calls.add(f"calls of rank {rank}", -1)
         log.info("rank 0 computes no %s, so this rank computes its own", what)
@@ -155,11 +158,15 @@ def _send_heartbeats(store: Store) -> Iterator[None]:
         thread.join()
 
 
-def _wait_for_key(store: Store, key: str) -> bool:
+def _wait_for_key(store: Store, key: str, expected: str = "") -> bool:
     """Wait for `key` until `PATIENCE` seconds after the last heartbeat of rank 0; return whether
-    `key` exists."""
+    `key` exists. Warns once after `WARN_AFTER` seconds of what is `expected`, if given."""
     beats, deadline = 0, time.monotonic() + PATIENCE
+    warns_at = time.monotonic() + WARN_AFTER
     while not store.check([key]):
+        if expected and time.monotonic() > warns_at:
+            log.warning("waited %.0f s for the %s", WARN_AFTER, expected)
+            expected = ""
         if time.monotonic() > deadline:
             return False
         time.sleep(BEAT / 5)

@@ -85,8 +85,9 @@ def parallelize(
     # From here on a rank that calls alone is named by those that wait for it. This call does not
     # wait in the store, where a rank that has ended before it would not be noticed.
     calls = rank_calls() if are_all_ranks(plan.devices) else None
-    with nullcontext() if calls is None else calls.call("parallelize", waits=False):
-        return _parallelize(net, plan, device, copy, sync, release, named_ranges)
+    with nullcontext() if calls is None else calls.call("parallelize", max_wait=0):
+        number = 1 if calls is None else calls.number_of("parallelize")
+        return _parallelize(net, plan, device, copy, sync, release, named_ranges, number)
 
 
 def _parallelize(
@@ -97,6 +98,7 @@ def _parallelize(
     sync: bool,
     release: bool,
     named_ranges: bool,
+    number: int,
 ) -> nn.Module:
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
@@ -110,6 +112,7 @@ def _parallelize(
             dtensor_axes(partitioned),
             named_ranges=named_ranges,
         )
+        devices.model = number
         # Before sharding: afterwards ranks have different shards of each parameter.
         if sync and devices.is_distributed:
             take_state_of_rank_0(net, rank_device)

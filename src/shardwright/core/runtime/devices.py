@@ -48,6 +48,7 @@ class Group:
         size: number of ranks.
         order: for each block along `axes`, the position in the process group of the rank that owns
             it; the ranks of the process group are in the order of the mesh.
+        model: number of the planned model, in the order of `parallelize`, equal on all ranks.
         waits: sums up the time spent waiting for collectives.
     """
 
@@ -93,6 +94,7 @@ class Devices:
     mesh_axes: tuple[Axes, ...] = ()
     mesh_matrix: DeviceMatrix | None = None
     named_ranges: bool = False
+    model: int = 1
     waits: WaitTimer = field(default_factory=WaitTimer)
     _subgroups: Subgroups = field(default_factory=dict)
     _names: dict[Axes, str] = field(default_factory=dict)

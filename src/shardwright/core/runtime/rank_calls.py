@@ -61,6 +61,9 @@ PATIENCE = 3.0
 POLL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
 
+MAX_WAIT = 15.0
+"""Maximum seconds of waiting for others in an asynchronous call; a lone one is named sooner."""
+
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
 
@@ -98,9 +101,8 @@ class RankCalls:
         self._in_backward = False
         self._expected = ExpectedCalls()
         self._last_meeting = ""
-        self._has_differed = False
-        """Whether the last call was refused because other ranks made a different call, which may
-        not have ended."""
+        self._has_differed = self._is_again = False
+        """Whether the last call, and the one before, was refused while others may be in it yet."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of the request for current states that rank 0 has made; 0 without a request."""
@@ -122,15 +124,16 @@ class RankCalls:
                 self._store.set("a rank has ended", "")
 
     @contextmanager
-    def call(self, kind: str, *, always_meets: bool = False, waits: bool = True) -> Iterator[None]:
+    def call(
+        self, kind: str, *, always_meets: bool = False, max_wait: float = math.inf
+    ) -> Iterator[None]:
         """Context of a collective call; nested calls are not counted.
 
         Args:
             kind: name of the call, equal on all ranks.
             always_meets: whether ranks wait for each other before the call communicates even if the
                 call is expected.
-            waits: whether this rank waits until all ranks have begun the call; False for an
-                asynchronous call, which other ranks may make synchronously.
+            max_wait: maximum seconds to wait until all ranks have begun the call.
 
         Raises:
             DataError: on all ranks, if they wait for each other in different calls.
@@ -144,7 +147,7 @@ class RankCalls:
         try:
             with self.explaining_errors():
                 if always_meets or not is_expected:
-                    self._meet_other_ranks(waits=waits)
+                    self._meet_other_ranks(max_wait)
                 yield
         except BaseException as error:
             self._undo_call(kind, error)
@@ -176,6 +179,10 @@ class RankCalls:
             if not is_expected:
                 self._meet_other_ranks()
 
+    def number_of(self, kind: str) -> int:
+        """Return how many calls of a kind have begun."""
+        return self._counts[kind]
+
     def _begin_call(self, kind: str) -> bool:
         """Count a call, and return whether it was expected."""
         if self.error:
@@ -183,8 +190,8 @@ class RankCalls:
         self._counts[kind] += 1
         self._calls.append(f"{kind} {self._counts[kind]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
-        has_differed, self._has_differed = self._has_differed, False
-        return self._expected.begin(kind) and not has_differed
+        self._is_again, self._has_differed = self._has_differed, False
+        return self._expected.begin(kind) and not self._is_again
 
     def _undo_call(self, kind: str, error: BaseException) -> None:
         """Remove the last call, which raised `error`, from the counts."""
@@ -197,9 +204,8 @@ class RankCalls:
         is_of_all = self.error.startswith(WAITING)
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
-    def _meet_other_ranks(self, *, waits: bool = True) -> None:
-        """Report to all ranks that this rank has begun the call; if `waits`, wait until all ranks
-        have."""
+    def _meet_other_ranks(self, max_wait: float = math.inf) -> None:
+        """Report to all ranks that this rank has begun the call, and wait until all ranks have."""
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
@@ -207,16 +213,15 @@ class RankCalls:
                 self._meetings.delete_key(self._last_meeting)
                 self._meetings.delete_key(f"all have {self._last_meeting}")
         self._last_meeting = key
-        if waits:
-            self._wait_for_all(key)
+        self._wait_for_all(key, max_wait)
 
-    def _wait_for_all(self, key: str) -> None:
+    def _wait_for_all(self, key: str, max_wait: float) -> None:
         pause, begun = POLL / 512, time.monotonic()
         warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
-            if self._meetings.check([f"all have {key}"]):
+            if self._meetings.check([f"all have {key}"]) or time.monotonic() - begun > max_wait:
                 return
             if time.monotonic() - begun > timeout:
                 raise CommunicationError(
@@ -320,7 +325,8 @@ class RankCalls:
         is_inside = self._depth > 0
         line = line if is_inside or waits_in else ""
         waits_in = "" if is_inside else waits_in
-        return RankState(self._rank, self._count, tuple(self._calls), is_inside, waits_in, line)
+        state = RankState(self._rank, self._count, tuple(self._calls), is_inside, waits_in, line)
+        return replace(state, is_again=is_inside and self._is_again)
 
 
 @cache
@@ -389,6 +395,8 @@ def model_call(kind: str, devices: Devices) -> AbstractContextManager[None]:
         DataError: on all ranks, if they wait for each other in different calls.
     """
     calls = rank_calls() if devices.is_distributed else None
+    if devices.model > 1:
+        kind = f"model {devices.model}'s {kind}"
     return nullcontext() if calls is None else calls.call(kind)
 
 
@@ -410,13 +418,15 @@ def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[Non
 
     Args:
         kind: name of the call, equal on all ranks.
-        waits: whether this rank waits until all ranks have begun the call.
+        waits: whether no rank returns before all have begun the call. Other ranks may have to act
+            before they begin one that is asynchronous or has a source.
     """
     world = dist.group.WORLD
     if threading.current_thread() is not threading.main_thread() or world is None:
         return nullcontext()
     calls = _calls_by_group().get(world)
-    return nullcontext() if calls is None else calls.call(kind, waits=waits)
+    max_wait = math.inf if waits else MAX_WAIT
+    return nullcontext() if calls is None else calls.call(kind, max_wait=max_wait)
 
 
 def _count_world_collective(name: str, waits: bool) -> AbstractContextManager[None]:
