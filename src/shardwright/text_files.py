@@ -217,7 +217,10 @@ class _PlainDataLoader(yaml.SafeLoader):
             tag = node.tag.rpartition(":")[2]
             text = short_repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
             raise yaml.constructor.ConstructorError(
-                None, None, f"{text} cannot be read as {tag}", node.start_mark
+                None,
+                None,
+                f"{text} cannot be read as {tag}: quote it to write a string",
+                node.start_mark,
             ) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -40,7 +40,7 @@ def test_each_kind_and_each_collective_has_both_numbers(plan: sw.Plan, measured:
     assert rows["between operators"] == ["", "500 μs", ""]
     assert [row.label for row in kinds.rows] == ["predicted", "measured"]
     (row,) = [row for row in collectives.table if row[0].startswith("all_reduce over dp")]
-    assert row[1] == row[2] == "1" or row[1] == row[2] == "2"
+    assert int(row[1]) == int(row[2]) > 0
     assert row[3] == row[4] != "" and row[5:] == ("", "500 μs")
     assert [row[0] for row in ranks.table] == ["rank 0", "rank 1"]
     assert ranks.table[0][2] == "4.0 MiB" and ranks.table[0][1]

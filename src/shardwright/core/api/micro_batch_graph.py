@@ -72,7 +72,7 @@ class MicroBatchCapture:
             try:
                 return self._capture_with_dims(dims), dims
             except CaptureError as error:
-                raise self._explained(error) from error
+                raise self._explain_error(error) from error
         graph, failure = None, None
         try:
             graph = self._capture_with_dims(())
@@ -84,10 +84,10 @@ class MicroBatchCapture:
                 return found
         if graph is None:
             assert failure is not None
-            raise self._explained(failure)
+            raise self._explain_error(failure)
         return graph, ()
 
-    def _explained(self, error: ShardwrightError) -> ShardwrightError:
+    def _explain_error(self, error: ShardwrightError) -> ShardwrightError:
         """Return the error to raise where a micro-batch is not captured because of `error`.
 
         Raises:

@@ -110,7 +110,7 @@ class CellExchange:
 
     @property
     def backward(self) -> CellExchange:
-        """Exchange of the backward pass, in the opposite direction."""
+        """The inverse exchange, from the target shards back to the source shards."""
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,

@@ -329,8 +329,8 @@ class ShardingRule:
 
 
 def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
-    """Whether shards of `factor` are computed in another way for each position, as a write to a
-    sharded dimension."""
+    """Whether the local computation of an operator sharded by `factor` depends on the index of the
+    shard, such as a write to a sharded dimension."""
     if rule.kernel is None:
         return False
     positions: list[str] = []

@@ -36,8 +36,8 @@ ALL = Combination(
 
 
 def norm_of_order(order: float) -> Combination:
-    """Return the combination of vector norms: the norm of all elements is the norm of the norms of
-    shards, of any finite order but 0."""
+    """Return the combination for vector norms of a finite order other than 0: the norm of all
+    elements is the norm of the norms of shards."""
     return Combination(
         lambda s: (torch.linalg.vector_norm(s.x, order, s.dims, keepdim=True),),
         lambda s, all_: torch.linalg.vector_norm(all_[0], order, 0),
@@ -47,7 +47,7 @@ def norm_of_order(order: float) -> Combination:
 # Exponentials
 
 
-def _exponentials(shard: InputShard) -> Statistics:
+def _sum_exponentials(shard: InputShard) -> Statistics:
     """Return the maximum m and Σ exp(x - m) of the local elements."""
     limits = torch.finfo(shard.x.dtype)
     # Without a gradient, as results do not depend on it. Clamped, since -inf - -inf is NaN where
@@ -56,7 +56,7 @@ def _exponentials(shard: InputShard) -> Statistics:
     return peak, (shard.x - peak).exp().sum(shard.dims, keepdim=True)
 
 
-def _combined_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
+def _combine_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
     """Return the maximum m and Σ exp(x - m) of all elements."""
     peaks, sums = gathered[0].detach(), gathered[1]
     peak = peaks.amax(0)
@@ -64,23 +64,23 @@ def _combined_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
 
 
 def _log_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
-    peak, total = _combined_exponentials(gathered)
+    peak, total = _combine_exponentials(gathered)
     return peak + total.log()
 
 
 def _softmax(shard: InputShard, gathered: Statistics) -> Tensor:
-    peak, total = _combined_exponentials(gathered)
+    peak, total = _combine_exponentials(gathered)
     return (shard.x - peak).exp() / total
 
 
 def _log_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
-    peak, total = _combined_exponentials(gathered)
+    peak, total = _combine_exponentials(gathered)
     return shard.x - peak - total.log()
 
 
-LOG_SUM_EXP = Combination(_exponentials, _log_sum_exp, num_values=2)
-SOFTMAX = Combination(_exponentials, _softmax, num_values=2, keeps_dims=True)
-LOG_SOFTMAX = Combination(_exponentials, _log_softmax, num_values=2, keeps_dims=True)
+LOG_SUM_EXP = Combination(_sum_exponentials, _log_sum_exp, num_values=2)
+SOFTMAX = Combination(_sum_exponentials, _softmax, num_values=2, keeps_dims=True)
+LOG_SOFTMAX = Combination(_sum_exponentials, _log_softmax, num_values=2, keeps_dims=True)
 
 # Moments
 
@@ -91,7 +91,7 @@ def moments(shard: InputShard) -> Statistics:
     return mean, (shard.x - mean).square().sum(shard.dims, keepdim=True)
 
 
-def combined_moments(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
+def combine_moments(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
     """Return the mean and the sum of squared deviations from it, of all elements.
 
     Shards have equal numbers of elements. Chan, Golub and LeVeque, "Updating formulae and a
@@ -105,10 +105,10 @@ def combined_moments(shard: InputShard, gathered: Statistics) -> tuple[Tensor, T
 
 
 def variance(*, root: bool, with_mean: bool) -> Combination:
-    """Return the combination of `var` and `var_mean` or, with `root`, of `std` and `std_mean`."""
+    """Return the combination for `var` and `var_mean` or, with `root`, for `std` and `std_mean`."""
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
-        mean, squares = combined_moments(shard, gathered)
+        mean, squares = combine_moments(shard, gathered)
         size = prod(shard.shape[dim] for dim in shard.dims)
         result = squares / max(size - _correction(shard.arguments), 0)
         if root:
@@ -131,10 +131,11 @@ def _correction(arguments: Mapping[str, Any]) -> float:
 
 
 def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
-    """Return the combination of `amax` and, without a dimension, `max`, or of their opposites.
+    """Return the combination for `amax` and for `max` of all elements or, unless `largest`, for
+    `amin` and `min`.
 
     Args:
-        largest: whether it is that of the largest element.
+        largest: whether the operator takes the largest element, not the smallest.
         shared_by_nans: whether NaNs share the gradient of a NaN, as in `max` of all elements.
     """
     reduce = torch.amax if largest else torch.amin
@@ -162,7 +163,7 @@ def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
 
 
 class _SharedByTies(torch.autograd.Function):
-    """Return `value`, whose gradient the shards share by `weights`: their numbers of ties."""
+    """Return `value`; distribute its gradient over shards in proportion to `weights`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, value: Tensor, weights: Tensor) -> Tensor:
@@ -176,11 +177,11 @@ class _SharedByTies(torch.autograd.Function):
 
 
 def extreme_position(*, largest: bool, with_value: bool) -> Combination:
-    """Return the combination of `argmax` or, with values, of `max` along a dimension; or of their
-    opposites. Of equal elements the first is taken."""
+    """Return the combination for `argmax` or, unless `largest`, `argmin`; with `with_value` for
+    `max` or `min` along a dimension. The first of equal elements wins."""
 
     def local(shard: InputShard) -> Statistics:
-        rows, flat, kept = _flattened(shard)
+        rows, flat, kept = _flatten_dims(shard)
         value, index = flat.max(-1) if largest else flat.min(-1)
         return value.reshape(kept), _global_index(shard, index, rows).reshape(kept)
 
@@ -197,7 +198,7 @@ def extreme_position(*, largest: bool, with_value: bool) -> Combination:
     return Combination(local, combine, num_indices=1)
 
 
-def _flattened(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
+def _flatten_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
     """Return the local sizes along `dims`, the local shard with these dimensions flattened into the
     last, and its shape with size 1 in `dims`."""
     x, dims = shard.x, shard.dims
@@ -208,8 +209,7 @@ def _flattened(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
 
 
 def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the index among all elements along `dims` of local elements, given their index among
-    the local ones."""
+    """Return global indices of elements along the flattened `dims`, given their local indices."""
     result = torch.zeros_like(index)
     stride = 1
     for dim, size, offset in reversed(list(zip(shard.dims, sizes, shard.offsets, strict=True))):
@@ -222,7 +222,7 @@ def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Ten
 # Outputs that are sharded like the input
 
 
-def _earlier(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
+def _mask_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
     """Replace the statistics of this shard and of later ones by `neutral`."""
     numbers = torch.arange(shard.count, device=gathered.device)
     is_later = (numbers >= shard.number).view(-1, *(1,) * (gathered.ndim - 1))
@@ -231,18 +231,18 @@ def _earlier(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
 
 CUMULATIVE_SUM = Combination(
     lambda s: (s.x.sum(s.dims, keepdim=True),),
-    lambda s, all_: s.x.cumsum(s.dims[0]) + _earlier(s, all_[0], 0).sum(0),
+    lambda s, all_: s.x.cumsum(s.dims[0]) + _mask_later_shards(s, all_[0], 0).sum(0),
     keeps_dims=True,
 )
 CUMULATIVE_PRODUCT = Combination(
     lambda s: (_product(s.x, s.dims),),
-    lambda s, all_: s.x.cumprod(s.dims[0]) * _earlier(s, all_[0], 1).prod(0),
+    lambda s, all_: s.x.cumprod(s.dims[0]) * _mask_later_shards(s, all_[0], 1).prod(0),
     keeps_dims=True,
 )
 
 
 def _layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
-    mean, squares = combined_moments(shard, gathered)
+    mean, squares = combine_moments(shard, gathered)
     variance = squares / prod(shard.shape[dim] for dim in shard.dims)
     normalized = (shard.x - mean) * torch.rsqrt(variance + shard.arguments["eps"])
     return _affine(normalized, shard.arguments)
@@ -268,8 +268,8 @@ RMS_NORM = Combination(
 
 
 def combination_of(op: Op) -> Combination | None:
-    """Return how `op` combines shards of the dimensions along which it works; None if it has to
-    have these dimensions in full."""
+    """Return the combination for `op`; None if the dimensions along which it works cannot be
+    sharded."""
     arguments, x = call_arguments(op), op.inputs[0]
     name = str(op.target).removeprefix("aten.").partition(".")[0]
     if name in ("norm", "linalg_vector_norm", "frobenius_norm"):
