@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -290,6 +291,19 @@ class Clipped(torch.autograd.Function):
         return gradient.clamp(-1e-3, 1e-3)
 
 
+class Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        largest = x.topk(2).indices
+        ctx.save_for_backward(largest, x)
+        return x.gather(-1, largest)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        largest, x = ctx.saved_tensors
+        return 1.5 * torch.zeros_like(x).scatter(-1, largest, gradient)
+
+
 def test_a_backward_of_its_own_on_parameters_is_refused() -> None:
     def loss(parts: nn.ModuleDict, h: Tensor, y: Tensor) -> Tensor:
         return (h @ Clipped.apply(parts["linear"].weight)).exp().mean()
@@ -298,6 +312,16 @@ def test_a_backward_of_its_own_on_parameters_is_refused() -> None:
     assert isinstance(why, str) and why.endswith(
         "has a backward of its own, which may not be linear"
     )
+
+
+def test_an_autograd_function_that_may_mix_samples_is_refused_with_what_to_do() -> None:
+    def model(largest: Callable[[Tensor], Tensor]) -> nn.Module:
+        return Model(lambda parts, h, y: largest(h).exp().mean()).double()
+
+    why = of_micro_batch(model(Largest.apply), 4).whole_batch
+    assert isinstance(why, str) and "may mix samples" in why and why.startswith("local_map(")
+    exact = of_micro_batch(model(sw.local_map(Largest.apply, "b _ _ -> b _ _")), 4).whole_batch
+    assert not isinstance(exact, str)
 
 
 def test_check_casts_what_is_computed_of_the_batch() -> None:

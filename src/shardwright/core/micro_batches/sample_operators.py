@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.core.capture.functions_in_full import AppliedFunction
 from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.graph.local_map import LocalCall
@@ -39,6 +40,10 @@ RESHAPED = (
     " result (transpose the batch dimension to the front before)"
 )
 NO_RULE = "has no sharding rule, so it may mix samples"
+AUTOGRAD_FUNCTION = (
+    "is an autograd function, which may mix samples (if it does not, call its `apply` through"
+    ' `sw.local_map(F.apply, "b _ -> b _")`)'
+)
 RAGGED = {
     "nanmean": (
         "divides by the number of elements that are not NaN, which depends on parameters (multiply"
@@ -105,6 +110,8 @@ def _reason_unsplittable(flow: SampleFlow, op: Op, why: str) -> str:
         return TAKES_PART
     if op.short_name in JOINS:
         return RESHAPED
+    if isinstance(op.target, LocalCall) and isinstance(op.target.body, AppliedFunction):
+        return AUTOGRAD_FUNCTION
     return use_of_statistics(op) if takes_statistics(op) else RAGGED.get(op.short_name, why)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -38,7 +39,7 @@ class UnsplittableError(Exception):
 
     def __str__(self) -> str:
         where = f" ({self.op.source})" if self.op.source else ""
-        name = target_name(self.op.target).rpartition(".graph.custom_ops.")[2]
+        name = re.sub(r".*\.graph\.(custom_ops|local_map)\.", "", target_name(self.op.target))
         return f"{name} in {self.op.name!r}{where} {self.why}"
 
 
