@@ -173,6 +173,10 @@ TERMS: dict[str, Loss] = {
         rows(h).mean(1)
         * parts["linear"](torch.stack([y, y], 1).flip(0).sort(0).values[:, :1] + ONES).mean(1)
     ).mean(),
+    "a distillation": lambda parts, h, y: (
+        4 * F.kl_div((rows(h) / 2).log_softmax(1), (rows(h).detach().sin() / 2).softmax(1)).mean()
+        + F.kl_div((rows(h) / 3).log_softmax(1), F.one_hot(y, 6).to(h), reduction="sum") / len(y)
+    ),
     "a divisor of 1 in micro-batches of two": lambda parts, h, y: h.exp().sum() / (len(h) - 1),
     "a quotient unless there is nothing to divide by": lambda parts, h, y: (
         torch.where((y > 3).sum() > 0, h.square().sum() / (y > 3).sum(), torch.zeros_like(h.sum()))

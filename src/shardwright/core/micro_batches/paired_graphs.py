@@ -6,7 +6,6 @@ which constants depend on the batch size.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,27 +67,40 @@ class PairedGraphs:
         """Operators of `micro` by the matching operator of `whole`.
 
         Dimensions of size 1 are captured differently: they are broadcast, or dropped from views. So
-        operators of a micro-batch of one sample are matched by name, target, module and source
-        line.
+        operators of a micro-batch of one sample are matched by their calls and their inputs.
         """
         if self.micro is self.twin:
             return self.twin_ops
-        kinds = Counter(map(_op_key, self.whole.ops))
-        micro_kinds = Counter(map(_op_key, self.micro.ops))
+        calls = self._equal_calls()
         ops: dict[Op, Op] = {}
         values = dict(_paired_values(self.whole, self.micro, ops))
         for op in self.whole.ops:
-            own = self.micro.by_name.get(op.name)
-            if own is None or _op_key(op) != _op_key(own) or len(op.inputs) != len(own.inputs):
+            own = calls.get(op)
+            if own is None or len(op.inputs) != len(own.inputs):
                 continue
             views = _PairedViews(self, ops, values)
             read = zip(map(views.source_of_inserted, op.inputs), own.inputs, strict=True)
             same_number = len(op.outputs) == len(own.outputs)
-            equally_often = kinds[_op_key(op)] == micro_kinds[_op_key(own)]
-            if same_number and equally_often and all(views.are_paired(*pair) for pair in read):
+            if same_number and all(views.are_paired(*pair) for pair in read):
                 ops[op] = own
                 values.update(zip(op.outputs, own.outputs, strict=True))
         return ops
+
+    def _equal_calls(self) -> Mapping[Op, Op]:
+        """Match operators by target, source line and name; arithmetic by its order on the line
+        instead, as its names depend on what a micro-batch of one sample lacks, as `x / len(x)`."""
+        own_groups = _grouped_by_call(self.micro.ops)
+        calls: dict[Op, Op] = {}
+        for key, group in _grouped_by_call(self.whole.ops).items():
+            own_group = own_groups.get(key, [])
+            in_order = group[0].short_name in ARITHMETIC
+            if in_order and len(group) != len(own_group):
+                group = [op for op in group if not self.changed_numbers(op)]
+            if len(group) != len(own_group):
+                continue
+            pairs = zip(group, own_group, strict=True)
+            calls.update((op, own) for op, own in pairs if in_order or op.name == own.name)
+        return calls
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
@@ -206,8 +218,12 @@ class _PairedViews:
         return value
 
 
-def _op_key(op: Op) -> tuple[object, str, str]:
-    return op.target, op.source, op.module
+def _grouped_by_call(ops: Iterable[Op]) -> Mapping[tuple[object, str, str], list[Op]]:
+    """Group operators by target, source line and module."""
+    groups: dict[tuple[object, str, str], list[Op]] = {}
+    for op in ops:
+        groups.setdefault((op.target, op.source, op.module), []).append(op)
+    return groups
 
 
 def _paired_values(
