@@ -11,6 +11,7 @@ from shardwright.core.agreement.rank_states import (
     RankState,
     difference_of_calls,
     ended_too_early,
+    store_has_ended,
 )
 
 TRAINED = ("training forward pass 1", "backward pass 1")
@@ -36,6 +37,11 @@ def test_a_call_that_one_rank_begins_again_is_named() -> None:
     assert "rank 1 in training forward pass 2 (train.py, line 7), after one that was refused" in (
         difference_of_calls([inside, again])
     )
+
+
+def test_a_store_that_has_ended_is_named() -> None:
+    waiting = state(1, *TRAINED, "train_step 1")
+    assert "rank 1 waits in train_step 1 (train.py, line 7)" in store_has_ended(waiting)
 
 
 def test_calls_that_differ_before_calls_of_one_name_are_named() -> None:

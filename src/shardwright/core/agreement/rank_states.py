@@ -121,6 +121,14 @@ def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
     return f"{has_ended}, but rank {waiting.rank} waits {waiting}\n{remedy}"
 
 
+def store_has_ended(waiting: RankState) -> str:
+    """Return an error message for a rank that waits in a call, without the store of all ranks."""
+    return (
+        "rank 0, or the launcher that serves the store of the process group, has ended, but rank"
+        f" {waiting.rank} waits {waiting}\nsee the log of rank 0 for its error"
+    )
+
+
 def _state_pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
     """Return pairs of different states. Ranks in equal states are represented by one of them, as a
     large run has too many pairs of ranks."""

@@ -36,6 +36,7 @@ from shardwright.core.agreement.rank_states import (
     RankState,
     difference_of_calls,
     ended_too_early,
+    store_has_ended,
 )
 from shardwright.core.runtime.collective_errors import PEER_FAILURE, naming_redistributions
 from shardwright.core.runtime.connections import close_connections
@@ -259,6 +260,8 @@ class RankCalls:
                 with suppress(RuntimeError):  # The store may be gone.
                     self._check_ended_ranks()
                 self._ended.wait(POLL / 8)
+            if not self.error and isinstance(error, dist.DistNetworkError):
+                raise CommunicationError(store_has_ended(self._own_state())) from error
             if not self.error:
                 with naming_redistributions():
                     raise
