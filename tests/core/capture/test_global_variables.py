@@ -68,6 +68,12 @@ class ByType(Reading):
             FACTORS[type(x)] = 3.0
         return super().forward(x) * FACTORS[type(x)]
 
+class Attribute(nn.Module):
+    UNREAD = 2.0
+
+    def forward(self, x):
+        return x * self.UNREAD
+
 class Growing(Reading):
     def forward(self, x):
         FACTORS[len(FACTORS)] = 3.0
@@ -101,6 +107,10 @@ def test_those_of_functions_methods_and_other_files_are_found(model: ModuleType)
 def test_those_of_a_base_class_are_found(model: ModuleType) -> None:
     both = {name for _, name in globals_read(model.Logging())}
     assert both == {"LOG", "DEPTH", "TABLE", "scale", "offset"}
+
+
+def test_an_attribute_of_the_same_name_is_none(model: ModuleType) -> None:
+    assert not list(globals_read(model.Attribute()))
 
 
 def test_libraries_have_none() -> None:

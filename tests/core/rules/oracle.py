@@ -27,6 +27,7 @@ from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import (
     GATHER,
     MIRROR,
+    NEXT,
     PREVIOUS,
     RING,
     Cuts,
@@ -279,7 +280,7 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
-    if reduction.kind in (MIRROR, PREVIOUS, RING):
+    if reduction.kind in (MIRROR, PREVIOUS, NEXT, RING):
         return _exchange(mesh, cuts, reduction)
     if reduction.kind == GATHER:
         return _gather(mesh, cuts, reduction)
@@ -330,7 +331,9 @@ def _exchange(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     def source(rank: int) -> int:
         """The rank like this one that holds the block which this one gets."""
         mine = _part(mesh, cuts, factor, rank)
-        wanted = count - 1 - mine if reduction.kind == MIRROR else (mine - 1) % count
+        wanted = {MIRROR: count - 1 - mine, NEXT: (mine + 1) % count}.get(
+            reduction.kind, (mine - 1) % count
+        )
         return next(
             r for r in mesh.ranks if _part(mesh, cuts, factor, r) == wanted and like(r, rank)
         )

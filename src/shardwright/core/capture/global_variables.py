@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
+from dis import get_instructions
+from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -17,6 +19,9 @@ GLOBALS = "globals of "
 
 GRADIENT_MODE = (GLOBALS + "torch", "is_grad_enabled")
 """Place and name of the mode that `torch.no_grad` changes, which has the form of a variable."""
+
+GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
+"""Instructions of Python's virtual machine that read a global variable."""
 
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "peft", "shardwright", "torch", "transformers"} - {
     "__main__"
@@ -85,11 +90,13 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
     file = sys.modules.get(function.__module__)
     if file is None or vars(file) is not function.__globals__:
         return
-    imported = [vars(file)[name] for name in names & vars(file).keys()]
+    # An attribute `self.p` is no global variable `p`, which only some ranks may have.
+    own_names = _global_names_in(function.__code__)
+    imported = [vars(file)[name] for name in own_names & vars(file).keys()]
     for place in (file, *(value for value in imported if isinstance(value, ModuleType))):
         if is_library(place.__name__):
             continue
-        for name in sorted(names & vars(place).keys()):
+        for name in sorted((own_names if place is file else names) & vars(place).keys()):
             if _is_variable(vars(place)[name]) and not name.startswith("__"):
                 yield GLOBALS + place.__name__, name
             yield from _read_by(vars(place)[name], kind, seen)
@@ -101,6 +108,14 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+@lru_cache(maxsize=1 << 12)
+def _global_names_in(code: CodeType) -> frozenset[str]:
+    """Return the names that a function, and functions defined in it, read as global variables."""
+    names = {each.argval for each in get_instructions(code) if each.opname in GLOBAL_READS}
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(names.union(*map(_global_names_in, nested)))
 
 
 def _is_variable(value: Any) -> bool:

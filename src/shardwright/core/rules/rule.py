@@ -50,7 +50,7 @@ class Main:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
-MIRROR, PREVIOUS, RING, GATHER = "mirror", "previous", "ring", "gather"
+MIRROR, PREVIOUS, NEXT, RING, GATHER = "mirror", "previous", "next", "ring", "gather"
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Reduction:
 
             - `"mirror"`: shard i swaps with shard n - 1 - i;
             - `"previous"`: shard i receives from shard i - 1, the first from the last;
+            - `"next"`: shard i receives from shard i + 1, the last from the first;
             - `"ring"`: n - 1 exchanges of kind `"previous"`, overlapped with computation, until
               each tensor has visited all devices; the backward pass repeats them, for the tensors
               and their gradients.
@@ -85,14 +86,14 @@ class Reduction:
     @property
     def ordered(self) -> bool:
         """Whether the result depends on the order of the shards."""
-        return self.kind in (PREVIOUS, RING, GATHER)
+        return self.kind in (PREVIOUS, NEXT, RING, GATHER)
 
     @property
     def collective(self) -> str:
         """Name of the collective in `COLLECTIVES`."""
         if self.kind == GATHER:
             return "all_gather"
-        return "permute" if self.kind in (MIRROR, PREVIOUS, RING) else "all_reduce"
+        return "permute" if self.kind in (MIRROR, PREVIOUS, NEXT, RING) else "all_reduce"
 
     @property
     def backward_collective(self) -> str:

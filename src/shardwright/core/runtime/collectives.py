@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.core.layout.redistribution import RedistributionStep
-from shardwright.core.rules.rule import GATHER, MIRROR, PREVIOUS, RING, Function, Reduce
+from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Function, Reduce
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
 from shardwright.core.runtime.exposed_communication import WaitTimer
@@ -391,21 +391,20 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     Args:
         devices: this rank's view of the devices.
         axes: the mesh axes over which the collective communicates.
-        kind: "sum" or "max" of terms, `GATHER` of blocks, or `MIRROR`, `PREVIOUS` or `RING`, which
-            permute blocks.
+        kind: "sum" or "max" of terms, `GATHER` of blocks, or `MIRROR`, `PREVIOUS`, `NEXT` or
+            `RING`, which permute blocks.
         varying: whether the gradient of the result differs between the ranks of the group, so that
             it is summed too.
     """
     group = devices.group(axes)
     if kind == GATHER:
         return _bound_gather(devices, axes, varying)
-    if kind in (MIRROR, PREVIOUS, RING):
-        # Block i moves to block n-1-i, or to block i+1; `order` maps blocks to positions in the
-        # group.
+    if kind in (MIRROR, PREVIOUS, NEXT, RING):
+        # Block i moves to block n-1-i, i-1 or i+1; `order` maps blocks to positions in the group.
         blocks = range(group.size)
-        to = dict(
-            zip(blocks, reversed(blocks) if kind == MIRROR else (*blocks[1:], 0), strict=True)
-        )
+        following = (*blocks[1:], 0)
+        moved = {MIRROR: blocks[::-1], NEXT: (blocks[-1], *blocks[:-1])}
+        to = dict(zip(blocks, moved.get(kind, following), strict=True))
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}
         targets = [target_of[position] for position in blocks]
         permute = _bind_permutation(targets, axes, devices)
