@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "tensor": (WithTensorHook, r"y.register_hook\(lambda gradient.* hook of a tensor"),
     "node": (WithNodeHook, r"y.grad_fn.register_prehook.* hook of a tensor .* or of its `grad_fn`"),
-    "saved tensors": (WithPackedTensors, r"saved_tensors_hooks.*around the call of the model"),
+    "saved tensors": (WithPackedTensors, r"saved_tensors_hooks(?s:.*)around the call of the model"),
 }
 
 

@@ -157,9 +157,9 @@ def test_packed_rows_of_a_transformer_that_makes_a_cache_are_warned_of(
     kwargs = {"input_ids": ids, "labels": ids, "position_ids": POSITIONS}
     sw.capture(net, (), {**kwargs, "use_cache": False})
     sw.capture(net, (), {**kwargs, "position_ids": torch.arange(24).expand(2, -1)})
-    assert "begin anew" not in caplog.text
+    assert "packed documents" not in caplog.text
     sw.capture(net, (), kwargs)
-    assert "documents whose `position_ids` begin anew are kept apart" in caplog.text
+    assert "packed documents (`position_ids` that restart) do not attend" in caplog.text
 
 
 def test_one_long_sequence_is_divided_among_all_devices() -> None:

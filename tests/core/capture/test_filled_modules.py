@@ -57,9 +57,9 @@ def in_a_dict(net: Lazy, x: Tensor) -> Tensor:
 
 
 FILLED = {
-    mask_in_a_buffer: "makes the buffer 'mask'.*call the model once",
-    parameter_of_the_first_call: "makes the parameter 'scale'.*call the model once",
-    layer_of_the_first_call: "makes the submodule 'last'.*call the model once",
+    mask_in_a_buffer: "makes the buffer 'mask'(?s:.*)call the model once",
+    parameter_of_the_first_call: "makes the parameter 'scale'(?s:.*)call the model once",
+    layer_of_the_first_call: "makes the submodule 'last'(?s:.*)call the model once",
     another_shape: r"gives the buffer 'mean' another shape or dtype, \[8, 8\].* instead of \[\]",
 }
 
@@ -228,10 +228,10 @@ def without_the_buffer(net: Lazy, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("fill", "message"),
     [
-        (another_buffer, "gives the buffer 'mean' the memory of 'before'.*`copy_`"),
-        (view_of_a_parameter, "gives the buffer 'mean' the memory of 'linear.bias'.*`clone"),
-        (another_parameter, "in the place of the parameter 'linear.bias'.*`copy_`"),
-        (frozen_parameter, "`requires_grad` of the parameter 'linear.bias'.*before `plan`"),
+        (another_buffer, "gives the buffer 'mean' the memory of 'before'(?s:.*)`copy_`"),
+        (view_of_a_parameter, "gives the buffer 'mean' the memory of 'linear.bias'(?s:.*)`clone"),
+        (another_parameter, "in the place of the parameter 'linear.bias'(?s:.*)`copy_`"),
+        (frozen_parameter, "`requires_grad` of the parameter 'linear.bias'(?s:.*)before `plan`"),
         (without_the_buffer, "removes the buffer 'mean'"),
     ],
 )

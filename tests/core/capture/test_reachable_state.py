@@ -49,7 +49,7 @@ def refused(then: Callable[[Any, Tensor], Any], what: str, **attributes: Any) ->
         sw.capture(net, (BATCH,))
     message = str(caught.value)
     assert f"`forward` changes the {what}" in message, message
-    assert message.count("\n") == 1
+    assert message.count("\n") == 2
     assert "`register_buffer`" in message and "training loop" in message
 
 

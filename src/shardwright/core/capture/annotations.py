@@ -13,7 +13,7 @@ from torch.fx import traceback
 from shardwright.core.capture.naming import source_of
 
 _KEY = "shardwright"
-"""Name of the attribute of modules, and prefix of the keys in a node's custom metadata."""
+"""Module attribute that holds tags, and key prefix of tags in the `custom` metadata of nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +21,9 @@ class RecomputeMark:
     """A request to recompute one module or function.
 
     Args:
-        communication: whether collectives between layouts are run again too.
-        kinds: names of the operators to recompute (`softmax`); None for all.
-        checkpoint: whether it stands for a call of `torch.utils.checkpoint` in the model.
+        communication: whether redistribution collectives are recomputed too.
+        kinds: names of the operators to recompute, such as `softmax`; None for all.
+        checkpoint: whether the request comes from a call of `torch.utils.checkpoint` in the model.
     """
 
     communication: bool = True
@@ -33,12 +33,12 @@ class RecomputeMark:
 
 @dataclass(frozen=True)
 class ModulePlace:
-    """Where a module is in a model.
+    """Location of a module in a captured model.
 
     Args:
-        root: the model that is captured.
-        path: of the module in it.
-        kind: the name of its class.
+        root: the captured model.
+        path: path of the module in `root`, such as `layers.0.mlp`.
+        kind: class name of the module.
     """
 
     root: nn.Module
@@ -50,25 +50,32 @@ class ModulePlace:
 
 
 class ModuleTag:
-    """A tag of a module that changes how the module is traced."""
+    """Base class of module tags that change how the module is traced."""
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
-        """Changes a copy of the tagged module, which is about to be traced."""
+        """Modify a copy of the tagged module before tracing.
+
+        Args:
+            module: the copy.
+            place: location of the tagged module in the captured model.
+        """
 
 
 class BoundaryTag:
-    """A tag of a call of `aten.alias`, which keeps it: its tensor enters or leaves a module, and
-    the user says how it lies there."""
+    """Base class of tags of `aten.alias` calls on tensors that enter or leave a module.
+
+    The tag carries the layout that the user requests there; `canonicalize` keeps a tagged alias.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class PinnedCall:
-    """A call whose operator is pinned, or its arguments and results if it has several operators.
+    """A pinned call. The pin applies to a single operator, else to arguments and results.
 
     Args:
-        mark: the tag of its operators.
-        problems: errors of the pin that count if there are several operators.
-        is_pin: whether the tag is the pin itself, which a single operator keeps.
+        mark: the tag of the operators of the call.
+        problems: error messages of the pin, raised only if the call has several operators.
+        is_pin: whether `mark` is the pin itself, which a single operator keeps.
     """
 
     mark: Any
@@ -78,10 +85,11 @@ class PinnedCall:
 
 @dataclass(frozen=True, eq=False)
 class CandidateBoundary(BoundaryTag):
-    """A tag of an alias of an argument or result of such a call.
+    """Tag of an alias of an argument or result of a pinned call.
 
     Args:
-        tag: what the alias is tagged with if it stays.
+        call: the pinned call.
+        tag: the final tag of the alias if the call has several operators.
     """
 
     call: PinnedCall
@@ -89,12 +97,12 @@ class CandidateBoundary(BoundaryTag):
 
 
 def attach(module: nn.Module, tag: Any) -> None:
-    """Attaches `tag` to a module and its future copies, replacing a tag of the same type."""
+    """Attach `tag` to a module and its future copies, replacing a tag of the same type."""
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
 
 
 def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """The tags of a module and its submodules, by path; a module with two paths is listed twice."""
+    """Return the tags of all submodules by path; a shared module appears at each of its paths."""
     return {
         path: tuple(vars(inner)[_KEY].values())
         for path, inner in module.named_modules(remove_duplicate=False)
@@ -103,7 +111,7 @@ def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def trace_tags(twin: nn.Module, root: nn.Module) -> None:
-    """Prepares `twin`, a copy of the model `root`, for the trace as the tags of its modules ask."""
+    """Apply the `ModuleTag`s of the model `root` to `twin`, a copy of it that will be traced."""
     for path, module in twin.named_modules():
         for tag in vars(module).get(_KEY, {}).values():
             if isinstance(tag, ModuleTag):
@@ -112,35 +120,37 @@ def trace_tags(twin: nn.Module, root: nn.Module) -> None:
 
 @contextmanager
 def tagging(tag: Any) -> Iterator[None]:
-    """Operators that are called in this context during capture get `tag`, which replaces a tag of
-    the same type from an outer context."""
+    """Return a context that tags the operators captured in it.
+
+    The tag replaces a tag of the same type from an outer context.
+    """
     with traceback.annotate({f"{_KEY}.{type(tag).__name__}": tag}):
         yield
 
 
 def tagging_checkpoint() -> AbstractContextManager[None]:
-    """A context that tags the operators of one call of `torch.utils.checkpoint`."""
+    """Return a context that tags the operators of one call of `torch.utils.checkpoint`."""
     return tagging(RecomputeMark(checkpoint=True))
 
 
 def checkpoint_annotation() -> dict[str, Any]:
-    """The metadata of the operators of one call of `torch.utils.checkpoint`."""
+    """Return `custom` node metadata that tags operators of one call of `torch.utils.checkpoint`."""
     return {f"{_KEY}.{RecomputeMark.__name__}": RecomputeMark(checkpoint=True)}
 
 
 def preserve_tags() -> AbstractContextManager[None]:
-    """A context in which tracing preserves the tags of operators."""
+    """Return a context in which tracing preserves the tags of operators."""
     return traceback.preserve_node_meta()
 
 
 def tags_of(node: fx.Node) -> tuple[Any, ...]:
-    """The tags of a traced operator."""
+    """Return the tags of a traced operator."""
     annotations = node.meta.get("custom") or {}
     return tuple(tag for key, tag in annotations.items() if key.startswith(f"{_KEY}."))
 
 
 def retag(node: fx.Node, old: Any, new: Any = None) -> None:
-    """Replaces the tag `old` of a traced operator, or removes it."""
+    """Replace the tag `old` of a traced operator by `new`; None removes it."""
     custom = {key: tag for key, tag in node.meta.get("custom", {}).items() if tag is not old}
     if new is not None:
         custom[f"{_KEY}.{type(new).__name__}"] = new
@@ -148,7 +158,7 @@ def retag(node: fx.Node, old: Any, new: Any = None) -> None:
 
 
 def call_tags(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:
-    """Every tag in the graph once, with the source line of its first operator."""
+    """Return each tag in the graph once, with the source line of its first operator."""
     calls: dict[int, tuple[Any, str]] = {}
     for node in graph.nodes:
         for tag in tags_of(node):

@@ -1,4 +1,4 @@
-"""Lists and dicts among the arguments of a call, which `forward` may fill for its caller."""
+"""Detection of changes that `forward` makes to lists, dicts, sets and deques in its arguments."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class ArgumentContainers:
-    """What the containers among the arguments of a call hold before it.
+    """Contents of the mutable containers among the arguments of a call, recorded before the call.
 
     Args:
-        args, kwargs: of the call.
+        args, kwargs: arguments of the call.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before: list[tuple[str, Any, Parts]] = []
         for index, value in enumerate(args):
-            self._add(f"args[{index}]", value)
+            self._record_contents(f"args[{index}]", value)
         for name, value in kwargs.items():
-            self._add(name, value)
+            self._record_contents(name, value)
 
-    def _add(self, path: str, value: Any) -> None:
+    def _record_contents(self, path: str, value: Any) -> None:
         if isinstance(value, (*_CONTAINERS, tuple)):
             held = contents_of(value)
             if not isinstance(value, tuple):
                 self._before.append((path, value, held))
             for key, part in held.items():
-                self._add(f"{path}[{key!r}]", part)
+                self._record_contents(f"{path}[{key!r}]", part)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
-        """An error if the call has changed one for its caller, to whom a captured model returns its
-        result only. Entries that are removed or replaced by tensors, as where a batch is prepared,
-        are let through.
+        """Return an error if the call changed a container, None otherwise.
+
+        The caller of a captured model gets its result but not changes to arguments. Removed entries
+        and dict entries set to tensors are allowed: `forward` often prepares a batch that way.
 
         Args:
-            codes: of the functions that may have run.
+            codes: code objects of the functions that may have run; they locate the user's line.
         """
         for path, container, before in self._before:
             by_name = isinstance(container, dict)
@@ -56,7 +57,7 @@ class ArgumentContainers:
                     return located(
                         codes,
                         where,
-                        f"`forward` changes {where!r}, an argument of the call, which a captured "
-                        "model would not: return the value, or change it in the training loop",
+                        f"`forward` changes {where!r}, an argument of the call; a captured model "
+                        "would not\nreturn the value, or change the argument in the training loop",
                     )
         return None

@@ -1,7 +1,7 @@
-"""Plain attributes of modules, and global variables, while a model is traced: which `forward`
-reads, and which it changes.
+"""Plain module attributes and global variables that `forward` reads or changes during tracing.
 
-What `forward` reads is part of what was captured. What it changes would change once, at capture.
+A captured program depends on the values that `forward` reads. A value that `forward` changes would
+change once, at capture, and not in each step.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from shardwright.core.torch_internals.tensors import storage_id, version
 from shardwright.errors import CaptureError
 
 MISSING = "<no such attribute>"
-"""What is read of an attribute that a module does not have, as by `getattr` with a default."""
+"""Sentinel for the value of an attribute that a module lacks, as in `getattr` with a default."""
 
 SET = "<set by forward>"
-"""The text of an attribute that `forward` sets before it reads it."""
+"""Recorded text of an attribute that `forward` sets before reading."""
 
 HOOKS = "forward hooks"
-"""The name of an entry that counts the forward hooks of a module."""
+"""Name of the entry with the number of forward hooks of a module."""
 
 CLASSES = "classes of submodules"
-"""The name of the entry that tells a model from one that is put together of other modules."""
+"""Name of the entry with a hash of the paths and classes of all submodules."""
 
 OF_MODULES = frozenset((HOOKS, CLASSES))
 
 BUFFERS = "buffers of "
-"""Where a buffer stands whose values were read: this and the path of its module."""
+"""Prefix of the module path in entries of buffers whose values were read."""
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _CONTAINERS = (list, tuple, dict, set, deque)
@@ -58,7 +58,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
 def content(value: Any) -> Hashable:
-    """What a captured program depends on of an attribute: equal if nothing has changed."""
+    """Return a fingerprint of an attribute's value, equal as long as the value is unchanged."""
     if isinstance(value, _PLAIN):
         return type(value).__name__, value
     if isinstance(value, nn.Parameter):
@@ -77,13 +77,15 @@ def content(value: Any) -> Hashable:
         return "set", frozenset(map(content, value))
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         inner = vars(value).items()
-        return "object", id(value), *((name, _shallow(part)) for name, part in inner)
+        return "object", id(value), *((name, _shallow_content(part)) for name, part in inner)
     return type(value).__name__, id(value)
 
 
-def _only_completed(before: Any, after: Any) -> bool:
-    """Whether an object got texts or numbers where it had None, as configurations of `transformers`
-    get their `problem_type` in the first call."""
+def _only_replaces_none(before: Any, after: Any) -> bool:
+    """Whether the only change to an object is that attributes that were None got plain values.
+
+    Example: the first call sets `problem_type` in configurations of `transformers`.
+    """
     kinds = {kind.__name__ for kind in _PLAIN}
     return (
         before is not None
@@ -97,14 +99,20 @@ def _only_completed(before: Any, after: Any) -> bool:
     )
 
 
-def _only_added(before: Any, after: Any) -> bool:
-    """Whether a dictionary has only gained entries, like a cache."""
+def _only_adds_entries(before: Any, after: Any) -> bool:
+    """Whether the only change to a dictionary is new entries, as in a cache."""
     kinds = {each[0] for each in (before, after) if each is not None}
     return kinds == {"dict"} and set(before[1:]) <= set(after[1:])
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
-    """The attributes of a module's own, its buffers, or the variables of a file."""
+    """Return the attributes or buffers of a module, or the global variables of a Python file.
+
+    Args:
+        modules: all modules of a model by path.
+        path: module path for attributes, `BUFFERS` and module path for buffers, or `GLOBALS` and
+            the name of a Python module for its variables.
+    """
     if path.startswith(GLOBALS):
         return globals_of(path)
     if path.startswith(BUFFERS):
@@ -115,8 +123,10 @@ def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
 
 
 def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
-    """The value of an attribute or a global variable; of an attribute that only the class has, if
-    it is a number or a text; else `MISSING`."""
+    """Return the value of an attribute or global variable, or `MISSING`.
+
+    An attribute that only the class defines counts if the value is plain or a tuple.
+    """
     own = variables_at(modules, path)
     if name in own or path.startswith((GLOBALS, BUFFERS)):
         return own.get(name, MISSING)
@@ -125,13 +135,13 @@ def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """A number, a text, None, or a tuple of them as text, `""` for anything else."""
+    """Return the `repr` of a number, string, None or tuple of these; `""` for other values."""
     parts = value if isinstance(value, tuple) else (value,)
     return repr(value) if all(isinstance(part, _PLAIN) for part in parts) else ""
 
 
 def state_text(path: str, value: Any) -> str:
-    """The same, and of a buffer a hash of its values."""
+    """Return dtype, shape and hash of a buffer with values; otherwise `plain_text(value)`."""
     if not path.startswith(BUFFERS) or type(value) is not Tensor or value.is_meta:
         return plain_text(value)
     held = value.detach().cpu().contiguous()
@@ -142,10 +152,16 @@ def state_text(path: str, value: Any) -> str:
 def attribute_texts(
     module: nn.Module, read: Iterable[tuple[str, str]], written: Iterable[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str, str], ...]:
-    """Path, name and value as text of attributes and global variables that `forward` reads or sets,
-    of each module that has forward hooks their number, and a hash of the classes of all."""
+    """Return the state that a captured program depends on, as (path, name, text) entries.
+
+    Entries: attributes and global variables that `forward` reads or sets, the number of forward
+    hooks of each module that has any, and a hash of the classes of all submodules.
+
+    Args:
+        read, written: (path, name) of the variables, as `TracedAttributes.reads` and `writes`.
+    """
     modules = dict(module.named_modules())
-    classes = "\n".join(f"{path} {_class_text(child)}" for path, child in modules.items())
+    classes = "\n".join(f"{path} {_qualified_class_name(child)}" for path, child in modules.items())
     hooks = (
         (path, HOOKS, str(sum(map(len, forward_hooks(child)))))
         for path, child in modules.items()
@@ -164,50 +180,54 @@ def attribute_texts(
     return (*attributes, *((*place, SET) for place in written), *hooks, structure)
 
 
-def _class_text(module: nn.Module) -> str:
+def _qualified_class_name(module: nn.Module) -> str:
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def has_attributes(module: nn.Module, known: tuple[tuple[str, str, str], ...]) -> bool:
-    """Whether a module still has the attributes and hooks that were captured."""
+    """Return whether a module still has the captured attributes, hooks and submodule classes."""
     read = [(path, name) for path, name, text in known if name not in OF_MODULES and text != SET]
     written = [(path, name) for path, name, text in known if text == SET]
     return attribute_texts(module, read, written) == known
 
 
-def _shallow(value: Any) -> Hashable:
+def _shallow_content(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(_shallow, value)
+        return type(value).__name__, *map(_shallow_content, value)
     plain = isinstance(value, (*_PLAIN, Tensor, np.ndarray))
     return content(value) if plain else ("object", id(value))
 
 
 _REMEDY = (
-    "Register it as a buffer (`register_buffer`) and change that in place (`copy_`), or change it "
-    "in the training loop; what is made once of shapes alone, such as a mask, is there if the model"
-    " was called before `plan`, with the longest input"
+    "register it as a buffer (`register_buffer`) and update the buffer in place (`copy_`), or "
+    "change it in the training loop. If it is a cache that depends on shapes alone, such as a mask,"
+    " call the model with the longest input before `plan`"
 )
 
 
-class _UnchangedError(Exception):
-    """Ends a second trace whose graph need not equal that of the first."""
+class _SecondTraceEndedError(Exception):
+    """Raised to end a second trace early where its graph need not equal the first."""
 
 
 class TracedAttributes:
-    """The plain attributes of a module and its submodules while `forward` is traced, and what else
-    it can reach.
+    """Accesses of `forward` to plain attributes and other reachable state during tracing.
 
     Args:
-        reads, writes: path and name of those that were read before they were set, and of others
-            that were set.
+        module: the module that is traced.
+
+    Attributes:
+        reads: (path, name) of attributes and global variables that `forward` reads before setting.
+        writes: (path, name) of other attributes that `forward` sets.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._paths = {id(child): path for path, child in module.named_modules()}
         self._by_path = dict(module.named_modules())
-        self._before = {path: _contents(child) for path, child in self._by_path.items()}
+        self._before = {
+            path: _fingerprint_attributes(child) for path, child in self._by_path.items()
+        }
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._arguments = ArgumentContainers((), {})
         self._hooks: dict[str, int] = {}
@@ -223,11 +243,14 @@ class TracedAttributes:
 
     @contextmanager
     def recording(self, known: KnownValues) -> Iterator[None]:
-        """A context in which attributes of all modules are watched.
+        """Return a context that records attribute accesses of all modules.
+
+        Args:
+            known: values of traced tensors that do not depend on inputs or parameters.
 
         Raises:
-            CaptureError: if `forward` reads an attribute and changes it for the next call, or
-                changes anything else that a captured model would not.
+            CaptureError: if `forward` changes an attribute that the next call reads, or other state
+                that a captured model would not change.
         """
         set_attribute = nn.Module.__setattr__
 
@@ -240,7 +263,9 @@ class TracedAttributes:
                 self.reads.update(dict.fromkeys(unset))
             if path is not None and name not in OF_TORCH and (path, name) not in self.writes:
                 own = object.__getattribute__(module, "__dict__")
-                if name in own or not (name.startswith("__") or self._is_known(module, name)):
+                if name in own or not (
+                    name.startswith("__") or self._is_module_member(module, name)
+                ):
                     self.reads[path, name] = None
             return object.__getattribute__(module, name)
 
@@ -257,7 +282,7 @@ class TracedAttributes:
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
-        registered = RegisteredTensors(self._by_path, self._codes)
+        registered = RegisteredTensors(self._by_path, self._forward_codes)
         root = self._by_path[""]
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,9 +295,9 @@ class TracedAttributes:
         handles = (
             root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             root.register_forward_hook(lambda _, args, result: registered.update(result)),
-            root.register_forward_hook(lambda *_: self._check_unchanged(known)),
+            root.register_forward_hook(lambda *_: self._check_variables(known)),
             root.register_forward_hook(lambda *_: self._check_arguments_and_hooks()),
-            root.register_forward_hook(lambda *_: self._check_reachable(known)),
+            root.register_forward_hook(lambda *_: self._check_reachable_state(known)),
         )
         try:
             yield
@@ -284,7 +309,7 @@ class TracedAttributes:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A context that undoes what a trace that raises has changed outside of the copy."""
+        """Return a context that undoes changes of a failed trace outside of the traced copy."""
         try:
             yield
         except BaseException:
@@ -296,42 +321,48 @@ class TracedAttributes:
         traced: torch.export.ExportedProgram,
         trace_again: Callable[[], torch.export.ExportedProgram],
     ) -> None:
-        """Traces once more if the first trace has added something to what `forward` can reach.
+        """Trace again if the first trace added objects to the state that `forward` can reach.
+
+        Args:
+            traced: result of the first trace.
+            trace_again: runs the second trace.
 
         Raises:
-            CaptureError: if that is no cache, which the second trace only reads, and with which it
-                calls the same operators.
+            CaptureError: if the added objects are not a cache: the second trace changes them again,
+                or calls other operators than the first.
         """
         if not self._filled:
             return
         self._is_second, self._reachable = True, ReachableState(self._module)
         try:
             again = trace_again()
-        except _UnchangedError:
+        except _SecondTraceEndedError:
             return
         except CaptureError:
             raise
         except Exception as error:
-            raise self._changed_state(self._filled[0]) from error
+            raise self._state_change_error(self._filled[0]) from error
         if again.graph_module.code != traced.graph_module.code:
-            raise self._changed_state(self._filled[0])
+            raise self._state_change_error(self._filled[0])
 
-    def _check_unchanged(self, known: KnownValues) -> None:
+    def _check_variables(self, known: KnownValues) -> None:
         for path, name in self.reads:
             own = variables_at(self._by_path, path)
             if name in own:
                 before, after = self._before[path].get(name), content(own[name])
-                if before == after or _only_completed(before, after):
+                if before == after or _only_replaces_none(before, after):
                     continue
-                is_cache = path.startswith(GLOBALS) and _only_added(before, after)
-                if self._is_second or not is_cache or _has_unknown(own[name], known):
-                    raise self._changed(path, name)
+                is_cache = path.startswith(GLOBALS) and _only_adds_entries(before, after)
+                if self._is_second or not is_cache or _has_unknown_values(own[name], known):
+                    raise self._variable_change_error(path, name)
                 kind = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
                 self._filled.append(Change(StateLocation(kind, name), own[name], adds=True))
                 self._before[path][name] = after
         for path, before_call in self._at_begin.items():
             attributes = vars(self._by_path[path])
-            self._note_added(path, attributes.keys() - before_call.keys() - OF_TORCH, known)
+            self._record_added_attributes(
+                path, attributes.keys() - before_call.keys() - OF_TORCH, known
+            )
             for name in before_call.keys() - OF_TORCH:
                 value = attributes.get(name, MISSING)
                 if value is before_call[name] or before_call[name] is None:
@@ -340,87 +371,90 @@ class TracedAttributes:
                 if name not in attributes or (
                     unseen and content(value) != self._before[path].get(name)
                 ):
-                    raise self._changed(path, name)
+                    raise self._variable_change_error(path, name)
 
-    def _note_added(self, path: str, names: Iterable[str], known: KnownValues) -> None:
+    def _record_added_attributes(self, path: str, names: Iterable[str], known: KnownValues) -> None:
         """Record new attributes that were set through `__dict__`, as by `cached_property`."""
         for name in sorted(names):
             if (path, name) in self.writes or (path, name) in self.reads:
                 continue
             value = vars(self._by_path[path])[name]
-            if self._is_second or _has_unknown(value, known):
-                raise self._changed(path, name)
+            if self._is_second or _has_unknown_values(value, known):
+                raise self._variable_change_error(path, name)
             kind = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
             place = StateLocation(kind, path).inside(name, indexed=False)
             self._filled.append(Change(place, value, adds=True))
             self._before[path][name] = content(value)
 
     def _check_arguments_and_hooks(self) -> None:
-        if refusal := self._arguments.refusal(self._codes):
+        if refusal := self._arguments.refusal(self._forward_codes):
             raise refusal
         for path, number in self._count_hooks().items():
             if number != self._hooks[path]:
                 raise located(
-                    self._codes,
+                    self._forward_codes,
                     path,
                     f"`forward` registers a hook on {f'module {path!r}' if path else 'the model'}, "
-                    "which a captured model would not do in each call: do it before `plan`",
+                    "which a captured model would not do in each call\n"
+                    "register the hook before `plan`",
                 )
 
     def _count_hooks(self) -> dict[str, int]:
         return {path: count_hooks(child) for path, child in self._by_path.items()}
 
-    def _check_reachable(self, known: KnownValues) -> None:
+    def _check_reachable_state(self, known: KnownValues) -> None:
         def equal(one: Tensor, other: Tensor) -> bool:
-            return _equal(known.value_of(one), known.value_of(other))
+            return _are_equal_tensors(known.value_of(one), known.value_of(other))
 
         for change in self._reachable.changes(equal):
-            if self._is_second or not change.adds or _has_unknown(change.value, known):
-                raise self._changed_state(change)
+            if self._is_second or not change.adds or _has_unknown_values(change.value, known):
+                raise self._state_change_error(change)
             self._filled.append(change)
         # Of a tensor that the first trace has computed and kept, the second reads the values.
-        if self._is_second and any(True for change in self._filled for _ in _tensors(change.value)):
-            raise _UnchangedError
+        if self._is_second and any(
+            True for change in self._filled for _ in _tensors_in(change.value)
+        ):
+            raise _SecondTraceEndedError
 
-    def _changed_state(self, change: Change) -> CaptureError:
-        return located(self._codes, change.place.path, _refusal(f"{change.place}"))
+    def _state_change_error(self, change: Change) -> CaptureError:
+        return located(self._forward_codes, change.place.path, _change_message(f"{change.place}"))
 
-    def _changed(self, path: str, name: str) -> CaptureError:
+    def _variable_change_error(self, path: str, name: str) -> CaptureError:
         if path.startswith(GLOBALS):
             what = f"global variable {name!r} of {path.removeprefix(GLOBALS)}"
         else:
             where = f"{path}.{name}" if path else name
             what = f"attribute {where!r} of a {type(self._by_path[path]).__name__}"
         if line := self._lines.get((path, name)):
-            return LocatedError(f"{line}: {_refusal(what)}")
-        return located(self._codes, name, _refusal(what))
+            return LocatedError(f"{line}: {_change_message(what)}")
+        return located(self._forward_codes, name, _change_message(what))
 
     @property
-    def _codes(self) -> Iterable[CodeType]:
+    def _forward_codes(self) -> Iterable[CodeType]:
         return self._reachable.codes
 
     @staticmethod
-    def _is_known(module: nn.Module, name: str) -> bool:
-        """Whether it is a method, a property, a parameter, a buffer or a submodule."""
+    def _is_module_member(module: nn.Module, name: str) -> bool:
+        """Whether `name` is a method, property, parameter, buffer or submodule."""
         if not isinstance(getattr(type(module), name, ""), (*_PLAIN, tuple)):
             return True
         tensors = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
         return any(name in named for named in tensors)
 
 
-def _refusal(what: str) -> str:
+def _change_message(what: str) -> str:
     return (
         f"`forward` changes the {what} for the next call, and a captured model would not: its "
-        f"Python runs once, on the rank that captures. {_REMEDY}"
+        f"Python runs once, on the rank that captures\n{_REMEDY}"
     )
 
 
-def _contents(module: nn.Module) -> dict[str, Hashable]:
+def _fingerprint_attributes(module: nn.Module) -> dict[str, Hashable]:
     return {name: content(value) for name, value in vars(module).items() if name not in OF_TORCH}
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two known values are equal."""
+def _are_equal_tensors(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal; False if the values of either are unknown (None)."""
     if one is None or other is None or one.dtype != other.dtype:
         return False
     with without_dispatch_modes(), without_torch_function():
@@ -431,15 +465,15 @@ def _is_user_code(frame: FrameType) -> bool:
     return not str(frame.f_globals.get("__name__")).startswith(("torch.", "shardwright."))
 
 
-def _has_unknown(value: Any, known: KnownValues) -> bool:
-    """Whether an object holds a tensor whose values depend on inputs or parameters."""
-    return any(known.value_of(tensor) is None for tensor in _tensors(value))
+def _has_unknown_values(value: Any, known: KnownValues) -> bool:
+    """Whether an object contains a tensor whose values depend on inputs or parameters."""
+    return any(known.value_of(tensor) is None for tensor in _tensors_in(value))
 
 
-def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors that an object holds, also in what is inside of it."""
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors in an object and its containers, at most `_DEEPEST` levels deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
         for part in contents_of(value).values():
-            yield from _tensors(part, depth + 1)
+            yield from _tensors_in(part, depth + 1)

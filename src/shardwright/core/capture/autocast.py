@@ -1,7 +1,7 @@
-"""Autocast as it acts where a model computes.
+"""Tracing on the CPU with the autocast behavior of the device that the model runs on.
 
-Tracing works on the CPU, whose autocast casts other operators than that of accelerators. For a
-model that computes on one of these, the CPU's kernels are replaced while a region is traced. The
+Autocast on the CPU casts other operators than autocast on accelerators. For a model that runs on an
+accelerator, the autocast kernels of the CPU are replaced while an autocast region is traced. The
 lists of operators are those of PyTorch's documentation ("CUDA Ops that can autocast").
 """
 
@@ -33,14 +33,14 @@ from shardwright.errors import CaptureError
 CPU = "cpu"
 
 LIKE_CUDA = ("cuda", "xpu", "mtia")
-"""The types of devices whose autocast has the lists of CUDA's."""
+"""Device types whose autocast uses the operator lists of CUDA."""
 
 
-def _names(text: str) -> frozenset[str]:
+def _split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-LOWER = _names(
+LOWER = _split_names(
     """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d
     conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum
@@ -50,9 +50,12 @@ LOWER = _names(
     lstm.input gru.input rnn_tanh.input rnn_relu.input
     """
 )
-"""What is computed in the region's dtype; recurrences are, as cuDNN gets all of theirs cast."""
+"""Operators computed in the region's dtype.
 
-SINGLE = _names(
+Recurrent layers are among them, because autocast casts all inputs of cuDNN.
+"""
+
+SINGLE = _split_names(
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
@@ -68,24 +71,24 @@ SINGLE = _names(
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
     """
 )
-"""What is computed in single precision, if it is not given the dtype of its result."""
+"""Operators computed in float32, unless the call passes the dtype of the result."""
 
-WIDEST = _names(
+WIDEST = _split_names(
     """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """
 )
-"""What is computed in the widest dtype of its arguments."""
+"""Operators computed in the widest dtype among their arguments."""
 
 
 @dataclass(frozen=True)
 class Autocast:
-    """What autocast does in a call.
+    """Autocast state of a captured call.
 
     Args:
-        device_type: of the device that computes; None where it is the first accelerator that a
-            region names, or else the CPU.
-        dtype: of the region that the call is made in; None outside of regions.
+        device_type: type of the device that the call runs on; None for the first accelerator that
+            an autocast region names, or else the CPU.
+        dtype: dtype of the autocast region around the call; None outside of regions.
     """
 
     device_type: str | None = CPU
@@ -93,7 +96,7 @@ class Autocast:
 
     @classmethod
     def around(cls, device: torch.device) -> Autocast:
-        """That of a call made here that computes on `device`; on the meta device there is none."""
+        """Return the current autocast state for `device`, without a type for the meta device."""
         if device.type == "meta":
             return cls(None)
         within = torch.is_autocast_enabled(device.type)
@@ -101,16 +104,19 @@ class Autocast:
 
     @classmethod
     def inside(cls, device: torch.device) -> Autocast:
-        """That of a call on `device` which is made in no region."""
+        """Return the autocast state of a call on `device` outside of autocast regions."""
         return replace(cls.around(device), dtype=None)
 
     def acts_as(self, device_type: str | None) -> bool:
-        """Whether regions that were captured for a type of device (None: there are none) are what
-        they are here."""
+        """Return whether regions captured for a device type act the same in this state.
+
+        Args:
+            device_type: type that the regions were captured for; None if the model has no regions.
+        """
         return None in (self.device_type, device_type) or self.device_type == device_type
 
     def disabled(self) -> AbstractContextManager[Any]:
-        """A context in which operators cast nothing."""
+        """Return a context that disables autocast."""
         kind = self.device_type
         return nullcontext() if kind is None else torch.autocast(kind, enabled=False)
 
@@ -121,10 +127,10 @@ _METHODS = ("__init__", "__enter__", "__exit__")
 
 
 class TracedRegions:
-    """The regions of autocast that a trace has met.
+    """Autocast regions entered during a trace.
 
     Args:
-        device_type: of the device that computes, or None.
+        device_type: type of the device that the model runs on; None if unknown.
     """
 
     def __init__(self, device_type: str | None) -> None:
@@ -134,14 +140,19 @@ class TracedRegions:
 
     @property
     def device_type(self) -> str | None:
-        """For which a region was enabled, whether it acts there or not; None if none was."""
+        """Device type that enabled regions were captured for; None if no region was enabled."""
         return self._device_type or CPU if self._any_enabled else None
 
     def enter(self, region: torch.autocast, enabled: bool, enter: Callable[[Any], Any]) -> Any:
-        """Enters a region: one that acts becomes one of the CPU.
+        """Enter a region; a region that affects the model's device becomes a region of the CPU.
+
+        Args:
+            region: the region.
+            enabled: value of the region's `enabled` argument.
+            enter: PyTorch's `__enter__`.
 
         Raises:
-            CaptureError: for an accelerator whose autocast has lists of its own.
+            CaptureError: for an accelerator whose operator lists differ from those of CUDA.
         """
         (named, _), stack = region_of(region), ExitStack()
         self._entered.append((region_of(region), stack))
@@ -155,14 +166,14 @@ class TracedRegions:
         if on != CPU and enabled:
             if on not in LIKE_CUDA:
                 raise CaptureError(
-                    f"cannot capture autocast for {on!r}. Cast explicitly with `.to(dtype)`, or "
-                    "convert the model to the lower precision."
+                    f"cannot capture autocast for {on!r}\ncast explicitly with `.to(dtype)`, or "
+                    "convert the model to the lower precision"
                 )
             stack.enter_context(autocast_kernels(kernels_like_cuda()))
         set_region(region, (CPU, enabled))
         result = enter(region)
         if on != CPU:
-            stack.enter_context(_answers(on, enabled, region.fast_dtype))
+            stack.enter_context(_report_autocast_state(on, enabled, region.fast_dtype))
         return result
 
     def exit(self, region: torch.autocast, leave: Callable[[Any], Any]) -> Any:
@@ -174,7 +185,7 @@ class TracedRegions:
 
 
 def call_in_autocast(module: nn.Module, autocast: Autocast) -> None:
-    """Lets a copy of a module that is traced be called in the region that surrounds its call."""
+    """Make the traced copy of a module run in the autocast region around the captured call."""
     if autocast.dtype is None:
         return
     original = module.forward
@@ -189,8 +200,7 @@ def call_in_autocast(module: nn.Module, autocast: Autocast) -> None:
 
 @contextmanager
 def traced_autocast(autocast: Autocast) -> Iterator[TracedRegions]:
-    """A context in which regions act on tensors of the CPU as they would where the model
-    computes."""
+    """Return a context in which regions act on CPU tensors as on the device of the model."""
     regions = TracedRegions(autocast.device_type)
     begin, enter, leave = (vars(torch.autocast)[name] for name in _METHODS)
 
@@ -207,21 +217,21 @@ def traced_autocast(autocast: Autocast) -> Iterator[TracedRegions]:
     def left(region: Any, *error: Any) -> Any:
         return regions.exit(region, lambda region: leave(region, *error))
 
-    _set_methods((init, entered, left))
+    _set_autocast_methods((init, entered, left))
     try:
         yield regions
     finally:
-        _set_methods((begin, enter, leave))
+        _set_autocast_methods((begin, enter, leave))
 
 
-def _set_methods(methods: tuple[Callable[..., Any], ...]) -> None:
+def _set_autocast_methods(methods: tuple[Callable[..., Any], ...]) -> None:
     for name, method in zip(_METHODS, methods, strict=True):
         setattr(torch.autocast, name, method)
 
 
 @contextmanager
-def _answers(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which PyTorch tells a model that asks what autocast does on a device."""
+def _report_autocast_state(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[None]:
+    """Return a context in which PyTorch reports this autocast state for a device."""
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, enabled)
     torch.set_autocast_dtype(device_type, dtype)
@@ -234,41 +244,45 @@ def _answers(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[No
 
 @cache
 def kernels_like_cuda() -> dict[str, Callable[..., Any]]:
-    """What operators do in a region on the CPU that acts as one of CUDA, by their names."""
+    """Return kernels by operator name that give CPU autocast the behavior of CUDA autocast."""
     kernels = dict.fromkeys(names_with_autocast("AutocastCPU"), fallthrough_kernel)
-    for names, cast in ((LOWER, _lower), (SINGLE, _single), (WIDEST, _widest)):
+    for names, cast in (
+        (LOWER, _cast_to_lower),
+        (SINGLE, _cast_to_single),
+        (WIDEST, _cast_to_widest),
+    ):
         for name in names:
             operator, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, operator), overload or "default")
-            kernels[f"aten::{name}"] = partial(_run, op, cast)
+            kernels[f"aten::{name}"] = partial(_run_with_casts, op, cast)
     return kernels
 
 
-def _run(op: OpOverload, cast: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_with_casts(op: OpOverload, cast: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with below_autocast():
         args, kwargs = cast(op, args, kwargs)
         return op(*args, **kwargs)
 
 
-def _lower(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    return _as(torch.get_autocast_dtype(CPU), args, kwargs)
+def _cast_to_lower(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    return _cast_arguments(torch.get_autocast_dtype(CPU), args, kwargs)
 
 
-def _single(op: OpOverload, args: Any, kwargs: Any) -> Any:
+def _cast_to_single(op: OpOverload, args: Any, kwargs: Any) -> Any:
     names = (argument.name for argument in schema_of(op).arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return (args, kwargs) if given.get("dtype") else _as(torch.float32, args, kwargs)
+    return (args, kwargs) if given.get("dtype") else _cast_arguments(torch.float32, args, kwargs)
 
 
-def _widest(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    dtypes = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _eligible(leaf)}
+def _cast_to_widest(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    dtypes = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_castable(leaf)}
     wide = torch.float32 in dtypes
-    return _as(torch.float32 if wide else torch.get_autocast_dtype(CPU), args, kwargs)
+    return _cast_arguments(torch.float32 if wide else torch.get_autocast_dtype(CPU), args, kwargs)
 
 
-def _as(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    return pytree.tree_map(lambda x: x.to(dtype) if _eligible(x) else x, (args, kwargs))
+def _cast_arguments(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    return pytree.tree_map(lambda x: x.to(dtype) if _is_castable(x) else x, (args, kwargs))
 
 
-def _eligible(leaf: object) -> bool:
+def _is_castable(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not torch.float64

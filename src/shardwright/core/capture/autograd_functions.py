@@ -2,17 +2,16 @@
 `backward`.
 
 Export traces the operators of `forward` only, and would differentiate those instead of calling
-`backward`. There are two ways to capture a function nevertheless, and random numbers show which one
-gives its gradients:
+`backward`. A trial on random numbers finds which of two methods gives the gradients of `backward`:
 
-- **Factor.** The gradient of an input is that of the output times a factor for each element, as of
-  activations, straight-through estimators and reversed gradients. `y + (x - x.detach()) * factor`
-  is `y`, and its gradient is the function's.
-- **Operators.** `backward` computes the derivative of `forward`, by other means. Then the
-  operators of `forward` are differentiated like all others.
+- **Factor.** The gradient of an input is the gradient of the output times an elementwise factor, as
+  for activations, straight-through estimators and gradient reversal. The captured expression
+  `y + (x - x.detach()) * factor` has the value `y` and this gradient.
+- **Operators.** `backward` computes the derivative of `forward`, for example with less memory. Then
+  the operators of `forward` are differentiated like those of the rest of the model.
 
-Every device computes other functions in full (`functions_in_full`). Those that change an input in
-place, or whose arguments have parameters of their own, raise CaptureError.
+If neither method applies, every device computes the function in full (`functions_in_full`).
+Functions that change an input in place, or take objects with parameters, raise CaptureError.
 """
 
 from __future__ import annotations
@@ -39,35 +38,36 @@ from shardwright.core.torch_internals.dispatch import in_transform
 from shardwright.errors import CaptureError
 
 CUSTOM_GRADIENT = "custom_gradient"
-"""Where the metadata of a node names the function whose gradient, but not whose second derivative,
-it has."""
+"""Metadata key with the name of a function whose first but not second derivative was captured."""
 
 _REMEDY = (
-    "Write it with differentiable operators, or register it as an operator "
-    "(`torch.library.custom_op` with `register_autograd`)."
+    "write the function with differentiable operators, or register it as an operator "
+    "(`torch.library.custom_op` with `register_autograd`)"
 )
 
 
 @contextmanager
 def trace_custom_backward() -> Iterator[None]:
-    """A context in which custom autograd functions are traced with their gradients, by whatever
-    name they are applied, or raise CaptureError.
+    """Return a context that traces custom autograd functions with the gradients of `backward`.
 
-    Reentrant checkpointing is such a function too; the operators of the function that it
-    checkpoints are tagged to be recomputed.
+    Reentrant checkpointing is a custom autograd function of PyTorch; the operators of a
+    checkpointed function are tagged for recomputation.
+
+    Raises:
+        CaptureError: for a function whose gradients cannot be captured.
     """
-    with functions_applied_by(_apply):
+    with functions_applied_by(_apply_function):
         yield
 
 
-def _apply(
+def _apply_function(
     function: type[Function],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     original: Callable[[], Any],
 ) -> Any:
     if function is CheckpointFunction:
-        return _checkpointed(args)
+        return _run_checkpointed(args)
     if function.__module__.partition(".")[0] in ("torch", "shardwright"):
         return original()
     differentiable = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
@@ -79,30 +79,30 @@ def _apply(
         return original()
 
 
-def _checkpointed(args: tuple[Any, ...]) -> Any:
+def _run_checkpointed(args: tuple[Any, ...]) -> Any:
     function, _, *inputs = args
     trained = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
     if torch.is_grad_enabled() and not trained:
         raise CaptureError(
             "`checkpoint(…, use_reentrant=True)` gives no gradients to the parameters of a "
-            "function whose inputs require none. Use `use_reentrant=False`."
+            "function whose inputs require no gradient\npass `use_reentrant=False`"
         )
     with tagging_checkpoint():
         return function(*inputs)
 
 
 def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function returns, of operators whose gradients are what its `backward` says.
+    """Return the result of a custom autograd function, with the gradients of its `backward`.
 
     Raises:
-        CaptureError: if its gradients are not of that kind.
+        CaptureError: if these gradients cannot be captured.
     """
     types = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
     # In a thread of its own none of the modes of a capture is active.
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(trial, function, args, kwargs, types).result()
     if found.way == OPERATORS:
-        return _of_operators(function, args, kwargs)
+        return _differentiate_operators(function, args, kwargs)
     if found.way != FACTOR:
         result, problem = None, found.problem
         if problem != CHANGES_INPUT and not in_transform():
@@ -110,12 +110,12 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
         if problem:
             raise CaptureError(
                 f"cannot capture the custom backward of the autograd function "
-                f"`{function.__qualname__}`: {problem}. {_REMEDY}"
+                f"`{function.__qualname__}`: {problem}\n{_REMEDY}"
             )
         return result
     if found.is_curved and in_differentiating_transform():
         raise CaptureError(second_derivative(function.__qualname__))
-    result = _with_factor(function, args, kwargs)
+    result = _multiply_by_factor(function, args, kwargs)
     mode = get_proxy_mode()
     if found.is_curved and mode is not None:
         last = next(iter(reversed(mode.tracer.graph.nodes)))
@@ -124,14 +124,14 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def second_derivative(name: str) -> str:
-    """The message for a function whose derivative is to be differentiated once more."""
+    """Return the error message for a second derivative of the autograd function `name`."""
     return (
         f"`forward` computes gradients through the autograd function `{name}`, and the derivative "
-        f"of its `backward` cannot be captured. {_REMEDY}"
+        f"of its `backward` cannot be captured\n{_REMEDY}"
     )
 
 
-def _with_factor(
+def _multiply_by_factor(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
@@ -145,7 +145,9 @@ def _with_factor(
     return result
 
 
-def _of_operators(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _differentiate_operators(
+    function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     result, _, context = called(function, args, kwargs)
 
     def constant(output: Any) -> Any:

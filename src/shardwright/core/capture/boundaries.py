@@ -1,8 +1,8 @@
-"""Decides, once a call is traced, whether its pin is for one operator or for its boundary.
+"""Assignment of the pin of a traced call to a single operator or to the call's boundary.
 
-A pinned function or module without submodules is traced with an alias of each tensor that it is
-called with and returns. If it turns out to be one operator, apart from views and casts, the aliases
-are removed and the operator keeps the pin. Otherwise they stay, and are pinned themselves.
+A pinned function or module without submodules is traced with an alias of each argument and result
+tensor. If the trace contains a single operator, apart from views and casts, that operator keeps the
+pin and the aliases are removed. Otherwise the aliases are pinned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOVING = (
 
 
 def settle_boundaries(graph: fx.Graph) -> None:
-    """Removes or keeps the aliases at the boundary of pinned calls.
+    """Remove the aliases of pinned calls with a single operator, and pin those of other calls.
 
     Raises:
         StrategyError: if a pin does not fit the boundary of a call with several operators.
@@ -65,21 +65,21 @@ def settle_boundaries(graph: fx.Graph) -> None:
 
 def _is_one_operator(nodes: Sequence[fx.Node]) -> bool:
     operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
-    computing = [node for node in operators if not _only_moves(node)]
-    # Constants that it creates do not count, unless it does nothing else.
+    computing = [node for node in operators if not _only_changes_form(node)]
+    # Operators that create constants do not count, unless the call has no others.
     computing = [node for node in computing if node.all_input_nodes] or computing
-    main = [node for node in computing if _is_main(node)]
+    main = [node for node in computing if _is_main_operator(node)]
     return 1 in (len(main), len(computing)) or (not computing and len(operators) == 1)
 
 
-def _is_main(node: fx.Node) -> bool:
-    # Placeholders of mixtures of experts, whose gates are operators of their own until a rewrite.
+def _is_main_operator(node: fx.Node) -> bool:
+    # A mixture of experts: until `canonicalize`, the operators of its gate are separate nodes.
     ours = isinstance(node.target, OpOverload) and node.target.namespace == "shardwright"
     return ours or node.target in MAIN
 
 
-def _only_moves(node: fx.Node) -> bool:
-    """Whether an operator only changes the form of a tensor."""
+def _only_changes_form(node: fx.Node) -> bool:
+    """Whether an operator only views, copies, casts or broadcasts tensors."""
     if node.target in _MOVING or not isinstance(node.target, OpOverload):
         return True
     returns = schema_of(node.target).returns

@@ -1,4 +1,4 @@
-"""Converts the canonical `torch.fx` graph to a `Graph`: names, values, gradients."""
+"""Conversion of a canonical `torch.fx` graph to a `Graph` of named operators and values."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ from shardwright.errors import CaptureError
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """The module and the arguments that were captured, and the modes around the call.
+    """A captured module, the arguments of its call, and the modes around the call.
 
     Args:
-        autocast: what autocast does there.
-        gradients: whether `torch.is_grad_enabled()` is true there; only where the module reads it.
+        module: the captured module.
+        args, kwargs: arguments of the call.
+        autocast: autocast state around the call.
+        gradients: whether gradients are enabled around the call; always True for a module that does
+            not read `torch.is_grad_enabled()`.
     """
 
     module: nn.Module
@@ -53,7 +56,7 @@ class CapturedCall:
     def of(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast
     ) -> CapturedCall:
-        """Return the call in the caller's mode."""
+        """Return the call with the current gradient mode of the caller."""
         gradients = torch.is_grad_enabled() or not reads_gradient_mode(module)
         return cls(module, args, kwargs, autocast, gradients)
 
@@ -61,20 +64,25 @@ class CapturedCall:
 def build_graph(
     call: CapturedCall, graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node]
 ) -> Graph:
-    """Builds the `Graph` of a canonical `torch.fx` graph.
+    """Return the `Graph` of a canonical `torch.fx` graph.
 
     Args:
         call: the captured module and arguments.
+        graph: the canonical graph.
+        signature: names of the graph's parameters, buffers, constants and inputs.
         sources: the placeholders that require a gradient.
+
+    Raises:
+        CaptureError: if a tensor is sparse.
     """
     leaves, in_spec = pytree.tree_flatten((call.args, call.kwargs))
     nodes = placeholders(graph)
     outputs, updates = results(graph)
     tensors = [leaf for leaf in outputs if is_tensor(leaf)]
     # After the leaves of the result come tensors that `forward` leaves in Python objects.
-    losses = _losses(graph, signature, sources, outputs[: signature.out_spec.num_leaves])
+    losses = _find_losses(graph, signature, sources, outputs[: signature.out_spec.num_leaves])
     trained = nodes_with_gradients(graph, sources, losses or tensors)
-    values = _Values(signature, trained, nodes_with_gradients(graph, sources, tensors))
+    values = _ValueTable(signature, trained, nodes_with_gradients(graph, sources, tensors))
 
     stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
 
@@ -124,18 +132,18 @@ def build_graph(
 
 
 def frozen_parameters(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters that require no gradient."""
+    """Return the names of the parameters that do not require a gradient."""
     return tuple(name for name, p in module.named_parameters() if not p.requires_grad)
 
 
-def _losses(
+def _find_losses(
     graph: fx.Graph, signature: Signature, sources: Sequence[fx.Node], outputs: Sequence[Any]
 ) -> list[fx.Node]:
-    """The loss, then the scalars that gradients may start from apart from it.
+    """Return the loss, followed by other scalars that a backward pass may start from.
 
-    The loss is the differentiable scalar that the model returns under the name `loss`, of a dict,
-    a named tuple or a dataclass; without one the first. Then others are apart from it that neither
-    it is made of (the terms of a sum) nor are made of it alone (its exponential).
+    The loss is the differentiable scalar that the model returns as `loss` in a dict, named tuple or
+    dataclass; then there are no others. Otherwise the loss is the first differentiable scalar, and
+    the others are those that are neither terms of the loss nor computed from the loss alone.
     """
     differentiable = differentiable_from(graph, sources)
     leaves = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
@@ -153,8 +161,8 @@ def _losses(
     return [first, *(node for node in others if node not in terms and node in beside)]
 
 
-class _Values:
-    """The `Value` of every node."""
+class _ValueTable:
+    """Values of the nodes of a graph, each with a unique name."""
 
     def __init__(
         self,
@@ -171,14 +179,14 @@ class _Values:
         self, node: fx.Node, name: str, kind: Kind, outer_dtype: torch.dtype | None = None
     ) -> Value:
         if kind not in (Kind.PARAMETER, Kind.BUFFER):
-            name = self._unique(name, "input" if kind is Kind.INPUT else "output")
+            name = self._make_unique_name(name, "input" if kind is Kind.INPUT else "output")
         fake, requires_grad = tensor(node), node in self.requires_grad
         requires_other_grad = node in self.differentiable and not requires_grad
         shape, dtype = tuple(fake.shape), fake.dtype
         if fake.layout is not torch.strided:
             raise CaptureError(
-                f"{source_of(node) or name}: a sparse tensor ({fake.layout}), which cannot be"
-                " sharded: use a dense one"
+                f"{source_of(node) or name}: a sparse tensor ({fake.layout}) cannot be sharded\n"
+                "use a dense one: `x.to_dense()`"
             )
         value = Value(name, shape, dtype, kind, requires_grad, requires_other_grad)
         if outer_dtype not in (None, value.dtype):
@@ -186,27 +194,27 @@ class _Values:
         self.values[node] = value
         return value
 
-    def _unique(self, name: str, suffix: str) -> str:
+    def _make_unique_name(self, name: str, suffix: str) -> str:
         while name in self.names:
             name = f"{name}.{suffix}"
         self.names.add(name)
         return name
 
     def of(self, leaf: Any) -> Any:
-        """The value of a node; anything else is returned unchanged."""
+        """Return the value of a node, and any other object unchanged."""
         return self.values[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def operator(self, node: fx.Node, name: str) -> Op:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        args, kwargs = _plain(args), _plain(kwargs)
+        args, kwargs = _use_builtin_containers(args), _use_builtin_containers(kwargs)
         path, _ = module_path(node)
-        results = self._results(node, name)
+        results = self._add_results(node, name)
         target: Any = node.target
         calls, tags = module_calls(node), tags_of(node)
         source, flattened = source_of(node), node.meta.get("flattened", 1)
         return Op(name, target, args, kwargs, results, path, source, tags, calls, flattened)
 
-    def _results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
+    def _add_results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
         if is_tensor(node):
             return (self.add(node, name, Kind.ACTIVATION),)
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -218,24 +226,24 @@ class _Values:
             if index in getitems:
                 results.append(self.add(getitems[index], label, Kind.ACTIVATION))
             else:
-                unread = self._unique(label, "output")
+                unread = self._make_unique_name(label, "output")
                 results.append(Value(unread, tuple(fake.shape), fake.dtype))
         return tuple(results)
 
 
-def _plain(arguments: Any) -> Any:
-    """Plain lists and dicts in place of `torch.fx`'s immutable ones, which pytree does not know."""
+def _use_builtin_containers(arguments: Any) -> Any:
+    """Replace the immutable lists and dicts of `torch.fx`, which pytree does not support."""
     if isinstance(arguments, tuple):
-        return tuple(_plain(a) for a in arguments)
+        return tuple(_use_builtin_containers(a) for a in arguments)
     if isinstance(arguments, list):
-        return [_plain(a) for a in arguments]
+        return [_use_builtin_containers(a) for a in arguments]
     if isinstance(arguments, dict):
-        return {key: _plain(a) for key, a in arguments.items()}
+        return {key: _use_builtin_containers(a) for key, a in arguments.items()}
     return arguments
 
 
 def input_names(call: CapturedCall) -> list[str]:
-    """A name for each leaf of the call's arguments: `x`, `batch['labels']`, `states[0]`."""
+    """Return a name for each leaf of the call's arguments: `x`, `batch['labels']`, `states[0]`."""
     signature = inspect.signature(call.module.forward)
     positional = [
         p.name

@@ -1,6 +1,6 @@
-"""Rewrites equivalent operators to one canonical form, so that few sharding rules suffice.
+"""Rewriting of equivalent operators to one canonical form, which needs fewer sharding rules.
 
-Each rewrite looks at a single operator. They run in order over a functional graph.
+Each rewrite replaces a single operator. Rewrites run in graph order over a functional graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwright.core.torch_internals.operators import (
 aten = torch.ops.aten
 
 Rewrite = Callable[[fx.Node], fx.Node | None]
-"""Returns the replacement of a node, or None to leave it."""
+"""Function that returns the replacement of a node, or None to keep the node."""
 
 _REWRITES: dict[Any, Rewrite] = {}
 
@@ -48,7 +48,7 @@ _CREATION_KWARGS = ("device", "pin_memory", "layout")
 
 
 def canonicalize(graph: fx.Graph) -> None:
-    """Canonicalizes the graph in place."""
+    """Canonicalize the graph in place."""
     for node in list(graph.nodes):
         if node.op != "call_function" or is_erased(node):
             continue
@@ -58,15 +58,18 @@ def canonicalize(graph: fx.Graph) -> None:
                 continue
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _CREATION_KWARGS}
             if torch.Tag.view_copy in node.target.tags:
-                node.target = _view_of(node.target)
+                node.target = _get_view_operator(node.target)
         rewrite = _REWRITES.get(node.target)
         new = rewrite(node) if rewrite else None
         if new is not None:
             replace(node, new)
 
 
-def _view_of(copy: OpOverload) -> OpOverload:
-    """`permute` for `permute_copy`: nothing changes either."""
+def _get_view_operator(copy: OpOverload) -> OpOverload:
+    """Return the view operator of a copying one, as `permute` for `permute_copy`.
+
+    Both are equivalent in a functional graph, where nothing is modified in place.
+    """
     packet = getattr(aten, operator_name(copy).removesuffix("_copy"))
     view: OpOverload = getattr(packet, overload_name(copy))
     return view
@@ -81,7 +84,10 @@ def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
 
 
 def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx.Node:
-    """`node` with another shape; merges reshapes of reshapes and omits those without effect."""
+    """Insert a reshape of `node` before `before`, merged with reshapes that produced `node`.
+
+    Returns `node` or its source if that already has the shape `sizes`.
+    """
     while node.target is aten.reshape.default and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     if node_shape(node) == sizes:
@@ -90,7 +96,7 @@ def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx
 
 
 def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
-    """Inserts a permute of `node` before `before`, merged with the permutes that made `node`."""
+    """Insert a permute of `node` before `before`, merged with permutes that produced `node`."""
     while (inner := permutation(node)) is not None:
         node = node.args[0]  # type: ignore[assignment]
         dims = tuple(inner[d] for d in dims)
@@ -100,7 +106,10 @@ def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.
 
 
 def permutation(node: fx.Node) -> tuple[int, ...] | None:
-    """The permutation of a `permute` or `transpose`: output dimension i is input dimension p[i]."""
+    """Return the permutation p of a `permute` or `transpose`, or None for another operator.
+
+    Output dimension i is input dimension p[i].
+    """
     if node.target is aten.permute.default:
         rank = len(node_shape(node))
         return tuple(int(d) % rank for d in node.args[1])  # type: ignore[union-attr, arg-type]
@@ -112,20 +121,22 @@ def permutation(node: fx.Node) -> tuple[int, ...] | None:
     return None
 
 
-def _first(node: fx.Node) -> fx.Node:
+def _first_input(node: fx.Node) -> fx.Node:
     first = node.args[0]
     assert isinstance(first, fx.Node)
     return first
 
 
 @rewrites(*SAME_ELEMENTS)
-def _reshape(node: fx.Node) -> fx.Node:
-    return insert_reshape(_first(node), node_shape(node), node)
+def _rewrite_reshape(node: fx.Node) -> fx.Node:
+    return insert_reshape(_first_input(node), node_shape(node), node)
 
 
 @rewrites(aten.alias.default)
-def _alias(node: fx.Node) -> fx.Node | None:
-    return None if any(isinstance(tag, BoundaryTag) for tag in tags_of(node)) else _first(node)
+def _remove_alias(node: fx.Node) -> fx.Node | None:
+    return (
+        None if any(isinstance(tag, BoundaryTag) for tag in tags_of(node)) else _first_input(node)
+    )
 
 
 @rewrites(
@@ -136,8 +147,8 @@ def _alias(node: fx.Node) -> fx.Node | None:
     aten.resolve_neg.default,
     aten.positive.default,
 )
-def _copy(node: fx.Node) -> fx.Node:
-    return _first(node)
+def _remove_copy(node: fx.Node) -> fx.Node:
+    return _first_input(node)
 
 
 @rewrites(
@@ -146,9 +157,12 @@ def _copy(node: fx.Node) -> fx.Node:
     aten.view.dtype,
     aten.as_strided.default,
 )
-def _memory(node: fx.Node) -> fx.Node:
-    """What reads memory needs neighbors side by side, and no conjugated view: kernels may return
-    one where fake tensors are none. What made a copy is gone."""
+def _copy_for_memory_access(node: fx.Node) -> fx.Node:
+    """Insert copies that operators on memory need: contiguous, and not a lazy conjugate.
+
+    Copies in the user's code were removed by `_remove_copy`. Kernels may return a conjugated view
+    where the fake tensor is not conjugated.
+    """
     source, *others = node.args
     assert isinstance(source, fx.Node)
     if tensor(source).is_complex() and source.target is not aten.resolve_conj.default:
@@ -166,13 +180,13 @@ def _memory(node: fx.Node) -> fx.Node:
     aten._to_copy.default,
     aten.type_as.default,
 )
-def _cast(node: fx.Node) -> fx.Node | None:
+def _rewrite_cast(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.args[0], fx.Node):
         # `torch.vmap` casts Python numbers.
         node.target, node.args = aten.full.default, ([], node.args[0])
         node.kwargs = {"dtype": tensor(node).dtype}
         return None
-    source, dtype = _first(node), tensor(node).dtype
+    source, dtype = _first_input(node), tensor(node).dtype
     if tensor(source).dtype == dtype:
         return source
     if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
@@ -181,8 +195,8 @@ def _cast(node: fx.Node) -> fx.Node | None:
 
 
 @rewrites(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
-def _expand(node: fx.Node) -> fx.Node:
-    source = _first(node)
+def _rewrite_expand(node: fx.Node) -> fx.Node:
+    source = _first_input(node)
     if node_shape(source) == node_shape(node):
         return source
     return insert(node, aten.expand.default, (source, list(node_shape(node))))
@@ -199,8 +213,8 @@ def _expand(node: fx.Node) -> fx.Node:
     aten.movedim.int,
     aten.movedim.intlist,
 )
-def _permute(node: fx.Node) -> fx.Node | None:
-    source = _first(node)
+def _rewrite_permute(node: fx.Node) -> fx.Node | None:
+    source = _first_input(node)
     if (dims := permutation(node)) is None:
         rank = len(node_shape(node))
         order = torch.empty(tuple(range(2, 2 + rank)), device="meta")
@@ -214,8 +228,8 @@ def _permute(node: fx.Node) -> fx.Node | None:
 
 
 @rewrites(aten.slice.Tensor)
-def _slice(node: fx.Node) -> fx.Node:
-    source, arguments = _first(node), node_arguments(node)
+def _rewrite_slice(node: fx.Node) -> fx.Node:
+    source, arguments = _first_input(node), node_arguments(node)
     dim = arguments["dim"] % len(node_shape(source))
     start, end, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(
         node_shape(source)[dim]
@@ -226,7 +240,7 @@ def _slice(node: fx.Node) -> fx.Node:
 
 
 @rewrites(aten.narrow.default)
-def _narrow(node: fx.Node) -> fx.Node:
+def _rewrite_narrow(node: fx.Node) -> fx.Node:
     source, dim, start, length = node.args
     return insert(node, aten.slice.Tensor, (source, dim, start, start + length, 1))  # type: ignore[operator]
 
@@ -237,7 +251,7 @@ def _narrow(node: fx.Node) -> fx.Node:
     aten.alpha_dropout.default,
     aten.feature_alpha_dropout.default,
 )
-def _dropout(node: fx.Node) -> fx.Node | None:
+def _remove_inactive_dropout(node: fx.Node) -> fx.Node | None:
     source, p, train = node.args
     return source if p == 0 or not train else None  # type: ignore[return-value]
 
@@ -251,8 +265,8 @@ _CREATIONS = {
 
 
 @rewrites(*_CREATIONS)
-def _new(node: fx.Node) -> None:
-    """The tensor that supplies only the dtype is not read."""
+def _rewrite_creation(node: fx.Node) -> None:
+    """Replace `x.new_*` by creation with the dtype of `x`, so that `x` is not read."""
     node.kwargs = {"dtype": tensor(node).dtype}
     node.target, node.args = _CREATIONS[node.target], node.args[1:]  # type: ignore[index]
 
@@ -268,13 +282,13 @@ _PYTHON_OPERATORS = {
 
 
 @rewrites(*_PYTHON_OPERATORS)
-def _bitwise(node: fx.Node) -> fx.Node:
+def _rewrite_bitwise(node: fx.Node) -> fx.Node:
     return insert(node, _PYTHON_OPERATORS[node.target], node.args)  # type: ignore[index]
 
 
 @rewrites(aten.index_put.default)
-def _masked_write(node: fx.Node) -> fx.Node | None:
-    """Writing equal values wherever a mask is true, as `x[mask] = 0`, is a choice by element."""
+def _rewrite_masked_write(node: fx.Node) -> fx.Node | None:
+    """Rewrite `x[mask] = value`, with equal values at all masked positions, as `torch.where`."""
     arguments = node_arguments(node)
     source, values = arguments["self"], arguments["values"]
     masks = [index for index in arguments["indices"] if index is not None]
@@ -298,8 +312,8 @@ _NEUTRAL = {
 
 
 @rewrites(*_NEUTRAL)
-def _neutral(node: fx.Node) -> fx.Node | None:
-    """Adding 0 and multiplying by 1 are removed unless they change the dtype."""
+def _remove_neutral_operation(node: fx.Node) -> fx.Node | None:
+    """Remove additions of 0 and multiplications by 1 that do not change the dtype."""
     source, number = node.args[:2]
     does_nothing = (
         is_tensor(source)
@@ -311,12 +325,12 @@ def _neutral(node: fx.Node) -> fx.Node | None:
 
 
 @rewrites(aten.mm.default, aten.bmm.default)
-def _matmul(node: fx.Node) -> fx.Node:
+def _rewrite_matmul(node: fx.Node) -> fx.Node:
     return insert(node, aten.matmul.default, node.args)
 
 
 @rewrites(aten.linear.default)
-def _linear(node: fx.Node) -> fx.Node | None:
+def _separate_linear_bias(node: fx.Node) -> fx.Node | None:
     x, weight, *bias = node.args
     if not bias or bias[0] is None:
         return None
@@ -324,7 +338,7 @@ def _linear(node: fx.Node) -> fx.Node | None:
 
 
 @rewrites(aten.addmm.default)
-def _addmm(node: fx.Node) -> fx.Node:
+def _rewrite_addmm(node: fx.Node) -> fx.Node:
     arguments = node_arguments(node)
     product = insert(node, aten.matmul.default, (arguments["mat1"], arguments["mat2"]))
     if arguments["alpha"] != 1:
@@ -346,7 +360,7 @@ def _addmm(node: fx.Node) -> fx.Node:
     aten.conv_transpose2d.input,
     aten.conv_transpose3d.input,
 )
-def _convolution(node: fx.Node) -> fx.Node | None:
+def _separate_convolution_bias(node: fx.Node) -> fx.Node | None:
     x, weight, *options = node.args
     if not options or options[0] is None:
         return None
@@ -357,14 +371,14 @@ def _convolution(node: fx.Node) -> fx.Node | None:
 
 
 def add_bias(product: fx.Node, bias: Any, node: fx.Node) -> fx.Node:
-    """`product + bias`, named after the operator whose bias it is."""
+    """Insert `product + bias` before `node`, and mark the sum as the bias addition of `product`."""
     new = insert(node, aten.add.Tensor, (product, bias))
     new.meta["bias_of"] = product
     return new
 
 
 @rewrites(aten.cross_entropy_loss.default)
-def _cross_entropy(node: fx.Node) -> fx.Node:
+def _rewrite_cross_entropy(node: fx.Node) -> fx.Node:
     arguments = node_arguments(node)
     logits, target = arguments["self"], arguments["target"]
     rank = len(node_shape(logits))
@@ -382,7 +396,7 @@ def _cross_entropy(node: fx.Node) -> fx.Node:
 
 
 @rewrites(aten.batch_norm.default)
-def _batch_norm(node: fx.Node) -> fx.Node | None:
+def _rewrite_batch_norm(node: fx.Node) -> fx.Node | None:
     arguments = node_arguments(node)
     if not arguments["training"] or arguments["running_mean"] is not None:
         return None
@@ -393,8 +407,8 @@ def _batch_norm(node: fx.Node) -> fx.Node | None:
 
 
 @rewrites(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
-def _embedding_bag(node: fx.Node) -> None:
-    """Without the results that are only for its backward pass."""
+def _rewrite_embedding_bag(node: fx.Node) -> None:
+    """Replace `embedding_bag` by an operator without the results saved for its backward pass."""
     arguments = node_arguments(node)
     users = [user for user in node.users if user.users]
     if any(user.args[1] != 0 for user in users) or arguments["sparse"]:
@@ -416,8 +430,8 @@ def _embedding_bag(node: fx.Node) -> None:
 
 
 @rewrites(aten.broadcast_tensors.default)
-def _broadcast(node: fx.Node) -> None:
-    """Expands each tensor of the list on its own."""
+def _rewrite_broadcast(node: fx.Node) -> None:
+    """Replace `broadcast_tensors` by one `expand` per tensor of the list."""
     sources: Any = node.args[0]
     for getitem in list(node.users):
         source = sources[getitem.args[1]]
@@ -427,7 +441,7 @@ def _broadcast(node: fx.Node) -> None:
 
 
 @rewrites(aten.detach.default)
-def _detach(node: fx.Node) -> fx.Node | None:
-    source = _first(node)
+def _remove_needless_detach(node: fx.Node) -> fx.Node | None:
+    source = _first_input(node)
     needless = not is_tensor(source) or not tensor(source).is_floating_point()
     return source if needless or source.target is aten.detach.default else None

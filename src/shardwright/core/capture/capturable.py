@@ -1,4 +1,4 @@
-"""Checks a call of a model before it is captured: the model, and the form of its arguments."""
+"""Checks of a model and the arguments of its call before capture."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shardwright.errors import CaptureError
 
 
 def check_capturable(module: object, args: object, kwargs: object) -> None:
-    """Raises an error unless `module(*args, **kwargs)` is a call that can be captured.
+    """Check the model and the arguments of a call before capture.
 
     Raises:
-        CaptureError: if `module` is no `nn.Module`, `args` no tuple, `kwargs` no mapping of names,
-            `forward` has other parameters, or an argument is no dense tensor or plain value.
+        CaptureError: if `module` is not an `nn.Module`, `args` not a tuple, `kwargs` not a mapping
+            of names, `forward` cannot be called with these arguments, or an argument is not
+            supported (`check_argument`).
     """
     check_module(module)
     check_arguments(args, kwargs)
@@ -30,7 +31,8 @@ def check_capturable(module: object, args: object, kwargs: object) -> None:
 
 
 def check_module(module: object) -> None:
-    """
+    """Check that the model is a module.
+
     Raises:
         CaptureError: if `module` is not an `nn.Module`.
     """
@@ -40,15 +42,16 @@ def check_module(module: object) -> None:
         what, remedy = f"the class {module.__name__}", f"pass an instance: {module.__name__}(...)"
     else:
         what = f"a {type(module).__name__}"
-        remedy = "pass an nn.Module; the `forward` of one may call any function"
+        remedy = "pass an nn.Module; wrap a function in the `forward` of a module"
     raise CaptureError(f"the model must be an nn.Module, not {what}\n{remedy}")
 
 
 def check_arguments(args: object, kwargs: object) -> None:
-    """
+    """Check the types of the arguments of a call.
+
     Raises:
         CaptureError: if `args` is not a tuple, `kwargs` not a mapping of names, or an argument is
-            sparse, quantized, a numpy array or a mapping of a class of its own.
+            sparse, quantized, a numpy array or a mapping that pytree does not flatten.
     """
     if not isinstance(args, tuple):
         remedy = "write `(x,)` for one argument"
@@ -64,29 +67,34 @@ def check_arguments(args: object, kwargs: object) -> None:
                 " write `(batch,)` if it is one argument"
             )
         raise CaptureError(
-            "the positional arguments of a call must be a tuple, and are a"
+            "the positional arguments of a call must be a tuple, not a"
             f" {type(args).__name__}\n{remedy}"
         )
-    together = "positional ones stand together in a tuple, `(x, y)`"
+    remedy = "pass positional arguments as one tuple, `(x, y)`, named ones as `{'mask': mask}`"
     if not isinstance(kwargs, Mapping | None):
         raise CaptureError(
-            "the keyword arguments of a call must be a mapping of names, and are a"
-            f" {type(kwargs).__name__}\n{together}"
+            "the keyword arguments of a call must be a mapping of names, not a"
+            f" {type(kwargs).__name__}\n{remedy}"
         )
     if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
         raise CaptureError(
-            f"the keyword arguments of a call have names, not {unnamed[0]!r}\n{together}"
+            f"the keys of keyword arguments must be strings, not {unnamed[0]!r}\n{remedy}"
         )
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
         if not (isinstance(leaf, Tensor) and leaf.is_nested):
-            check_argument(f"argument {_described(path)}", leaf)
+            check_argument(f"argument {_format_argument_path(path)}", leaf)
 
 
 def check_argument(name: str, leaf: object) -> None:
     """Check a leaf of a call's arguments.
 
+    Args:
+        name: description of the leaf for the error message, such as `argument args[0]`.
+        leaf: its value.
+
     Raises:
-        CaptureError: if it is sparse, quantized, a numpy array or a mapping of a class of its own.
+        CaptureError: if the leaf is sparse, quantized, a numpy array or a mapping that pytree does
+            not flatten.
     """
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
         raise CaptureError(
@@ -105,14 +113,15 @@ def check_argument(name: str, leaf: object) -> None:
 
 
 def _check_signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """
+    """Check that `forward` accepts these arguments.
+
     Raises:
-        CaptureError: if `forward` cannot be called with these arguments.
+        CaptureError: if not.
     """
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):
-        return  # Of a forward that is written in C there is none.
+        return  # A `forward` written in C has no signature.
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -124,8 +133,8 @@ def _check_signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         ) from None
 
 
-def _described(path: tuple[Any, ...]) -> str:
-    """The place of an argument in the call, by position or name."""
+def _format_argument_path(path: tuple[Any, ...]) -> str:
+    """Return the path of an argument in the call, such as `args[0]` or `kwargs['mask']`."""
     (in_kwargs, *inner) = path
     where = pytree.keystr(tuple(inner))
     return f"kwargs{where}" if getattr(in_kwargs, "idx", 0) else f"args{where}"

@@ -1,4 +1,4 @@
-"""Captures a module, called with example arguments, as a `Graph` in canonical form."""
+"""Capture of a module, called with example arguments, as a canonical `Graph`."""
 
 from __future__ import annotations
 
@@ -37,43 +37,45 @@ def capture(
     on_progress: OnProgress = ignore_progress,
     autocast: Autocast = ON_CPU,
 ) -> Graph:
-    """Captures `module(*args, **kwargs)` for the shapes of these arguments.
+    """Capture `module(*args, **kwargs)` for the shapes of these arguments.
 
-    The module is neither run nor modified, and no memory is allocated for its weights: parameters
-    and arguments may be real tensors or on the meta device. `module.training` is respected. Models
-    of `transformers` return no cache of keys and values unless a call asks for one, as under
-    gradient checkpointing: a step has no use for it.
+    The module is neither run nor modified, and no memory is allocated for weights: parameters and
+    arguments may be real tensors or on the meta device. `module.training` is respected. Models of
+    `transformers` return no key-value cache unless the call asks for one (`use_cache=True`), since
+    a training step does not use it.
 
     Args:
-        compute_dtype: the dtype in which single-precision parameters and inputs are computed.
-            Buffers, and the parameters of modules with floating-point buffers, keep theirs; losses
-            are computed in single precision.
-        on_progress: called with the layers that are reached, once a second.
-        autocast: in which the call is made; that which surrounds the capture is no part of it.
+        module: the model.
+        args, kwargs: arguments of the call.
+        compute_dtype: dtype of the computation with float32 parameters and inputs. Buffers, and the
+            parameters of modules with floating-point buffers, keep their dtype; losses are computed
+            in float32.
+        on_progress: receives the number of traced layers, at most once a second.
+        autocast: autocast state of the captured call; regions around `capture` itself do not count.
 
     Raises:
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
             `torch.export` cannot capture; the message names the line in the user's code. Also if
-            `forward` cannot be called with `args` and `kwargs`, see `check_capturable`.
-        StrategyError: if a module whose inputs and outputs are pinned has others than the pin.
+            `forward` cannot be called with `args` and `kwargs` (`check_capturable`).
+        StrategyError: if the pin of a module does not fit its inputs and outputs.
     """
     check_capturable(module, args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
     call = CapturedCall.of(module, args, dict(kwargs or {}), autocast)
-    with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _restored_generators():
+    with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _preserve_random_state():
         try:
             with isolate_capture():
                 graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
         except CaptureError as refusal:
-            graph = _with_python(call, compute_dtype, refusal)
+            graph = _capture_with_python(call, compute_dtype, refusal)
     warn_of_functions_in_full(graph)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
 @contextmanager
-def _restored_generators() -> Iterator[None]:
-    """A context that leaves the random generators of torch, Python and numpy as they were."""
+def _preserve_random_state() -> Iterator[None]:
+    """Restore the random generators of torch, Python and numpy on exit."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
@@ -83,11 +85,12 @@ def _restored_generators() -> Iterator[None]:
         np.random.set_state(arrays)
 
 
-def _with_python(
+def _capture_with_python(
     call: CapturedCall, compute_dtype: torch.dtype | None, refusal: CaptureError
 ) -> Graph:
-    """The graph of a call whose Python `torch.export` cannot leave out: state that `forward`
-    changes, caches that it fills, objects that it returns.
+    """Capture a call by TorchDynamo, with Python that runs in each step.
+
+    Required if `forward` changes state, fills caches or returns objects of other classes.
 
     Raises:
         CaptureError: `refusal`, if TorchDynamo cannot capture the call either.

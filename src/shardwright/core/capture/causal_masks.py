@@ -1,10 +1,10 @@
-"""Masks of attention that follow from positions and other numbers of tokens are not held.
+"""Replacement of materialized attention masks by masks that kernels compute.
 
-While they are exported, models of `transformers` make the mask of all pairs of positions, which
-fast kernels do not read and which no device could hold for a long sequence. One that is proved to
-be causal becomes `is_causal`, and that of a sliding window `windowed_attention`. A large one that
-compares numbers of queries and of keys, as for packed documents, or hides padding, becomes these
-numbers and what must hold of them: `masked_attention` makes it anew for each block of queries.
+During export, models of `transformers` materialize the mask of all pairs of positions, which fast
+kernels do not read and which does not fit into memory for a long sequence. A mask that is proved to
+be causal becomes `is_causal`, and a sliding-window mask `windowed_attention`. A large mask that
+compares numbers of queries and keys, as document ids of packed sequences, or that hides padding,
+becomes `masked_attention`, which recomputes the mask from these numbers for each block of queries.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardwright.core.graph.custom_ops import masked_attention, windowed_attenti
 aten = torch.ops.aten
 
 LARGE = 1 << 24
-"""Pairs of positions of a mask that is not held; small ones cost less than to make them anew."""
+"""Minimum size of a recomputed mask, in pairs of positions; smaller masks stay materialized."""
 
 
 def fold_causal_masks(graph: fx.Graph) -> None:
-    """Rewrites attention in place; leaves masks without readers for dead code removal."""
+    """Rewrite attention in place; dead code elimination removes the masks that become unused."""
     proofs = BandProofs()
     for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
@@ -45,29 +45,39 @@ def fold_causal_masks(graph: fx.Graph) -> None:
             arguments["is_causal"] = band == CAUSAL
             replace_node(node, insert(node, node.target, inputs, arguments))
         elif of_pairs and arguments["dropout_p"] == 0:
-            _fold_blockwise(node, inputs, _parts(mask, proofs), arguments["scale"])
+            _use_blockwise_attention(
+                node, inputs, _decompose_mask(mask, proofs), arguments["scale"]
+            )
 
 
 @dataclass(frozen=True)
-class _Term:
-    """A comparison of numbers of queries and of keys by its name, or `"all"` of some booleans."""
+class _Condition:
+    """A condition of a mask: a comparison of query and key vectors, or `"all"` of a boolean vector.
+
+    Args:
+        name: name of the comparison operator (`"eq"`), or `"all"`.
+        vectors: operands, each with a query or key dimension of size 1.
+    """
 
     name: str
     vectors: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """What a mask says: a band, and terms that must be true."""
+class _MaskConditions:
+    """A mask as the conjunction of a band of positions and of conditions."""
 
     band: Band = ALL
-    terms: tuple[_Term, ...] = ()
+    terms: tuple[_Condition, ...] = ()
 
-    def __and__(self, other: _Parts) -> _Parts:
-        return _Parts(self.band & other.band, self.terms + other.terms)
+    def __and__(self, other: _MaskConditions) -> _MaskConditions:
+        return _MaskConditions(self.band & other.band, self.terms + other.terms)
 
-    def reshaped(self, source: fx.Node, mask: fx.Node) -> _Parts | None:
-        """Of a mask of the same pairs with other dimensions before them."""
+    def reshaped(self, source: fx.Node, mask: fx.Node) -> _MaskConditions | None:
+        """Return the conditions of `mask`, a reshape of `source`; None if not expressible.
+
+        The reshape keeps the last two dimensions.
+        """
         before, after = node_shape(source)[:-2], node_shape(mask)[:-2]
         dims = [node_shape(each)[:-2] for term in self.terms for each in term.vectors]
         if any(each != before and prod(each) != 1 for each in dims):
@@ -79,34 +89,34 @@ class _Parts:
             return insert_reshape(vector, (*lead, rows, columns), mask)
 
         terms = [replace(term, vectors=tuple(map(new, term.vectors))) for term in self.terms]
-        return _Parts(self.band, tuple(terms))
+        return _MaskConditions(self.band, tuple(terms))
 
 
-def _parts(mask: Any, proofs: BandProofs) -> _Parts | None:
-    """Of a boolean mask of pairs; None if it says more."""
+def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
+    """Decompose a boolean mask of pairs of positions; None if it contains other operators."""
     band = proofs.band(mask)
     if band is not None:
-        return _Parts(band)
+        return _MaskConditions(band)
     if mask.meta["val"].dtype != torch.bool or len(node_shape(mask)) < 2:
         return None
     if 1 in node_shape(mask)[-2:]:
-        return _Parts(terms=(_Term("all", (mask,)),))
+        return _MaskConditions(terms=(_Condition("all", (mask,)),))
     if mask.target in AND:
-        return _both(mask, proofs)
+        return _decompose_conjunction(mask, proofs)
     if mask.target in SAME and node_shape(mask.args[0])[-2:] == node_shape(mask)[-2:]:
-        found = _parts(mask.args[0], proofs)
+        found = _decompose_mask(mask.args[0], proofs)
         if found is None or mask.target is not aten.reshape.default:
             return found
         return found.reshaped(mask.args[0], mask)
-    if mask.target in _NAMES and all(_is_vector(each) for each in mask.args):
-        return _Parts(terms=(_Term(_NAMES[mask.target], mask.args),))
+    if mask.target in _NAMES and all(_is_query_or_key_vector(each) for each in mask.args):
+        return _MaskConditions(terms=(_Condition(_NAMES[mask.target], mask.args),))
     return None
 
 
-def _both(mask: fx.Node, proofs: BandProofs) -> _Parts | None:
-    found = _Parts()
+def _decompose_conjunction(mask: fx.Node, proofs: BandProofs) -> _MaskConditions | None:
+    found = _MaskConditions()
     for each in mask.args:
-        parts = _parts(each, proofs)
+        parts = _decompose_mask(each, proofs)
         if parts is None:
             return None
         if parts.band != ALL and node_shape(each)[-2:] != node_shape(mask)[-2:]:  # type: ignore[arg-type]
@@ -115,17 +125,17 @@ def _both(mask: fx.Node, proofs: BandProofs) -> _Parts | None:
     return found
 
 
-def _is_vector(node: Any) -> bool:
+def _is_query_or_key_vector(node: Any) -> bool:
     return is_tensor(node) and len(node_shape(node)) > 1 and 1 in node_shape(node)[-2:]
 
 
 _NAMES = {getattr(aten, name).Tensor: name for name in ("eq", "ne", "ge", "gt", "le", "lt")}
 
 
-def _fold_blockwise(
-    node: fx.Node, inputs: tuple[fx.Node, ...], parts: _Parts | None, scale: float | None
+def _use_blockwise_attention(
+    node: fx.Node, inputs: tuple[fx.Node, ...], parts: _MaskConditions | None, scale: float | None
 ) -> None:
-    query, key, value = inputs[0], *map(_before_repetition, inputs[1:])
+    query, key, value = inputs[0], *map(_find_unrepeated_heads, inputs[1:])
     shapes = [node_shape(each) for each in (query, key, value)]
     if parts is None or {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
         return
@@ -145,12 +155,12 @@ def _fold_blockwise(
         node.args = (query, key, value, *options)
     else:
         return
-    # Its result is like what it was: nothing is computed to know that.
+    # Shape and dtype of the result are unchanged, so `node.meta["val"]` stays valid.
     node.kwargs = {}
 
 
-def _before_repetition(heads: fx.Node) -> fx.Node:
-    """The keys of which each head was repeated for a group of queries; else these themselves."""
+def _find_unrepeated_heads(heads: fx.Node) -> fx.Node:
+    """Return the keys or values before their repetition for query groups (GQA), else `heads`."""
     repeated: Any = heads
     chain = []
     for target in (aten.reshape.default, aten.expand.default, aten.reshape.default):

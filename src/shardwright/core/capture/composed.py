@@ -1,8 +1,8 @@
-"""Operators without rules become those that ATen composes them of, which have rules.
+"""Decomposition of operators without sharding rules into ATen operators that have rules.
 
-`torch._foreach_*`, which does the same to each tensor of a list, becomes one operator for each, so
-that each tensor keeps its own layout. The mean of `scatter_reduce` becomes a sum divided by a
-count, as sums of parts add up.
+`torch._foreach_*` becomes one operator per tensor of the list, so that each tensor can have its own
+layout. The mean of `scatter_reduce` becomes a sum divided by a count: partial sums can be
+all-reduced, partial means cannot.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMPOSED = frozenset(
 
 
 def decompose(graph: fx.Graph) -> None:
-    """Replaces the operators in place, before any are made functional."""
+    """Decompose operators of the graph in place, before functionalization."""
     for node in list(graph.nodes):
-        function = _composition(node)
+        function = _find_decomposition(node)
         if function is not None:
-            results = _composed(node, function)
+            results = _insert_decomposition(node, function)
             users = list(node.users)
             if is_tensor(node):
                 node.replace_all_uses_with(results)
@@ -54,20 +54,20 @@ def decompose(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _composition(node: fx.Node) -> Callable[..., Any] | None:
-    """Returns the function that an operator becomes; None if it stays."""
+def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:
+    """Return the function that decomposes an operator; None to keep the operator."""
     target = node.target
     if not isinstance(target, OpOverload):
         return None
     if target is torch.ops.aten.scatter_reduce.two:
         floating = is_tensor(node) and tensor(node).is_floating_point()
-        return _scattered_mean if floating and node_arguments(node)["reduce"] == "mean" else None
+        return _scatter_mean if floating and node_arguments(node)["reduce"] == "mean" else None
     name = operator_name(target)
     composed = name in COMPOSED or name.startswith("_foreach_")
     return partial(call_composite, target) if composed else None
 
 
-def _scattered_mean(
+def _scatter_mean(
     base: torch.Tensor,
     dim: int,
     index: torch.Tensor,
@@ -86,8 +86,8 @@ def _scattered_mean(
     return torch.where(count.eq(0), base, total / count.clamp(min=1))
 
 
-def _composed(node: fx.Node, function: Callable[..., Any]) -> Any:
-    """Replaces an operator by the operators of `function`; returns the new results."""
+def _insert_decomposition(node: fx.Node, function: Callable[..., Any]) -> Any:
+    """Insert the operators of `function` before a node; returns nodes of the results."""
     inputs = node.all_input_nodes
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -95,8 +95,8 @@ def _composed(node: fx.Node, function: Callable[..., Any]) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         return function(*args, **kwargs)
 
-    # Some are composed otherwise where nothing requires a gradient, but autograd forbids writing
-    # into leaves that do.
+    # Some operators decompose differently if no input requires a gradient. Autograd forbids writing
+    # into leaves that do require one.
     fakes = [tensor(each).detach() for each in inputs]
     mutable = schema_of(node.target).is_mutable  # type: ignore[arg-type]
     for fake in fakes if not mutable else ():
@@ -114,4 +114,4 @@ def _composed(node: fx.Node, function: Callable[..., Any]) -> Any:
             with node.graph.inserting_before(node):
                 copies[each] = node.graph.node_copy(each, copies.__getitem__)
             copies[each].meta.update({key: node.meta[key] for key in ORIGIN if key in node.meta})
-    raise AssertionError(f"{node.target} has no result")
+    raise AssertionError(f"the decomposition of {node.target} has no output")

@@ -1,4 +1,4 @@
-"""The loss of connectionist temporal classification, captured with static shapes."""
+"""Connectionist temporal classification (CTC) loss, captured with static shapes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ def static_ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss`, by an operator whose shapes do not depend on lengths."""
-    lengths = _as_tensor(input_lengths, targets), _as_tensor(target_lengths, targets)
+    """Compute `torch.nn.functional.ctc_loss` by an operator with shapes independent of the lengths.
+
+    Arguments and result are those of `ctc_loss`.
+    """
+    lengths = (
+        _lengths_as_tensor(input_lengths, targets),
+        _lengths_as_tensor(target_lengths, targets),
+    )
     if log_probs.ndim != 3:
         return functional.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     losses: Tensor = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
@@ -33,15 +39,18 @@ def static_ctc_loss(
     return losses.sum() if reduction == "sum" else losses
 
 
-def _as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
+def _lengths_as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths
     return torch.tensor(lengths, dtype=torch.long, device=targets.device)
 
 
 def keep_rows_of_targets(graph: fx.Graph) -> None:
-    """Targets that are selected by a mask, with as many of each row as are counted as its length,
-    stay in rows: the selected ones come first."""
+    """Replace packed CTC targets, `labels[mask]`, by padded ones of shape [samples, labels].
+
+    Applies if the target lengths are the row sums of the mask. The selected labels of each sample
+    move to the front of its row.
+    """
     for node in list(graph.nodes):
         if node.target is not CTC_LOSSES:
             continue
@@ -56,11 +65,11 @@ def keep_rows_of_targets(graph: fx.Graph) -> None:
             continue
         order = insert(node, aten.argsort.stable, (mask,), {"stable": True, "descending": True})
         node.update_arg(1, insert(node, aten.gather.default, (labels, 1, order)))
-        _erase(selected)
+        _erase_with_users(selected)
 
 
-def _erase(node: fx.Node) -> None:
-    """A node, and what depends on it."""
+def _erase_with_users(node: fx.Node) -> None:
+    """Erase a node and all nodes that depend on it."""
     for user in list(node.users):
-        _erase(user)
+        _erase_with_users(user)
     node.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Batch norms with `momentum=None`, whose statistics are the averages of all batches so far."""
+"""Batch norms with `momentum=None`, whose running statistics average all batches so far."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def average_on_tensors(twin: nn.Module) -> None:
-    """Lets those of a module that is about to be traced divide by the number of batches as a
-    tensor: they make a Python number of it, which is unknown then."""
+    """Make batch norms with `momentum=None` update their statistics by tensor operators only.
+
+    PyTorch converts `num_batches_tracked` to a Python number, which is unknown during tracing.
+
+    Args:
+        twin: the copy of the model that will be traced.
+    """
     for norm in (child for child in twin.modules() if isinstance(child, _NORMS)):
         if norm.momentum is None and norm.training and norm.running_mean is not None:
             norm.momentum = 1.0  # Statistics become those of the batch.
-            _average(norm)
+            _average_with_hooks(norm)
 
 
-def _average(norm: nn.Module) -> None:
+def _average_with_hooks(norm: nn.Module) -> None:
     before: list[Tensor] = []
 
     def keep(*_: Any) -> None:

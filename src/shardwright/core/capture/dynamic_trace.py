@@ -1,7 +1,7 @@
-"""A call traced once with symbols for some sizes, and the graphs of calls of other sizes from it.
+"""Trace of a call with symbolic sizes, from which graphs for other sizes are derived.
 
-What the Python of a model decides by a size is a guard of the trace, which stands only for calls
-that fulfil all of them.
+Each branch of Python on a size becomes a guard. The trace is valid for a call that satisfies all of
+its guards.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ aten = torch.ops.aten
 
 
 class DynamicTrace:
-    """A call traced with symbols for sizes.
+    """Trace of a call with symbolic sizes.
 
     Args:
-        varying: leaves of the call's arguments, and the dimensions of theirs that get symbols.
+        call: the module and example arguments.
+        compute_dtype: as for `capture`.
+        varying: (leaf index, dimension) of each symbolic size in the arguments of the call.
 
     Raises:
-        CaptureError: if it cannot be traced so.
+        CaptureError: if the call cannot be traced with symbolic sizes.
     """
 
     def __init__(
@@ -47,61 +49,67 @@ class DynamicTrace:
             self._trace = trace(call, compute_dtype, varying)
         nodes = placeholders(self._trace.graph)
         self._inputs = [nodes[name] for name in self._trace.signature.inputs]
-        self._guards = ShapeGuards(_tensors(node.meta["val"] for node in self._inputs))
+        self._guards = ShapeGuards(_tensors_among(node.meta["val"] for node in self._inputs))
 
     def graph(self, call: CapturedCall) -> Graph | None:
-        """The graph of a call; None if the trace does not stand for it."""
+        """Return the graph of a call with other sizes; None if the trace is invalid for it."""
         leaves, mode = pytree.tree_leaves((call.args, call.kwargs)), self._guards.mode
         inputs = {
-            node: _fake(mode, leaf, node.meta["val"]) if isinstance(leaf, Tensor) else leaf
+            node: _fake_like(mode, leaf, node.meta["val"]) if isinstance(leaf, Tensor) else leaf
             for node, leaf in zip(self._inputs, leaves, strict=True)
         }
-        if not self._guards.hold(_tensors(inputs.values())):
+        if not self._guards.hold(_tensors_among(inputs.values())):
             return None
         try:
             with isolate_capture():
-                return canonical(_with_numbers(self._trace, inputs, mode), call)
-        except Exception:  # A capture of the call itself says what is wrong.
+                return canonical(_substitute_sizes(self._trace, inputs, mode), call)
+        except Exception:  # The caller captures the call itself, which reports the error.
             return None
 
 
-def _tensors(values: Iterable[Any]) -> list[Any]:
+def _tensors_among(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _fake(mode: FakeTensorMode, tensor: Tensor, like: Tensor) -> Tensor:
+def _fake_like(mode: FakeTensorMode, tensor: Tensor, like: Tensor) -> Tensor:
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=like.dtype, device="cpu")
 
 
-def _with_numbers(traced: Trace, inputs: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Trace:
-    """The trace with the sizes of `inputs` in place of symbols: what computes with them is done."""
+def _substitute_sizes(traced: Trace, inputs: Mapping[fx.Node, Any], mode: FakeTensorMode) -> Trace:
+    """Return the trace with numbers in place of symbols; arithmetic on sizes is evaluated.
+
+    Args:
+        traced: trace with symbolic sizes.
+        inputs: fake tensors or plain values of the placeholders.
+        mode: mode of these fake tensors.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     with torch.no_grad(), mode:
         for node in traced.graph.nodes:
             value = inputs.get(node, node.meta.get("val"))
             if node.op == "call_function":
-                value = _run(node, copies)
+                value = _run_on_fakes(node, copies)
             if node.op == "call_function" and isinstance(value, (int, float)):
                 copies[node] = value
             elif node.target is aten.slice.Tensor and value.shape == node_shape(
                 source := copies[node.all_input_nodes[0]]
             ):
-                copies[node] = source  # Python leaves it out where it knows the size.
+                copies[node] = source  # With a known size, Python does not trace a full slice.
             else:
                 copy = copies[node] = graph.node_copy(node, copies.__getitem__)
                 copy.name, copy.meta["val"] = node.name, value
     return replace(traced, graph=graph, signature=traced.signature.copy())
 
 
-def _run(node: fx.Node, copies: Mapping[fx.Node, Any]) -> Any:
-    """What an operator gives of tensors that hold no numbers."""
+def _run_on_fakes(node: fx.Node, copies: Mapping[fx.Node, Any]) -> Any:
+    """Run an operator on the fake tensors of its arguments in the new graph."""
 
     def value(source: fx.Node) -> Any:
         copy = copies[source]
         if not isinstance(copy, fx.Node):
             return copy
-        # What changes the shape of a tensor in place shall leave that of its node.
+        # An operator that changes the shape in place must not change the node's fake tensor.
         return copy.meta["val"].detach() if changes else copy.meta["val"]
 
     target: Any = node.target

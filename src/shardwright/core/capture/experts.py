@@ -1,8 +1,9 @@
-"""Mixtures of experts as one operator each: those of `transformers`, and those of users.
+"""Capture of each mixture of experts (MoE) as one operator, `custom_ops.experts`.
 
-Modules of `transformers` that hold experts choose how they dispatch tokens by an interface, which a
-copy of the model leaves for `custom_ops.experts`. The gate between the projections is whatever the
-model makes of it: it is traced on a single column, and its operators become an argument.
+Expert modules of `transformers` select their dispatch by an interface; in the traced copy of a
+model they call this operator instead. Models define different gates between the projections: the
+gate is traced on one column of the projection, and its operators become an argument of the MoE
+operator. Users call `mixture_of_experts` in their models.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardwright.errors import CaptureError
 aten = torch.ops.aten
 
 _REPLACED = (None, "eager", "batched_mm", "grouped_mm")
-"""What the experts of `transformers` compute by default or without kernels of other libraries."""
+"""Replaceable implementations of `transformers`; others call kernels of other libraries."""
 
 _OF_COLUMNS = {
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
@@ -46,29 +47,29 @@ def mixture_of_experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """A mixture of experts, in place of a loop over them: the weighted sum of what the experts that
-    a router chose make of each token.
+    """Compute a mixture of experts: for each token, the weighted sum of the outputs of its experts.
 
-    An expert is `down(activation(up(x)))`, or with a gate `down(activation(gate(x)) * up(x))`. No
-    token is dropped. It runs anywhere, without a plan too; captured it is one operator, of which
-    tokens, experts and the inner dimension can be cut.
+    An expert computes `down(activation(up(x)))`, or with a gate
+    `down(activation(gate(x)) * up(x))`. No token is dropped. The function runs with and without a
+    plan. Capture makes it one operator, which can be sharded by tokens (data parallel), experts
+    (expert parallel) and the inner dimension (tensor parallel).
 
     Args:
         x: tokens, `[..., hidden]`.
-        ids: the number of each expert that a token chose, `[..., chosen]`; any other number adds
-            nothing.
-        weights: what each of them is weighed with, `[..., chosen]`.
-        up: `[experts, inner, hidden]`; with a gate `[experts, 2, inner, hidden]`, first the gate's.
-        down: `[experts, hidden, inner]`.
-        activation: a function of each element, which a plan requires; without one, of whole rows.
-        up_bias: as `up`, without `hidden`.
+        ids: expert indices of each token (top-k), `[..., k]`; out-of-range indices add nothing.
+        weights: routing weights, `[..., k]`.
+        up: up projections, `[experts, inner, hidden]`; with a gate `[experts, 2, inner, hidden]`,
+            the gate projection first.
+        down: down projections, `[experts, hidden, inner]`.
+        activation: activation function; elementwise under a plan, may read full rows without one.
+        up_bias: `[experts, inner]`, or with a gate `[experts, 2, inner]`.
         down_bias: `[experts, hidden]`.
 
     Returns:
-        As `x`.
+        The outputs, `[..., hidden]`.
 
     Raises:
-        ValueError: if shapes do not fit together.
+        ValueError: if `ids` is not an integer tensor or shapes do not agree.
 
     >>> import torch
     >>> import shardwright as sw
@@ -84,8 +85,10 @@ def mixture_of_experts(
         given: Any = (x, ids, weights, up, down, activation)
         result: Tensor = handle_torch_function(mixture_of_experts, tensors, *given, **biases)
         return result
-    # Rows are whole in the last dimension, where an activation may read more than an element.
-    return custom_ops.experts(*_operands(*tensors), lambda x: _gated(activation, x.mT, -2).mT)
+    # An activation that is not elementwise reads full rows, in the last dimension.
+    return custom_ops.experts(
+        *_check_operands(*tensors), lambda x: _apply_activation(activation, x.mT, -2).mT
+    )
 
 
 def dispatched(
@@ -99,22 +102,22 @@ def dispatched(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:
-    """What `mixture_of_experts` is while a model is traced."""
-    operands = _operands(x, ids, weights, up, down, up_bias, down_bias)
+    """Call the placeholder operator for `mixture_of_experts` during tracing; same arguments."""
+    operands = _check_operands(x, ids, weights, up, down, up_bias, down_bias)
     column = up.new_zeros(1, 1, operands[3].shape[1])
     result: Tensor = torch.ops.shardwright.experts(
-        *operands, column, _gated(activation, column, -1), False
+        *operands, column, _apply_activation(activation, column, -1), False
     )
     return result
 
 
-def _gated(activation: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """From a gate and a value, or a value alone, along `dim` to the input of `down`."""
+def _apply_activation(activation: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """Apply the activation, and the gate if the up projection has size 2 along `dim`."""
     first, *value = torch.split(x, 1, dim)
     return activation(first) * value[0] if value else activation(first)
 
 
-def _operands(
+def _check_operands(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -123,18 +126,21 @@ def _operands(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The tensors as the operator has them, which has one part where there is no gate.
+    """Check and return the operands of `custom_ops.experts`; without a gate, `up` gets a size of 1.
 
     Raises:
-        ValueError: if shapes do not fit together.
+        ValueError: if `ids` is not an integer tensor or shapes do not agree.
     """
     if up.ndim not in (3, 4) or (up.ndim == 4 and up.shape[1] != 2):
         raise ValueError(
-            f"`up` is [experts, inner, hidden], or [experts, 2, inner, hidden] with a gate, and"
-            f" not {list(up.shape)}"
+            f"`up` has the wrong shape {list(up.shape)}\n"
+            "pass [experts, inner, hidden], or with a gate [experts, 2, inner, hidden]"
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"`ids` are numbers of experts, and not {ids.dtype}")
+        raise ValueError(
+            f"`ids` must be integers, not {ids.dtype}\n"
+            "pass the expert indices of `topk`: `weights, ids = probabilities.topk(2)`"
+        )
     number, inner, hidden = up.shape[0], *up.shape[-2:]
     expected = {
         "x": (x, (*ids.shape[:-1], hidden)),
@@ -146,8 +152,8 @@ def _operands(
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(
-                f"`{name}` is {list(tensor.shape)}, and must be {list(shape)} with `ids` of"
-                f" {list(ids.shape)} and `up` of {list(up.shape)}"
+                f"`{name}` has shape {list(tensor.shape)}, expected {list(shape)}\n"
+                f"pass one that matches `ids` of {list(ids.shape)} and `up` of {list(up.shape)}"
             )
     if up.ndim == 3:
         up, up_bias = up.unsqueeze(1), None if up_bias is None else up_bias.unsqueeze(1)
@@ -155,29 +161,35 @@ def _operands(
 
 
 def hint_of_experts(model: nn.Module) -> str:
-    """What to do about a loop over experts, if the name of a part of the model says that there may
-    be one."""
+    """Return a hint for errors about loops over experts; `""` if no module name suggests MoE."""
     parts = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
     if any(word in part.lower() for part in parts for word in ("expert", "moe", "mixture")):
-        return " A loop over the experts that were chosen is one call of `sw.mixture_of_experts`."
+        return " Replace a loop over experts by one call of `sw.mixture_of_experts`."
     return ""
 
 
 def dispatch_in_one_operator(model: nn.Module) -> None:
-    """Lets all experts in `model` call one operator in place of their own implementation."""
+    """Make all expert modules of `transformers` in `model` call `custom_ops.experts`.
+
+    Args:
+        model: the copy that will be traced; modified in place.
+    """
     for module in model.modules():
         if _is_replaceable(module):
-            module.forward = MethodType(_forward, module)
+            module.forward = MethodType(_forward_in_one_operator, module)
 
 
 def is_one_operator(module: nn.Module) -> bool:
-    """Whether a module of a copy of a model dispatches in one operator."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+    """Return whether `dispatch_in_one_operator` has replaced the `forward` of a module."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward_in_one_operator
 
 
 def _is_replaceable(module: nn.Module) -> bool:
-    """Whether the interface of `transformers` decides how it dispatches, for an implementation that
-    computes the same, and its gate treats all columns alike."""
+    """Whether `custom_ops.experts` computes the same as the module.
+
+    The module must use the MoE interface of `transformers`, and its gate be the same function of
+    each column.
+    """
     file = getattr(type(module).forward, "__globals__", {}).get("__name__")
     if file != "transformers.integrations.moe" or "forward" in vars(module):
         return False
@@ -185,40 +197,45 @@ def _is_replaceable(module: nn.Module) -> bool:
     special = ("_is_expert_parallel", "has_post_expert_norm")
     if implementation not in _REPLACED or any(getattr(module, each, False) for each in special):
         return False
-    tensors = (_projection(module), getattr(module, "down_proj", None))
+    tensors = (_get_up_projection(module), getattr(module, "down_proj", None))
     if not all(isinstance(t, Tensor) and t.ndim == 3 for t in tensors):
         return False
-    return _treats_columns_alike(module)
+    return _has_columnwise_gate(module)
 
 
-def _projection(module: Any) -> Any:
+def _get_up_projection(module: Any) -> Any:
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
 
 
-def _interleaves(module: Any) -> bool:
-    """Whether columns of gate and value alternate in the projection; else they are two halves."""
+def _interleaves_gate(module: Any) -> bool:
+    """Whether gate and value columns alternate in the projection, instead of two halves."""
     return not getattr(module, "is_concatenated", True)
 
 
-def _gate(module: Any, x: Tensor) -> Tensor:
+def _run_gate(module: Any, x: Tensor) -> Tensor:
     result: Tensor = (module._apply_gate if module.has_gate else module.act_fn)(x)
     return result
 
 
-def _treats_columns_alike(module: Any) -> bool:
+def _has_columnwise_gate(module: Any) -> bool:
     parts, width = 1 + module.has_gate, module.down_proj.shape[1 if module.is_transposed else 2]
     rows = torch.arange(4.0 * parts * width).mul(0.7).sin().mul(12).view(4, -1)
-    columns = rows.view(4, width, parts) if _interleaves(module) else rows.view(4, parts, width).mT
+    columns = (
+        rows.view(4, width, parts) if _interleaves_gate(module) else rows.view(4, parts, width).mT
+    )
     try:
         with torch.no_grad():
-            whole, single = _gate(module, rows), _gate(module, columns).squeeze(-1)
+            whole, single = (
+                _run_gate(module, rows),
+                _run_gate(module, columns).squeeze(-1),
+            )
             return whole.shape == single.shape and torch.allclose(whole, single)
     except Exception:  # Code of the model, with a tensor of another shape than it expects.
         return False
 
 
 @torch.library.custom_op("shardwright::experts", mutates_args=())
-def _dispatch(
+def _experts_placeholder(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -230,22 +247,26 @@ def _dispatch(
     gate_output: Tensor,
     interleaved: bool,
 ) -> Tensor:
-    """What stands for the experts while a model is traced: `gate_output` is what the gate makes of
-    `column`."""
+    """Placeholder for an MoE layer during tracing.
+
+    Args:
+        column: one column of the up projection.
+        gate_output: the gate's result on `column`.
+    """
     raise NotImplementedError
 
 
-@_dispatch.register_fake
+@_experts_placeholder.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _forward(
+def _forward_in_one_operator(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    projection, down = _projection(self), self.down_proj
+    projection, down = _get_up_projection(self), self.down_proj
     parts = 1 + self.has_gate
-    sizes = (-1, parts) if _interleaves(self) else (parts, -1)
+    sizes = (-1, parts) if _interleaves_gate(self) else (parts, -1)
     if self.is_transposed:
         gate_up, down = projection.unflatten(-1, sizes).permute(0, 2, 3, 1), down.mT
     else:
@@ -257,19 +278,25 @@ def _forward(
     column = projection.new_zeros(1, 1, parts)
     result: Tensor = torch.ops.shardwright.experts(
         *(hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias),
-        *(column, _gate(self, column), _interleaves(self)),
+        *(column, _run_gate(self, column), _interleaves_gate(self)),
     )
     return result
 
 
 @rewrites(torch.ops.shardwright.experts.default)
-def _experts(node: fx.Node) -> fx.Node:
+def _rewrite_experts(node: fx.Node) -> fx.Node:
     *tensors, column, gate_output, interleaved = node.args
-    return insert(node, custom_ops.experts, (*tensors, _steps(column, gate_output), interleaved))
+    return insert(
+        node, custom_ops.experts, (*tensors, _trace_gate_steps(column, gate_output), interleaved)
+    )
 
 
-def _steps(column: Any, gate_output: Any) -> custom_ops.Steps:
-    """The operators from `column` to `gate_output`."""
+def _trace_gate_steps(column: Any, gate_output: Any) -> custom_ops.Steps:
+    """Return the operators that compute `gate_output` from `column`.
+
+    Raises:
+        CaptureError: if one of them is not elementwise, or reads other tensors.
+    """
     numbers: dict[fx.Node, str] = {column: "%0"}
     steps: list[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = []
 
@@ -283,8 +310,9 @@ def _steps(column: Any, gate_output: Any) -> custom_ops.Steps:
             known = torch.Tag.pointwise in getattr(node.target, "tags", ())
             if not known and node.target not in _OF_COLUMNS:
                 raise CaptureError(
-                    f"{line_of(node)}: the gate of these experts is more than an operator on each "
-                    "column, or reads tensors of its own"
+                    f"{line_of(node)}: the gate of these experts is not elementwise, or reads "
+                    "other tensors\ncompute the gate from the up projection alone by elementwise "
+                    "operators, such as `silu(gate) * value`"
                 )
             args = tuple(map(written, node.args))
             kwargs = tuple((key, written(value)) for key, value in node.kwargs.items())

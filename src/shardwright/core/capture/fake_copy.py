@@ -1,7 +1,7 @@
-"""A copy of the module on fake tensors, and the contexts in which it is exported.
+"""Copies of modules on fake tensors, and the contexts in which these copies are exported.
 
-The copy takes no memory and leaves the module untouched. With a compute dtype its parameters have
-that dtype, except those of modules with statistics.
+A copy takes no memory and leaves the module unmodified. With a compute dtype its parameters have
+that dtype, except in modules with floating-point buffers, such as batch norms.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from shardwright.errors import CaptureError
 def fake_copy(
     module: nn.Module, args: Any, kwargs: Any, compute_dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, Any, Any]:
-    """Copies of the module, `args` and `kwargs` in which every tensor is fake.
+    """Return copies of the module, `args` and `kwargs` in which every tensor is fake.
 
-    Parameters may be real or on the meta device; tied ones stay tied. An argument that is passed
-    twice becomes two tensors.
+    Parameters may be real or on the meta device; tied parameters stay tied. A tensor that is passed
+    as two arguments becomes two tensors.
 
     Args:
         compute_dtype: the dtype of the copies of single-precision parameters and arguments.
@@ -68,7 +68,7 @@ def fake_copy(
         if isinstance(part, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{path or 'the model'} is scripted or traced by `torch.jit`, and has no Python "
-                "code to capture. Use the module of which it was made."
+                "code to capture\nuse the module that it was made from"
             )
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {**process_groups(module)}
@@ -76,8 +76,7 @@ def fake_copy(
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise CaptureError(
-                f"{name}: this lazy parameter has no shape yet. Run the module once before "
-                f"capturing it."
+                f"{name}: this lazy parameter has no shape yet\nrun the module once before capture"
             )
         _check_dense(name, parameter)
         fake = fake_tensor(mode, parameter, compute_dtype if id(parameter) in cast else None)
@@ -85,15 +84,15 @@ def fake_copy(
     for name, buffer in module.named_buffers():
         _check_dense(name, buffer)
         memo[id(buffer)] = fake_tensor(mode, buffer)
-    # Tracing changes these where `forward` does.
+    # Tracing runs `forward`, which may change tensors in plain attributes.
     memo = {key: t.clone() for key, t in copies_of_attributes(module).items()} | memo
     try:
         with copied_results():
             twin = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise CaptureError(
-            f"`copy.deepcopy` of {type(module).__name__} failed: {error}. Capture works on a copy "
-            f"without weights; move objects that cannot be copied out of the module's attributes."
+            f"`copy.deepcopy` of {type(module).__name__} failed: {error}\nmove objects that "
+            "cannot be copied out of the module's attributes: capture traces a copy of the module"
         ) from error
     for config in caching_configs(twin):
         config.use_cache = False
@@ -114,18 +113,20 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         raise CaptureError(f"{name}: {NESTED}")
     if tensor.layout is not torch.strided:
         raise CaptureError(
-            f"{name}: a sparse tensor ({tensor.layout}), and only dense ones can be sharded. Use "
-            f"`to_dense()`."
+            f"{name}: a sparse tensor ({tensor.layout}) cannot be sharded\n"
+            "use a dense one: `x.to_dense()`"
         )
 
 
 def fake_tensor(
     mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor of the same shape and strides on the CPU, without memory.
+    """Return a fake CPU tensor with the shape and strides of `tensor`.
 
     Args:
-        dtype: its dtype, if another one.
+        mode: mode of the fake tensor.
+        tensor: real or meta tensor.
+        dtype: dtype of the fake tensor; by default that of `tensor`.
 
     Raises:
         CaptureError: for a sparse tensor.
@@ -133,8 +134,8 @@ def fake_tensor(
     dtype = dtype or tensor.dtype
     if tensor.layout is not torch.strided:
         raise CaptureError(
-            f"a parameter or buffer is a sparse tensor ({tensor.layout}), which cannot be sharded:"
-            " hold it dense, or its indices and values as two tensors"
+            f"a parameter or buffer is a sparse tensor ({tensor.layout}), which cannot be sharded\n"
+            "make it dense, or store its indices and values as two tensors"
         )
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
@@ -142,20 +143,21 @@ def fake_tensor(
 
 
 TRACING_LOCK = threading.RLock()
-"""Held by the thread that traces a model: tracers of PyTorch, and what they patch, belong to the
-whole process."""
+"""Lock of the thread that traces: PyTorch's tracers and their patches are global to the process."""
 
 
 @contextmanager
 def isolate_capture() -> Iterator[None]:
-    """A context in which the captured graph does not depend on modes that the caller has set, nor
-    on captures in other threads, which wait."""
+    """Return a context that isolates capture from modes of the caller and from other threads.
+
+    Captures in other threads wait for `TRACING_LOCK`.
+    """
     with (
         TRACING_LOCK,
         filling_caches(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _inference_without_gradients(),
+        _replace_inference_mode(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
         trace_custom_backward(),
@@ -167,8 +169,8 @@ def isolate_capture() -> Iterator[None]:
 
 
 @contextmanager
-def _inference_without_gradients() -> Iterator[None]:
-    """Lets regions of inference mode be ones without gradients, which `torch.export` records."""
+def _replace_inference_mode() -> Iterator[None]:
+    """Make `torch.inference_mode` regions act as `torch.no_grad`, which `torch.export` records."""
     before: list[bool] = []
 
     def enter(region: torch.inference_mode) -> None:
@@ -191,13 +193,15 @@ _WARNINGS = (
     "Dynamo does not know how to trace",
     "Dynamo detected a call to a `functools.lru_cache`",
 )
-"""Regular expressions of the starts of warnings of `torch.export` and TorchDynamo."""
+"""Regular expressions that match the start of warnings of `torch.export` and TorchDynamo."""
 
 
 @contextmanager
 def silent_tracing() -> Iterator[None]:
-    """A context without what PyTorch logs, prints and warns of about a trace: it would bury the
-    error of a failed one, and warn of what this library handles."""
+    """Return a context that silences PyTorch's logs, prints and warnings about tracing.
+
+    They would obscure the error of a failed trace, and warn of cases that this library handles.
+    """
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -224,21 +228,23 @@ LOSSES = frozenset(
 
 
 def caching_configs(module: nn.Module) -> list[Any]:
-    """The configurations with which models of `transformers` return a cache of keys and values."""
+    """Return the configurations of `transformers` modules that enable a key-value cache."""
     configs = {id(c): c for child in module.modules() if (c := getattr(child, "config", None))}
     return [each for each in configs.values() if getattr(each, "use_cache", None) is True]
 
 
 _PACKED = (
-    "%s is captured without a cache, so documents whose `position_ids` begin anew are kept apart: "
-    "with a cache, as by default, the model itself lets them attend to each other. Pass "
+    "%s is captured without a key-value cache, so packed documents (`position_ids` that restart) "
+    "do not attend to each other; with a cache, the default, the model lets them\npass "
     "`use_cache=False` to compare both"
 )
 
 
 def warn_of_packing(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Warns where a model of `transformers` without its cache is another: where positions begin
-    anew in a row, as those of packed documents do."""
+    """Warn that a model of `transformers` masks packed documents differently without its cache.
+
+    Packed documents are recognized by `position_ids` that decrease within a sample.
+    """
     positions = kwargs.get("position_ids")
     if not isinstance(positions, Tensor) or positions.is_meta or "use_cache" in kwargs:
         return
@@ -247,10 +253,10 @@ def warn_of_packing(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[int]:
-    """The ids of the parameters that are computed in `dtype`.
+    """Return the `id()`s of the parameters to cast to `dtype`.
 
-    Modules with floating-point buffers keep the dtype of their parameters: a batch norm computes in
-    the dtype of its statistics.
+    Parameters of modules with floating-point buffers keep their dtype: a batch norm computes in the
+    dtype of its statistics.
     """
     cast: set[int] = set()
     for child in module.modules() if dtype is not None else ():
@@ -260,10 +266,13 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
 
 
 class RecordedEffects(TorchFunctionMode):
-    """A context in which tracing sees what is read from and written to `tensor.data`: a detached
-    tensor, and a copy into it; and gradients, as operators. Hooks of tensors are refused.
-    Functions that look at values do not, and a mixture of experts is one operator. So are products
-    of groups of rows, of whose operator only the kernels have all dtypes."""
+    """A context in which tracing records effects that `torch.export` would miss.
+
+    - Reads of `tensor.data` become `detach`, and writes a copy into the detached tensor.
+    - `torch.autograd.grad` becomes operators; hooks on tensors raise CaptureError.
+    - Functions that read values are replaced by static ones (`STATIC`).
+    - `mixture_of_experts`, `local_map` and grouped matrix products become one operator each.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -287,9 +296,9 @@ class RecordedEffects(TorchFunctionMode):
             if (target.shape, target.dtype) == (value.shape, value.dtype):
                 return target.detach().copy_(value)
             raise CaptureError(
-                f"cannot capture that `.data` of {tuple(target.shape)} {target.dtype} becomes"
-                f" {tuple(value.shape)} {value.dtype}: a new tensor must have the old one's shape"
-                " and dtype"
+                f"cannot capture an assignment to `.data` that changes {tuple(target.shape)} "
+                f"{target.dtype} to {tuple(value.shape)} {value.dtype}\n"
+                "assign a tensor of the same shape and dtype"
             )
         return func(*args, **(kwargs or {}))
 
@@ -301,10 +310,10 @@ class LossesInSinglePrecision(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in LOSSES:
-            args, kwargs = pytree.tree_map_only(Tensor, _single, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(Tensor, _cast_to_single, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _single(tensor: Tensor) -> Tensor:
+def _cast_to_single(tensor: Tensor) -> Tensor:
     half = tensor.is_floating_point() and tensor.dtype.itemsize < STORED.itemsize
     return tensor.to(STORED) if half else tensor

@@ -1,7 +1,7 @@
-"""Caches of the user's that a trace has filled, as `functools.lru_cache` of a table of positions.
+"""User caches that a trace fills with tensors, such as a `functools.lru_cache` of a position table.
 
-What a trace puts there has no values. Where it depends on no input or parameter it gets them, so
-that the model itself, and later captures, can go on with it.
+A trace fills caches with fake tensors. Those that depend on no input or parameter are replaced by
+tensors with values, so that the eager model and later captures can use the cache.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _Cache = type(lru_cache(lambda: None))
 
 
 def fill(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Puts tensors with values in the place of those without, wherever Python objects hold them.
+    """Replace fake tensors by tensors with values in all Python objects that refer to them.
 
     Args:
-        kept: tensors that are alive though their trace is over, each with the one with its values.
+        kept: pairs of a fake tensor that outlives its trace and the tensor with its values.
     """
     if not kept:
         return
@@ -32,7 +32,7 @@ def fill(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
         if id(holder) in own:
             continue
         if isinstance(holder, dict):
-            _fill_dict(holder, values)
+            _replace_in_dict(holder, values)
         elif isinstance(holder, list):
             holder[:] = [values.get(id(x), x) for x in holder]
         elif isinstance(holder, CellType) and id(holder.cell_contents) in values:
@@ -40,34 +40,38 @@ def fill(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class CachedFunctions:
-    """Functions of the user's under `functools.lru_cache`, and how often each was computed."""
+    """User functions with `functools.lru_cache`, and the number of cache misses of each."""
 
     def __init__(self) -> None:
-        # Not `isinstance`, as that asks objects that only pretend to have a class.
+        # `isinstance` would read `__class__` of proxies, which may run user code.
         caches = [x for x in gc.get_referrers(_Cache) if type(x) is _Cache]
-        self._misses = [(x, x.cache_info().misses) for x in caches if not _is_of_torch(x)]
+        self._misses = [(x, x.cache_info().misses) for x in caches if not _is_library_function(x)]
 
     def forget(self, kind: type[Tensor] = Tensor) -> Iterator[tuple[Any, list[Tensor]]]:
-        """Empties those that have made tensors of a kind since, and yields each with these."""
+        """Clear the caches that gained tensors since construction; yield each with its tensors.
+
+        Args:
+            kind: only tensors of this class count.
+        """
         for cache, before in self._misses:
             if cache.cache_info().misses != before:
-                held = [x for x in _held_tensors(cache) if issubclass(type(x), kind)]
+                held = [x for x in _find_cached_tensors(cache) if issubclass(type(x), kind)]
                 if held:
                     cache.cache_clear()
                     yield cache, held
 
 
-def _is_of_torch(cache: Any) -> bool:
+def _is_library_function(cache: Any) -> bool:
     return str(getattr(cache, "__module__", "")).partition(".")[0] in ("torch", "sympy")
 
 
-def _held_tensors(cache: Any) -> list[Tensor]:
+def _find_cached_tensors(cache: Any) -> list[Tensor]:
     # An unbounded cache has a dict in between.
     return tensors_in(gc.get_referents(cache), depth=3)
 
 
 def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
-    """Return the tensors in `held`, and those in tuples, lists and dicts, `depth` levels deep."""
+    """Return the tensors in a list and its nested tuples, lists and dicts, `depth` levels deep."""
     found: list[Tensor] = []
     for _ in range(depth):
         found += [x for x in held if issubclass(type(x), Tensor)]
@@ -77,8 +81,10 @@ def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
 
 @contextmanager
 def without_new_cached_tensors() -> Iterator[None]:
-    """A context after which functions have forgotten the tensors that they made meanwhile, which
-    may be of another dtype."""
+    """Return a context that on exit clears the function caches that gained tensors in it.
+
+    These tensors may have another dtype than the eager model computes.
+    """
     caches = CachedFunctions()
     try:
         yield
@@ -87,13 +93,13 @@ def without_new_cached_tensors() -> Iterator[None]:
             pass
 
 
-def _fill_dict(holder: dict[Any, Any], values: Mapping[int, Tensor]) -> None:
+def _replace_in_dict(holder: dict[Any, Any], values: Mapping[int, Tensor]) -> None:
     found = {key: values[id(x)] for key, x in holder.items() if id(x) in values}
     kinds = (kind for kind in gc.get_referrers(holder) if found and isinstance(kind, type))
     of_class = [k for k in kinds if all(vars(k).get(name) is holder[name] for name in found)]
     for key, value in found.items():
         if of_class:
-            # Attributes of a class are looked up in a cache of Python's own, too.
+            # `setattr` also invalidates Python's cache of class attributes.
             setattr(of_class[0], key, value)
         else:
             holder[key] = value

@@ -1,5 +1,7 @@
-"""Parameters, buffers and submodules that `forward` makes, as modules do that wait for their first
-call: a captured model would make them anew in each call."""
+"""Parameters, buffers and submodules that `forward` creates or replaces.
+
+Modules that create them in their first call would do so in each step of a captured model.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ from shardwright.errors import CaptureError
 
 ONCE = "make it in `__init__`, or call the model once, with the longest input, before `plan`"
 Registered = dict[str, dict[str, object]]
-"""What a module holds under which name, by its kind."""
+"""Parameters, buffers and submodules of a module by kind and name."""
 
 
 class RegisteredTensors:
-    """What modules hold when `forward` begins, and when it ends.
+    """Comparison of the tensors and submodules of modules before and after `forward`.
 
-    A buffer that `forward` assigns is updated: its new values are copied into the tensor that was
-    there, as if `forward` had called `copy_` at its end.
+    A buffer that `forward` assigns is updated in place: its new values are copied into the previous
+    tensor, as if `forward` ended with a `copy_`.
 
     Args:
-        modules: by path.
-        codes: of the functions that may run, for the lines of errors.
+        modules: all modules of the model by path.
+        codes: code objects of the functions that may run; they locate lines in error messages.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], codes: Iterable[CodeType] = ()) -> None:
@@ -44,14 +46,14 @@ class RegisteredTensors:
         self._names: dict[int, list[str]] = {}
         for path, module in modules.items():
             for name, buffer in own_buffers(module).items():
-                self._names.setdefault(id(buffer), []).append(_join(path, name))
+                self._names.setdefault(id(buffer), []).append(_join_path(path, name))
 
     def begin(self) -> None:
-        """Takes what the modules hold as it is."""
+        """Record the parameters, buffers and submodules before `forward`."""
         drop_buffer_assignments_of_export()
-        self._before = {path: _registered(module) for path, module in self._by_path.items()}
+        self._before = {path: _list_registered(module) for path, module in self._by_path.items()}
         self._trained = [
-            (_join(path, name), parameter, parameter.requires_grad)
+            (_join_path(path, name), parameter, parameter.requires_grad)
             for path, held in self._before.items()
             for name, parameter in held["parameter"].items()
             if isinstance(parameter, Tensor)
@@ -59,42 +61,44 @@ class RegisteredTensors:
         self._shared = {name: names for names in self._names.values() for name in names}
 
     def update(self, result: Any) -> Any:
-        """Updates the buffers that `forward` has assigned.
+        """Copy assigned buffers into their previous tensors.
 
         Args:
-            result: what `forward` returns.
+            result: result of `forward`.
 
         Returns:
-            The same; a tensor of it that is what a buffer was before is copied first.
+            The result, with copies of tensors that share memory with an updated buffer.
 
         Raises:
-            CaptureError: if another module, parameter or a buffer of another shape is registered
-                now, or if two names have one tensor now, or had one before.
+            CaptureError: if `forward` replaced a submodule or parameter, changed the shape of a
+                buffer or `requires_grad` of a parameter, or if an assigned buffer shares memory.
         """
         assigned: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         for path, module in self._by_path.items():
-            for kind, now in _registered(module).items():
+            for kind, now in _list_registered(module).items():
                 before = self._before[path][kind]
                 for name in {**before, **now}:
                     old, new = before.get(name), now.get(name)
                     if new is not old:
-                        assigned[path, name] = self._checked(kind, _join(path, name), old, new)
+                        assigned[path, name] = self._check_assignment(
+                            kind, _join_path(path, name), old, new
+                        )
         for name, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
-                raise self._refused(
+                raise self._locate_error(
                     name,
                     f"`forward` sets `requires_grad` of the parameter {name!r}, which a captured "
-                    "model would not do in later steps: set it before `plan`, or use `detach()`",
+                    "model would not do in later steps\nset it before `plan`, or use `detach()`",
                 )
-        return self._copied(assigned, result) if assigned else result
+        return self._copy_into_buffers(assigned, result) if assigned else result
 
-    def _copied(
+    def _copy_into_buffers(
         self, assigned: Mapping[tuple[str, str], tuple[Tensor, Tensor]], result: Any
     ) -> Any:
-        self._check_one_name_each(assigned)
+        self._check_unshared_memory(assigned)
         replaced = {storage_id(old) for old, _ in assigned.values()}
         with torch.no_grad():
-            # Before any is changed, as one may be computed from, or be, what another was.
+            # Copy all new values first: one may share memory with another buffer's old tensor.
             new = {key: value.detach().clone() for key, (_, value) in assigned.items()}
             result = pytree.tree_map_only(
                 Tensor, lambda t: t.clone() if storage_id(t) in replaced else t, result
@@ -103,69 +107,71 @@ class RegisteredTensors:
                 own_buffers(self._by_path[path])[name] = old.copy_(new[path, name])
         return result
 
-    def _check_one_name_each(
+    def _check_unshared_memory(
         self, assigned: Mapping[tuple[str, str], tuple[Tensor, Tensor]]
     ) -> None:
         memory: dict[int, str] = {}
         for path, module in self._by_path.items():
             for kind in ("parameter", "buffer"):
-                for name, tensor in _registered(module)[kind].items():
+                for name, tensor in _list_registered(module)[kind].items():
                     if (path, name) not in assigned and isinstance(tensor, Tensor):
-                        memory.setdefault(storage_id(tensor), _join(path, name))
+                        memory.setdefault(storage_id(tensor), _join_path(path, name))
         for (path, name), (_, new) in assigned.items():
-            where = _join(path, name)
+            where = _join_path(path, name)
             if len(self._shared.get(where, ())) > 1:
-                raise self._refused(
+                raise self._locate_error(
                     where,
                     f"`forward` assigns a buffer that has several names, {self._shared[where]}, of "
-                    f"which only one would change: change it in place (`copy_`), or `clone()` it in"
+                    f"which only one would change\nupdate it in place (`copy_`), or `clone()` it in"
                     " `__init__`",
                 )
             other = memory.setdefault(storage_id(new), where)
             if other != where:
-                raise self._refused(
+                raise self._locate_error(
                     where,
                     f"`forward` gives the buffer {where!r} the memory of {other!r}, so that later "
-                    "changes of one would change both, which a captured model would not see: "
+                    "changes of one would change both, which a captured model would not see\n"
                     "assign a `clone()`, or use `copy_`",
                 )
 
-    def _checked(self, kind: str, path: str, old: object, new: object) -> tuple[Tensor, Tensor]:
-        """The old and the new value of a buffer.
+    def _check_assignment(
+        self, kind: str, path: str, old: object, new: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return the old and the new value of an assigned buffer.
 
         Raises:
-            CaptureError: if it is no buffer, or the new value does not fit into the old one.
+            CaptureError: if the assigned object is not a buffer, or shape or dtype differ.
         """
         where = f"{kind} {path!r}"
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             what = "removes" if new is None else "makes"
-            raise self._refused(
+            raise self._locate_error(
                 path,
-                f"`forward` {what} the {where}: a captured model would do so in each call; {ONCE}",
+                f"`forward` {what} the {where}: a captured model would do so in each call\n{ONCE}",
             )
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise self._refused(
+            raise self._locate_error(
                 path,
                 f"`forward` gives the {where} another shape or dtype, {list(new.shape)} "
-                f"{new.dtype} instead of {list(old.shape)} {old.dtype}; {ONCE}",
+                f"{new.dtype} instead of {list(old.shape)} {old.dtype}\n{ONCE}",
             )
         if kind != "buffer":
-            raise self._refused(
+            raise self._locate_error(
                 path,
                 f"`forward` puts another tensor in the place of the {where}, which a captured "
-                "model would not see: change it in place (`copy_`)",
+                "model would not see\nchange its values in place (`copy_`)",
             )
         return old, new
 
-    def _refused(self, path: str, message: str) -> CaptureError:
+    def _locate_error(self, path: str, message: str) -> CaptureError:
         return located(self._codes, path, message)
 
 
-def _join(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def _registered(module: nn.Module) -> Registered:
+def _list_registered(module: nn.Module) -> Registered:
     kinds: dict[str, Mapping[str, object]] = {
         "parameter": own_parameters(module),
         "buffer": own_buffers(module),

@@ -1,4 +1,4 @@
-"""Trials of custom autograd functions on random numbers: how their gradients can be captured."""
+"""Trials of custom autograd functions on random numbers, to select a method of capture."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from shardwright.core.torch_internals.autograd import sets_up_context
 from shardwright.core.torch_internals.tensors import version
 
 MOST_ELEMENTS = 1 << 24
-"""Of the tensors on which a factor is tried; larger ones are tried at a smaller size."""
+"""Maximum elements per tensor in a trial of the factor method; larger tensors are shrunk."""
 
 MOST_ELEMENTS_OF_DERIVATIVE = 1 << 20
-"""The same where a derivative is tried, on several draws."""
+"""Maximum elements per tensor in a trial of the derivative, which uses several random draws."""
 
 FACTOR, OPERATORS = "factor", "operators"
 
 CHANGES_INPUT = "it changes its input in place"
 
 ArgumentTypes = Sequence[tuple[torch.Size, torch.dtype] | None]
-"""Shape and dtype of each argument; None for what is no tensor."""
+"""Shape and dtype of each argument; None for arguments that are not tensors."""
 
 RandomNumbers = Callable[[torch.Size], Tensor]
-"""Numbers of a shape."""
+"""Function that returns random numbers of a given shape."""
 
 PullBack = Callable[..., Sequence[Tensor | None]]
-"""The gradients of a function's arguments, from those of its outputs."""
+"""Function that returns gradients of the arguments from gradients of the outputs."""
 
 
 class FunctionContext:
-    """What `forward` and `backward` of a function hand over."""
+    """Replacement for the `ctx` object that `forward` and `backward` of a function share."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
 
@@ -47,31 +47,31 @@ class FunctionContext:
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Tensor | None) -> None:
-        """Without effect, as forward mode is not captured."""
+        """Do nothing: forward-mode gradients are not captured."""
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Without effect, as every output has a gradient."""
+        """Do nothing: every output has a gradient during a trial."""
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Without effect, as changes in place are captured as they are."""
+        """Do nothing: tracing captures in-place changes."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         self._constants = tensors
 
     def is_constant(self, output: Any) -> bool:
-        """Whether an output has no gradient."""
+        """Return whether an output was marked as non-differentiable."""
         return any(output is constant for constant in self._constants)
 
 
 @dataclass(frozen=True)
 class CaptureTrial:
-    """How a function can be captured.
+    """Result of a trial: the method that captures a function.
 
     Args:
         way: `FACTOR`, `OPERATORS`, or "" for neither.
-        problem: why not with a factor.
-        is_curved: whether the factor depends on the inputs, so that the function has a second
-            derivative.
+        problem: reason why the factor method fails, or "".
+        is_curved: whether the factor depends on the inputs, so that the second derivative is not
+            zero.
     """
 
     way: str
@@ -82,9 +82,13 @@ class CaptureTrial:
 def called(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, PullBack, FunctionContext]:
-    """What `forward` returns, and what computes the gradients of `args` from those of that."""
+    """Run `forward` with a `FunctionContext`.
+
+    Returns:
+        The result, the function that computes gradients of `args`, and the context.
+    """
     context = FunctionContext(tuple(map(_is_differentiable, args)))
-    own: Any = context  # For `forward`, in place of PyTorch's.
+    own: Any = context  # Replaces PyTorch's `ctx`.
     if sets_up_context(function):
         result = function.forward(*args, **kwargs)
         function.setup_context(own, tuple(args), result)
@@ -98,7 +102,7 @@ def called(
         given = [list(gradients)] if boxed else gradients
         found = own_backward(own, *given)
         every = found if isinstance(found, tuple) else (found,)
-        # As in PyTorch, there may be fewer or more, for defaults and keywords.
+        # As in PyTorch, `backward` may return more or fewer gradients than there are arguments.
         return (*every, *[None] * len(args))[: len(args)]
 
     return result, backward, context
@@ -107,20 +111,25 @@ def called(
 def trial(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any], types: ArgumentTypes
 ) -> CaptureTrial:
-    """Tries a function on random numbers, in double precision where it has any."""
+    """Try a function on random numbers, with float64 in place of other floating-point dtypes.
+
+    Args:
+        function: the custom autograd function.
+        args, kwargs: arguments of its call.
+        types: shape and dtype of each of `args`.
+    """
     with torch.random.fork_rng(devices=[]):
-        large = _Trial(function, args, kwargs, reduced(types, MOST_ELEMENTS))
+        large = _FunctionTrial(function, args, kwargs, reduced(types, MOST_ELEMENTS))
         problem, is_curved = large.with_factor()
         if problem or is_curved:
             small = reduced(types, MOST_ELEMENTS_OF_DERIVATIVE)
-            if _Trial(function, args, kwargs, small).is_derivative():
+            if _FunctionTrial(function, args, kwargs, small).is_derivative():
                 return CaptureTrial(OPERATORS)
     return CaptureTrial("" if problem else FACTOR, problem, is_curved)
 
 
 def reduced(types: ArgumentTypes, most: int) -> ArgumentTypes:
-    """The same with smaller tensors, if one has more than `most` elements: dimensions of equal size
-    stay equal."""
+    """Shrink tensors to at most `most` elements each; dimensions of equal size remain equal."""
     shapes = [list(of_tensor[0]) for of_tensor in types if of_tensor is not None]
     if all(prod(shape) <= most for shape in shapes):
         return types
@@ -131,7 +140,7 @@ def reduced(types: ArgumentTypes, most: int) -> ArgumentTypes:
     return [each if each is None else (torch.Size(next(left)), each[1]) for each in types]
 
 
-class _Trial:
+class _FunctionTrial:
     def __init__(
         self,
         function: type[Function],
@@ -143,10 +152,13 @@ class _Trial:
         self._generator = torch.Generator().manual_seed(0)
 
     def with_factor(self) -> tuple[str, bool]:
-        """Why the gradients are not those of the output times a factor for each element, "" if they
-        are; and whether the factor depends on the inputs."""
-        inputs = self._inputs()
-        versions = _versions(inputs)
+        """Try the factor method: gradients are the output's gradient times an elementwise factor.
+
+        Returns:
+            The reason why the method fails, or ""; and whether the factor depends on the inputs.
+        """
+        inputs = self._draw_arguments()
+        versions = _list_versions(inputs)
         try:
             with torch.no_grad():
                 y, backward, _ = called(self._function, inputs, self._kwargs)
@@ -154,14 +166,14 @@ class _Trial:
                     return "it returns several values", False
                 if not y.is_floating_point():
                     return "it returns no floating-point numbers", False
-                if versions != _versions(inputs):
+                if versions != _list_versions(inputs):
                     return CHANGES_INPUT, False
                 factors = backward(torch.ones_like(y))
-                gradient = self._gradient(y)
+                gradient = self._draw_gradient(y)
                 for x, factor, found in zip(inputs, factors, backward(gradient), strict=True):
-                    if problem := _no_factor(x, factor, found, gradient):
+                    if problem := _find_factor_problem(x, factor, found, gradient):
                         return problem, False
-                near = [_moved(x) for x in inputs]
+                near = [_perturb_tensor(x) for x in inputs]
                 y, backward, _ = called(self._function, near, self._kwargs)
                 pairs = zip(factors, backward(torch.ones_like(y)), strict=True)
                 is_flat = all(
@@ -172,28 +184,30 @@ class _Trial:
             return f"on random numbers it raises {type(error).__name__}: {error}", False
 
     def is_derivative(self) -> bool:
-        """Whether `backward` computes the derivative of `forward`, also where inputs are large,
-        small, round numbers or all zero."""
-        draws = (self._normal, self._of_any_magnitude, torch.zeros)
+        """Return whether `backward` computes the derivative of `forward`.
+
+        It is tried on normal inputs, on inputs of many magnitudes and integers, and on zeros.
+        """
+        draws = (self._draw_normal, self._draw_any_magnitude, torch.zeros)
         try:
-            return all(self._is_derivative(draw) for draw in draws * 2)
-        except Exception:  # Of the function, or of operators that have no derivative.
+            return all(self._is_derivative_on(draw) for draw in draws * 2)
+        except Exception:  # Raised by the function, or by operators without a derivative.
             return False
 
-    def _is_derivative(self, draw: RandomNumbers) -> bool:
-        leaves = self._inputs(draw)
+    def _is_derivative_on(self, draw: RandomNumbers) -> bool:
+        leaves = self._draw_arguments(draw)
         places = [n for n, x in enumerate(leaves) if _is_differentiable(x)]
         for place in places:
             leaves[place].requires_grad_()
         with torch.enable_grad():
-            # A function may change in place what is no leaf.
+            # A function may change non-leaf tensors in place.
             inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
             result, backward, context = called(self._function, inputs, self._kwargs)
         every = result if isinstance(result, tuple) else (result,)
         outputs = [y for y in every if _has_gradient(y) and not context.is_constant(y)]
         if not outputs:
             return False
-        gradients = {id(y): self._gradient(y) for y in outputs}
+        gradients = {id(y): self._draw_gradient(y) for y in outputs}
         found = torch.autograd.grad(
             outputs,
             [leaves[place] for place in places],
@@ -202,41 +216,43 @@ class _Trial:
             materialize_grads=True,
         )
         with torch.no_grad():
-            wanted = backward(*(_gradient_of(y, gradients) for y in every))
+            wanted = backward(*(_look_up_gradient(y, gradients) for y in every))
         rounding = max(torch.finfo(y.dtype).eps for y in outputs)
         return all(
-            _equal(gradient, wanted[place], 1e3 * rounding)
+            _are_equal_gradients(gradient, wanted[place], 1e3 * rounding)
             for place, gradient in zip(places, found, strict=True)
         )
 
-    def _inputs(self, draw: RandomNumbers | None = None) -> list[Any]:
-        """Random arguments; what is no tensor stays."""
+    def _draw_arguments(self, draw: RandomNumbers | None = None) -> list[Any]:
+        """Return arguments with random numbers in place of tensors."""
         return [
-            arg if of_tensor is None else self._numbers(*of_tensor, draw or self._normal)
+            arg if of_tensor is None else self._draw_tensor(*of_tensor, draw or self._draw_normal)
             for arg, of_tensor in zip(self._args, self._types, strict=True)
         ]
 
-    def _numbers(self, shape: torch.Size, dtype: torch.dtype, draw: RandomNumbers) -> Tensor:
+    def _draw_tensor(self, shape: torch.Size, dtype: torch.dtype, draw: RandomNumbers) -> Tensor:
         if dtype.is_floating_point:
             return draw(shape).double()
         return torch.randint(0, 2, shape, generator=self._generator).to(dtype)
 
-    def _of_any_magnitude(self, shape: torch.Size) -> Tensor:
-        numbers = self._normal(shape).sign() * 10 ** (4 * self._normal(shape))
-        are_round = self._normal(shape) > 1
-        return torch.where(are_round, self._normal(shape).round(), numbers)
+    def _draw_any_magnitude(self, shape: torch.Size) -> Tensor:
+        numbers = self._draw_normal(shape).sign() * 10 ** (4 * self._draw_normal(shape))
+        are_round = self._draw_normal(shape) > 1
+        return torch.where(are_round, self._draw_normal(shape).round(), numbers)
 
-    def _gradient(self, y: Tensor) -> Tensor:
-        """One of all magnitudes, so that one that is clipped is seen."""
+    def _draw_gradient(self, y: Tensor) -> Tensor:
+        """Return a random gradient of many magnitudes, which reveals gradient clipping."""
         powers = 8 * torch.rand(y.shape, generator=self._generator, dtype=torch.float64) - 4
-        return (self._normal(y.shape).sign() * 10**powers).to(y.dtype)
+        return (self._draw_normal(y.shape).sign() * 10**powers).to(y.dtype)
 
-    def _normal(self, shape: torch.Size) -> Tensor:
+    def _draw_normal(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
 
-def _no_factor(x: Any, factor: Tensor | None, found: Tensor | None, gradient: Tensor) -> str:
-    """Why the gradient that was found for an input is not the output's times its factor, if so."""
+def _find_factor_problem(
+    x: Any, factor: Tensor | None, found: Tensor | None, gradient: Tensor
+) -> str:
+    """Return why an input's gradient is not the output's gradient times the factor; "" if it is."""
     if (factor is None) != (found is None):
         return "which inputs have a gradient depends on numbers"
     if factor is None or found is None:
@@ -249,8 +265,8 @@ def _no_factor(x: Any, factor: Tensor | None, found: Tensor | None, gradient: Te
     return ""
 
 
-def _equal(gradient: Tensor, other: Tensor | None, rounding: float) -> bool:
-    """Whether two gradients of an input are equal but for rounding; None is zero."""
+def _are_equal_gradients(gradient: Tensor, other: Tensor | None, rounding: float) -> bool:
+    """Whether two gradients of an input are equal up to rounding; None stands for zero."""
     if other is None:
         return not gradient.any()
     finite = gradient.abs().nan_to_num(posinf=0.0)
@@ -260,19 +276,19 @@ def _equal(gradient: Tensor, other: Tensor | None, rounding: float) -> bool:
     )
 
 
-def _gradient_of(output: Any, gradients: Mapping[int, Tensor]) -> Tensor | None:
+def _look_up_gradient(output: Any, gradients: Mapping[int, Tensor]) -> Tensor | None:
     if not isinstance(output, Tensor):
         return None
     return gradients.get(id(output), torch.zeros_like(output))
 
 
-def _moved(value: Any) -> Any:
-    """A little, if it is a tensor that may have a gradient."""
+def _perturb_tensor(value: Any) -> Any:
+    """Scale a differentiable tensor by 1 + 1e-9; return other values unchanged."""
     return value * (1 + 1e-9) if _is_differentiable(value) else value
 
 
-def _versions(values: Sequence[Any]) -> list[int]:
-    """How often each was changed in place."""
+def _list_versions(values: Sequence[Any]) -> list[int]:
+    """Return the autograd version counter of each tensor, 0 for other values."""
     return [version(value) if isinstance(value, Tensor) else 0 for value in values]
 
 

@@ -1,8 +1,8 @@
-"""Custom autograd functions that are computed in full on every device.
+"""Capture of custom autograd functions that every device computes in full.
 
-Such a function becomes one operator of the graph, a `LocalCall` without dimensions that may be
-sharded: each device runs `forward` and `backward` eagerly on replicated inputs. This is right for
-every function, whatever its `backward` computes, but divides none of its work.
+The function becomes one operator of the graph, a `LocalCall` without shardable dimensions: each
+device runs `forward` and `backward` eagerly on replicated inputs. This is correct for every
+`backward`, but devices do not share the work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwright.core.torch_internals import pytree
 log = logging.getLogger(__name__)
 
 _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, slice, range)
-"""Types of arguments that have no parameters of their own and whose text identifies them."""
+"""Types of arguments without parameters whose `repr` identifies the value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +49,12 @@ class AppliedFunction:
 def traced_in_full(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """The results of an operator that computes a function in full.
+    """Insert an operator that computes a function in full.
 
     Returns:
-        The results; or None, and why the function cannot be computed in this way.
+        The results and ""; or None, and the reason why the function cannot be captured in full.
     """
-    if problem := _problem(function, args, kwargs):
+    if problem := _find_hidden_parameters(function, args, kwargs):
         return None, problem
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -68,7 +68,7 @@ def traced_in_full(
         return None, CHANGES_INPUT
     inputs = tuple(("_",) * tensor.ndim for tensor in tensors)
     outputs = tuple(("_",) * len(shape) for shape, _ in dry.results)
-    text = f"{_notation(inputs)} -> {_notation(outputs)}"
+    text = f"{_format_dimensions(inputs)} -> {_format_dimensions(outputs)}"
     declaration = Declaration(inputs, outputs, (None,) * len(outputs), text)
     where = f"autograd function `{function.__qualname__}` at {current_line()}"
     part = LocalPart(where, Options(declaration, None, None, None, None), body, body)
@@ -89,23 +89,25 @@ def warn_of_functions_in_full(graph: Graph) -> None:
         )
 
 
-def _problem(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What a function reads besides its tensors that would get no gradient, or "" if nothing."""
+def _find_hidden_parameters(
+    function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return a message about trained parameters outside of the tensor arguments, or ""."""
     for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             return f"it takes a {type(leaf).__name__}, whose parameters would get no gradient"
-    for code in _functions(function):
+    for code in _list_own_methods(function):
         for owner in trained_reads(code):
             return f"it reads a {type(owner).__name__} that is not among its arguments"
     return ""
 
 
-def _functions(function: type[Function]) -> Iterator[Any]:
+def _list_own_methods(function: type[Function]) -> Iterator[Any]:
     for name in ("forward", "setup_context", "backward", "vjp"):
         own = getattr(function, name)
         if own is not getattr(Function, name):
             yield own
 
 
-def _notation(entries: Sequence[Sequence[str]]) -> str:
+def _format_dimensions(entries: Sequence[Sequence[str]]) -> str:
     return ", ".join(" ".join(entry) or "()" for entry in entries)

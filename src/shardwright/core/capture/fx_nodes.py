@@ -1,4 +1,4 @@
-"""Reads and inserts nodes of the traced `torch.fx` graph, with correct shapes and origins."""
+"""Access to nodes of a traced `torch.fx` graph, and insertion with correct shapes and origins."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 ORIGIN = ("nn_module_stack", "stack_trace", "no_grad", "custom")
-"""What a node says of where it comes from."""
+"""Metadata keys of the origin of a node: module, source line, gradient mode and tags."""
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of the node's result."""
+    """Return the fake tensor of the node's result."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), node.format_node()
     return value
 
 
 def restore_nodes(module: fx.GraphModule) -> None:
-    """Correct what `torch.export` leaves in its graph and sub-graphs.
+    """Correct two defects in graphs and sub-graphs of `torch.export`.
 
-    It drops a reader of a node of which it has rewritten one of two equal arguments, and keeps
-    operators that have raised an error, which the user's code has caught.
+    After `torch.export` rewrites one of two equal arguments, `users` of the other lacks the reader.
+    Operators remain that raised an error which the user's code caught.
     """
     for part in module.modules():
         nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
@@ -36,12 +36,12 @@ def restore_nodes(module: fx.GraphModule) -> None:
         for node in reversed(nodes):
             if node.users or node.meta.get("val") is not None:
                 continue
-            if isinstance(node.target, OpOverload) and _only_returns(node.target):
+            if isinstance(node.target, OpOverload) and _is_functional(node.target):
                 node.graph.erase_node(node)
 
 
-def _only_returns(target: OpOverload) -> bool:
-    """Whether an operator returns something and changes no argument."""
+def _is_functional(target: OpOverload) -> bool:
+    """Whether an operator returns results and mutates no argument."""
     return not schema_of(target).is_mutable and bool(schema_of(target).returns)
 
 
@@ -54,7 +54,7 @@ def node_shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs an operator on the fake tensors of its arguments."""
+    """Run an operator on the fake tensors of its arguments."""
     fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
     leaves = pytree.tree_leaves((fake_args, fake_kwargs))
     modes = [mode for leaf in leaves if (mode := getattr(leaf, "fake_mode", None)) is not None]
@@ -70,7 +70,7 @@ def call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """Adds a node at the insertion point, with the module, source line and tags of `like`."""
+    """Add a node at the insertion point, with the module, source line and tags of `like`."""
     node = graph.call_function(target, args, kwargs or {})
     node.meta.update({key: like.meta[key] for key in ORIGIN if key in like.meta})
     node.meta["val"] = evaluate(target, args, kwargs or {})
@@ -84,19 +84,19 @@ def insert(
     kwargs: dict[str, Any] | None = None,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Adds a node before another, with the origin of `like` (by default of `before`)."""
+    """Add a node before another, with the origin of `like` (by default of `before`)."""
     with before.graph.inserting_before(before):
         return call(before.graph, target, args, kwargs, like=before if like is None else like)
 
 
 def replace(node: fx.Node, new: fx.Node) -> None:
-    """Redirects all users of a node to `new`, and removes the node."""
+    """Redirect all users of a node to `new`, and erase the node."""
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
 
 
 def module_path(node: fx.Node) -> tuple[str, int]:
-    """The path of the module that calls the operator, and the number of its call, from 1."""
+    """Return the path of the module that calls the operator, and the index of its call, from 1."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     key, (path, _) = list(stack.items())[-1]
     _, _, repeated = key.partition("@")
@@ -104,8 +104,10 @@ def module_path(node: fx.Node) -> tuple[str, int]:
 
 
 def module_calls(node: fx.Node) -> tuple[str, ...]:
-    """The module calls that contain the operator, the outermost first: `""`, `layers.0`,
-    `layers.0.mlp`; the second call of a module is `path@2`."""
+    """Return the module calls that contain the operator, outermost first.
+
+    Example: `""`, `layers.0`, `layers.0.mlp`; the second call of a module is `path@2`.
+    """
     calls = []
     for key, (path, _) in (node.meta.get("nn_module_stack") or {"": ("", None)}).items():
         _, _, repeated = key.partition("@")
@@ -115,7 +117,7 @@ def module_calls(node: fx.Node) -> tuple[str, ...]:
 
 
 def node_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an ATen operator by name, including defaults."""
+    """Return all arguments of an ATen operator by name, including defaults."""
     schema = schema_of(node.target)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):

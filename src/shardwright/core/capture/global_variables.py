@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 GLOBALS = "globals of "
-"""Where a variable stands is this and the name of its file as a module; paths of models differ."""
+"""Prefix of the Python module name in the place of a global variable.
+
+The prefix distinguishes it from the path of a submodule of the model.
+"""
 
 GRADIENT_MODE = (GLOBALS + "torch", "is_grad_enabled")
-"""Place and name of the mode that `torch.no_grad` changes, which has the form of a variable."""
+"""Place and name under which the gradient mode (`torch.no_grad`) is treated as a variable."""
 
 GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 """Instructions of Python's virtual machine that read a global variable."""
@@ -31,7 +34,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class _GradientMode(dict[str, Any]):
-    """Whether gradients are enabled now, by the name in `GRADIENT_MODE`."""
+    """Mapping from the name in `GRADIENT_MODE` to whether gradients are enabled now."""
 
     def __getitem__(self, name: str) -> bool:
         return torch.is_grad_enabled()
@@ -44,12 +47,12 @@ class _GradientMode(dict[str, Any]):
 
 
 def reads_gradient_mode(model: nn.Module) -> bool:
-    """Whether the user's code names `torch.is_grad_enabled`."""
+    """Return whether user code of the model refers to `torch.is_grad_enabled`."""
     return GRADIENT_MODE in globals_read(model)
 
 
 def globals_of(place: str) -> dict[str, Any]:
-    """The variables of a place; none if its file is not there."""
+    """Return the global variables of a place; none if its Python module is not imported."""
     if place == GRADIENT_MODE[0]:
         return _GradientMode()
     file = sys.modules.get(place.removeprefix(GLOBALS))
@@ -59,21 +62,22 @@ def globals_of(place: str) -> dict[str, Any]:
 def globals_read(
     model: nn.Module, codes: dict[CodeType, None] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Place and name of the global variables that may be read by `forward` of a class of the
-    user's, by the methods and functions that it names, and so on.
+    """Yield place and name of global variables that user code of the model may read.
 
-    What is in libraries is left out, and so are variables of an enclosing function.
+    User code is `forward` of each module class, and transitively the methods and functions that it
+    names. Code and variables of libraries are excluded, and so are variables of closures.
 
     Args:
-        codes: to which the code of these functions is added.
+        model: the model.
+        codes: if given, receives the code objects of these functions as keys.
     """
     seen = {} if codes is None else codes
     for kind in dict.fromkeys(map(type, model.modules())):
         if not is_library(kind.__module__):
-            yield from _read_by(getattr(kind, "forward", None), kind, seen)
+            yield from _find_reads(getattr(kind, "forward", None), kind, seen)
 
 
-def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[tuple[str, str]]:
+def _find_reads(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[tuple[str, str]]:
     function = getattr(function, "__func__", function)
     function = inspect.unwrap(function) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or function.__code__ in seen:
@@ -86,7 +90,7 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
         yield GRADIENT_MODE
     for name in sorted(names):
         for base in kind.__mro__:  # `super()` may call any of them.
-            yield from _read_by(vars(base).get(name), kind, seen)
+            yield from _find_reads(vars(base).get(name), kind, seen)
     file = sys.modules.get(function.__module__)
     if file is None or vars(file) is not function.__globals__:
         return
@@ -99,11 +103,11 @@ def _read_by(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[
         for name in sorted((own_names if place is file else names) & vars(place).keys()):
             if _is_variable(vars(place)[name]) and not name.startswith("__"):
                 yield GLOBALS + place.__name__, name
-            yield from _read_by(vars(place)[name], kind, seen)
+            yield from _find_reads(vars(place)[name], kind, seen)
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The global variables and attributes that a function uses."""
+    """Yield the names of the global variables and attributes that a function uses."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -119,7 +123,7 @@ def _global_names_in(code: CodeType) -> frozenset[str]:
 
 
 def _is_variable(value: Any) -> bool:
-    """Whether it holds a state, and is not what a file defines or imports."""
+    """Whether a global value is data, not a definition or import of a file."""
     if isinstance(value, (*_VARIABLES, *_CONTAINERS)):
         return True
     defined = isinstance(value, (type, ModuleType, nn.Module)) or callable(value)
@@ -127,5 +131,5 @@ def _is_variable(value: Any) -> bool:
 
 
 def is_library(name: str) -> bool:
-    """Whether a module of Python is known to be no code of the user's."""
+    """Return whether a Python module belongs to a known library instead of user code."""
     return name.partition(".")[0] in _LIBRARIES
