@@ -243,6 +243,6 @@ def test_recurrences_are_cast_with_their_parameters(device_type: str) -> None:
 
 
 def test_a_cell_that_is_cast_inside_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"`aten.gru_cell.default` under autocast. Call it on"):
+    with pytest.raises(CaptureError, match=r"`aten.gru_cell.default` under autocast\ncall it on"):
         autocast = Autocast("cpu", torch.bfloat16)
         capture(Recurrent(torch.float32), (torch.randn(2, 3, 4),), autocast=autocast)

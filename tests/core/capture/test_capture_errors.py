@@ -114,7 +114,7 @@ class Seeding(nn.Module):
 
 
 def test_seeding_in_forward_is_refused_and_undone_seeding_is_not() -> None:
-    with pytest.raises(CaptureError, match=r"`forward` of Seeding.*`torch.manual_seed`.*training"):
+    with pytest.raises(CaptureError, match=r"(?s)`forward` of Seeding.*`torch.manual_seed`.*training"):
         capture(Seeding(), (torch.randn(3, 4),))
 
     class Forked(Seeding):
@@ -144,7 +144,7 @@ def test_seeding_in_forward_is_refused_and_undone_seeding_is_not() -> None:
             "return (x * 2).fill_diagonal_(1, wrap=True)",
             "compute the result with `torch.where`",
         ),
-        (Beyond(), "return (x * 2)[1].as_strided((3, 2), (4, 1), 0)", "Use `unfold`, slices"),
+        (Beyond(), "return (x * 2)[1].as_strided((3, 2), (4, 1), 0)", "use `unfold`, slices"),
         (Raising(), 'raise ValueError("no such head")', "ValueError: no such head"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

@@ -116,7 +116,7 @@ def test_a_cached_tensor_that_the_next_call_would_not_draw_again_is_refused_by_n
         return torch.randn(length)
 
     net, x = Net(projection), torch.randn(8, 8)
-    with pytest.raises(sw.CaptureError, match=r"projection` keeps, under `functools.lru_cache`"):
+    with pytest.raises(sw.CaptureError, match=r"projection` caches, with `functools.lru_cache`"):
         sw.plan(net, (x,), devices=2)
     net(x)
     planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)

@@ -180,8 +180,8 @@ def with_statistics(net: Net, x: Tensor) -> Tensor:
 
 REFUSED = {
     dropped: "draws random numbers",
-    in_autocast: "in a region of autocast",
-    changed_before: "one is changed in place",
+    in_autocast: "in or after an autocast region",
+    changed_before: "a tensor that it changes in place",
     with_statistics: "would update its statistics",
 }
 

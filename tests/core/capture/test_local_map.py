@@ -245,5 +245,5 @@ def test_declared_buffers_may_change() -> None:
     names = [name for name, _ in net.layer.named_buffers()]
     sw.local_map(net.layer, "b _h -> b _h", buffers=names)
     check_plans(net)
-    with pytest.raises(sw.StrategyError, match="'u' is no buffer of the Normed\nits buffers are"):
+    with pytest.raises(sw.StrategyError, match="'u' is no buffer of the Normed\ngive names of its"):
         sw.local_map(net.layer, "b _h -> b _h", buffers=("u",))

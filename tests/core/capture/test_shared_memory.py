@@ -42,7 +42,7 @@ def a_buffer_of_the_data(net: Autoencoder) -> None:
 def test_tensors_whose_memory_a_step_changes_together_are_refused_by_name(
     tie: Callable[[Autoencoder], None],
 ) -> None:
-    with pytest.raises(CaptureError, match=r"'encoder\..*two tensors in the same memory.*clone"):
+    with pytest.raises(CaptureError, match=r"(?s)'encoder\..*two tensors in the same memory.*clone"):
         capture(Autoencoder(tie), (torch.randn(8, 4),))
 
 

@@ -99,6 +99,7 @@ def _capture_with_python(
         return capture_python(call, compute_dtype)
     except Exception as error:
         log.debug("TorchDynamo cannot capture %s: %s", type(call.module).__name__, error)
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        refusal.add_note(f"TorchDynamo cannot capture it either: {first}")
+        lines = str(error).splitlines()[: 1 + isinstance(error, CaptureError)]
+        reason = "; ".join(lines) or type(error).__name__
+        refusal.add_note(f"TorchDynamo cannot capture it either: {reason}")
     raise refusal

@@ -1,4 +1,4 @@
-"""Inlines the sub-graphs into which `torch.export` puts no-grad and autocast regions."""
+"""Inline the sub-graphs into which `torch.export` puts no-grad and autocast regions."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ _AUTOCAST = "wrap_with_autocast"
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inlines all regions in place, the outermost first.
+    """Inline the no-grad and autocast regions of a graph, in place and outermost first.
 
-    Nodes of a no-grad region are marked `no_grad`, and its results are detached with `aten.detach`.
-    Casts of an autocast region become operators.
+    Mark nodes of a no-grad region `no_grad` and detach its results with `aten.detach`. Insert the
+    casts of an autocast region as operators.
 
     Raises:
-        CaptureError: for control flow and other operators with sub-graphs.
+        CaptureError: if the graph calls control flow or another operator with a sub-graph.
     """
-    _inline(module.graph, module)
+    _inline_subgraphs(module.graph, module)
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
 
 
-def _inline(graph: fx.Graph, owner: fx.GraphModule) -> None:
+def _inline_subgraphs(graph: fx.Graph, owner: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             continue
         name = str(node.target)
         if name == _SET_GRAD:
             enabled, region, *args = node.args
-            _splice(node, _subgraph(owner, region), args, not enabled, None)
+            _splice_region(node, _find_subgraph(owner, region), args, not enabled, None)
         elif name == _AUTOCAST:
             device, dtype, enabled, _, region, *args = node.args
-            # One of another device is one that does not act.
+            # Autocast of another device has no effect on the CPU.
             acts = enabled and device == CPU
-            _splice(node, _subgraph(owner, region), args, None, dtype if acts else None)
+            _splice_region(node, _find_subgraph(owner, region), args, None, dtype if acts else None)
         else:
             raise CaptureError(
-                f"{line_of(node)}: cannot capture `{name}`, which contains a sub-graph. Use "
-                f"operators on tensors (`torch.where`), or Python control flow on constants."
+                f"{line_of(node)}: cannot capture `{name}`, which contains a sub-graph\n"
+                "use operators on tensors (`torch.where`), or Python control flow on constants"
             )
 
 
-def _subgraph(owner: fx.GraphModule, node: Any) -> fx.GraphModule:
+def _find_subgraph(owner: fx.GraphModule, node: Any) -> fx.GraphModule:
     region = owner.get_submodule(str(node.target))
     assert isinstance(region, fx.GraphModule)
     return region
 
 
-def _splice(
+def _splice_region(
     call: fx.Node,
     region: fx.GraphModule,
     args: list[Any],
     no_grad: bool | None,
     autocast: torch.dtype | None,
 ) -> None:
-    """Replaces a node that calls a region by a copy of the region."""
+    """Replace the node that calls a region with a copy of the nodes of the region."""
     if no_grad is not None:
         for node in region.graph.nodes:
             node.meta["no_grad"] = no_grad
     elif call.meta.get("no_grad"):
         for node in region.graph.nodes:
             node.meta.setdefault("no_grad", True)
-    _inline(region.graph, region)
+    _inline_subgraphs(region.graph, region)
     copies: dict[fx.Node, Any] = dict(
         zip((n for n in region.graph.nodes if n.op == "placeholder"), args, strict=True)
     )
@@ -90,7 +90,7 @@ def _splice(
                 if autocast is not None:
                     _cast_arguments(copy, autocast)
     if no_grad:
-        results = fx.map_arg(results, lambda n: _detach_output(n, call, args))
+        results = fx.map_arg(results, lambda n: _detach_region_output(n, call, args))
     for getitem in list(call.users):
         assert getitem.target is operator.getitem
         getitem.replace_all_uses_with(results[getitem.args[1]])
@@ -98,20 +98,20 @@ def _splice(
     call.graph.erase_node(call)
 
 
-def _detach_output(node: fx.Node, call: fx.Node, args: list[Any]) -> fx.Node:
+def _detach_region_output(node: fx.Node, call: fx.Node, args: list[Any]) -> fx.Node:
     if not is_tensor(node) or not tensor(node).is_floating_point():
         return node
     changed = node
     while _is_in_place(changed):
         changed = changed.args[0]  # type: ignore[assignment]
     if changed in args:
-        # The very tensor that the region was given, still part of autograd's graph.
+        # An argument of the region is still part of autograd's graph.
         return node
     return insert(call, aten.detach.default, (node,), like=node)
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    """Whether an operator changes its first argument and returns it."""
+    """Whether an operator changes its first argument in place."""
     if not isinstance(node.target, OpOverload) or not node.args:
         return False
     first = schema_of(node.target).arguments[0].alias_info
@@ -119,8 +119,8 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
-    """Inserts the casts of autocast, inferred from the dtypes of results that tracing recorded."""
-    recorded = _dtypes_of(node.meta.get("val"))
+    """Insert the casts of autocast, inferred from the result dtypes that the trace recorded."""
+    recorded = _list_dtypes(node.meta.get("val"))
     arguments = [arg for arg in node.all_input_nodes if is_tensor(arg)]
     if not recorded or not arguments or node.target is operator.getitem:
         return
@@ -128,8 +128,8 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
     name = str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
     # Fake tensors let products take both dtypes at once; normalizations do, for their statistics.
     mixed = torch.float32 in {tensor(arg).dtype for arg in arguments} and dtype in recorded
-    as_it_is = not mixed or _is_in_place(node) or "norm" in name
-    for cast_to in (None, dtype, torch.float32) if as_it_is else (dtype,):
+    may_need_no_cast = not mixed or _is_in_place(node) or "norm" in name
+    for cast_to in (None, dtype, torch.float32) if may_need_no_cast else (dtype,):
 
         def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:
             if to is None or not is_tensor(arg) or not tensor(arg).is_floating_point():
@@ -137,31 +137,31 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
             return insert(node, aten.to.dtype, (arg, to)) if tensor(arg).dtype != to else arg
 
         if cast_to is None:
-            if _dtypes(node.target, node.args, node.kwargs) == recorded:
-                if both and name in _CELLS:
+            if _infer_result_dtypes(node.target, node.args, node.kwargs) == recorded:
+                if both and name in _CELLS_WITH_INNER_CASTS:
                     break
                 return
             continue
         args = fx.map_arg(node.args, cast)
-        if _dtypes(node.target, args, node.kwargs) == recorded:
+        if _infer_result_dtypes(node.target, args, node.kwargs) == recorded:
             node.args = args
             return
     raise CaptureError(
-        f"{line_of(node)}: cannot capture `{node.target}` under autocast. Call it on tensors of one"
-        " dtype, in a region with `enabled=False`."
+        f"{line_of(node)}: cannot capture `{node.target}` under autocast\n"
+        "call it on tensors of one dtype, in `torch.autocast(…, enabled=False)`"
     )
 
 
-_CELLS = ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
-"""What is cast in the midst of an operator."""
+_CELLS_WITH_INNER_CASTS = ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
+"""Operators that cast between their own steps, so that their arguments keep their dtypes."""
 
 
-def _dtypes(target: Any, args: Any, kwargs: Any) -> list[torch.dtype]:
+def _infer_result_dtypes(target: Any, args: Any, kwargs: Any) -> list[torch.dtype]:
     try:
-        return _dtypes_of(evaluate(target, args, kwargs))
+        return _list_dtypes(evaluate(target, args, kwargs))
     except RuntimeError:
         return []
 
 
-def _dtypes_of(result: Any) -> list[torch.dtype]:
+def _list_dtypes(result: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

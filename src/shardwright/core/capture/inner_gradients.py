@@ -1,8 +1,8 @@
-"""Gradients that `forward` itself computes by `torch.autograd.grad`, as operators.
+"""Capture of gradients that `forward` itself computes with `torch.autograd.grad`.
 
-The operators that were traced so far say how the outputs depend on the inputs. Those between them
-are called once more, in a trace of its own that autograd goes back through; its backward operators
-are then called in the model's trace, on the values that the first call gave.
+The graph traced so far shows which operators lead from the inputs to the outputs. A separate trace
+calls these operators again, with autograd enabled, and differentiates them. The model's trace then
+calls the backward operators, on the results of the original operators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WITHOUT_VALUES = {
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "randint_like"),
 }
-"""Operators that read the shape of a tensor alone."""
+"""Operators that read only the shape of a tensor."""
 
 REMEDY = "compute the gradient outside of the model, or make a `torch.library.custom_op` of it"
 
@@ -43,28 +43,32 @@ REMEDY = "compute the gradient outside of the model, or make a `torch.library.cu
 def gradients(
     outputs: Any, inputs: Sequence[Tensor], grad_outputs: Any = None, **options: Any
 ) -> tuple[Tensor | None, ...]:
-    """What `torch.autograd.grad` returns, while a model is traced.
+    """Return the result of `torch.autograd.grad` while a model is traced.
+
+    Arguments are those of `torch.autograd.grad`; a gradient has the shape of its input, and is None
+    if `allow_unused` and the outputs do not depend on it.
 
     Raises:
-        CaptureError: where what lies between cannot be called once more with the same result.
+        CaptureError: if calling the operators between `inputs` and `outputs` again could give
+            another result.
     """
     options.pop("retain_graph", None)
     create_graph = options.pop("create_graph", False)
     trace = TraceSoFar()
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts, ends = ([trace.node(t) for t in tensors] for tensors in (inputs, outputs))
-    between = _Between.of(trace.graph, starts, ends)
+    between = _Path.of(trace.graph, starts, ends)
     if create_graph:
         between.check_second_derivatives()
     given, cotangent_spec = pytree.tree_flatten(grad_outputs)
     cotangents = [leaf for leaf in given if isinstance(leaf, Tensor)]
     tensors = [trace.tensor(node) for node in (*between.roots, *between.others)]
-    known = [trace.tensor(node) for node in between.kept]
+    known = [trace.tensor(node) for node in between.unchanged_results]
     found: list[Tensor | None] = []
 
     def back(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
         count = len(between.roots) + len(between.others)
-        values = between.called(operators, tensors[:count])
+        values = between.call(operators, tensors[:count])
         left = iter(tensors[count:])
         directions = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in given]
         found[:] = torch.autograd.grad(
@@ -74,7 +78,7 @@ def gradients(
             create_graph=True,
             **options,
         )
-        kept = [values[node] for node in between.kept]
+        kept = [values[node] for node in between.unchanged_results]
         return [*kept, *(gradient for gradient in found if gradient is not None)]
 
     with without_function_modes(), without_dispatch_modes():
@@ -82,50 +86,54 @@ def gradients(
         for leaf in leaves[: len(between.roots)]:
             leaf.requires_grad_()
     module = operators_of(back, leaves)
-    _take_known(module.graph, len(known))
+    _turn_results_into_inputs(module.graph, len(known))
     made = iter(called_again(module, [*tensors, *cotangents, *known]))
     results = [None if gradient is None else next(made) for gradient in found]
     return tuple(r if r is None or create_graph else r.detach() for r in results)
 
 
 class TraceSoFar:
-    """That of the model so far."""
+    """The graph of the `torch.export` trace in progress, with the tensor of each node."""
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
         assert mode is not None
         self._tracer: Any = mode.tracer
         self.graph: fx.Graph = self._tracer.graph
-        nodes = ((t, self._slot(t)) for t in list(self._tracer.tensor_tracker.keys()))
-        self._held = {slot.proxy.node: tensor for tensor, slot in nodes if slot is not None}
+        nodes = ((t, self._proxy_slot(t)) for t in list(self._tracer.tensor_tracker.keys()))
+        self._tensors = {slot.proxy.node: tensor for tensor, slot in nodes if slot is not None}
 
     def node(self, tensor: Tensor) -> fx.Node:
-        """What made a tensor.
+        """Return the node that computes a tensor.
 
         Raises:
-            CaptureError: if it is none of the model's.
+            CaptureError: if the trace does not contain the tensor.
         """
-        slot = self._slot(tensor)
+        slot = self._proxy_slot(tensor)
         if slot is None:
             raise CaptureError(
-                "`forward` computes the gradient of a tensor that is none of the model's "
-                f"parameters, buffers and inputs and was not computed from them: {REMEDY}"
+                "`forward` computes the gradient of a tensor that is no parameter, buffer "
+                f"or input of the model and was not computed from these\n{REMEDY}"
             )
         node: fx.Node = slot.proxy.node
         return node
 
     def tensor(self, node: fx.Node) -> Tensor:
-        """What a node made, or where Python has it no more what stands for that."""
-        if node in self._held:
-            return self._held[node]
+        """Return the tensor that a node computed, or a new tensor for the node if it was freed.
+
+        Raises:
+            CaptureError: if the result of the node is no tensor.
+        """
+        if node in self._tensors:
+            return self._tensors[node]
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
-            raise CaptureError(f"`forward` computes gradients of symbolic sizes: {REMEDY}")
+            raise CaptureError(f"`forward` computes gradients of symbolic sizes\n{REMEDY}")
         with without_function_modes(), without_dispatch_modes():
             tensor = value.detach().requires_grad_(self._requires_grad(node))
             proxy = fx.Proxy(node, self._tracer)
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
-        self._held[node] = tensor
+        self._tensors[node] = tensor
         return tensor
 
     def _requires_grad(self, node: fx.Node) -> bool:
@@ -136,18 +144,18 @@ class TraceSoFar:
             and any(self.tensor(arg).requires_grad for arg in before)
         )
 
-    def _slot(self, tensor: Tensor) -> Any:
+    def _proxy_slot(self, tensor: Tensor) -> Any:
         return get_proxy_slot(tensor, self._tracer, None)
 
 
 @dataclass(frozen=True)
-class _Between:
-    """The operators by which outputs depend on inputs.
+class _Path:
+    """The operators on the paths from the inputs of a gradient to its outputs.
 
     Args:
         roots: inputs that do not depend on other inputs.
-        others: what the operators read besides.
-        operators: in their order.
+        others: further nodes that the operators read.
+        operators: nodes on the paths, in graph order.
     """
 
     roots: tuple[fx.Node, ...]
@@ -155,8 +163,8 @@ class _Between:
     operators: tuple[fx.Node, ...]
 
     @classmethod
-    def of(cls, graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> _Between:
-        depending = _depending(graph, starts)
+    def of(cls, graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> _Path:
+        depending = _find_dependents(graph, starts)
         needed: set[fx.Node] = set()
         stack = [node for node in (*ends, *starts) if node in depending]
         while stack:
@@ -170,18 +178,19 @@ class _Between:
         outside = [*read, *(node for node in ends if node not in depending)]
         others = dict.fromkeys(n for n in outside if n not in needed and n not in roots)
         result = cls(roots, tuple(others), operators)
-        result._check(graph, {*starts, *depending})
+        result._check_repeatable(graph, {*starts, *depending})
         return result
 
     @property
-    def kept(self) -> list[fx.Node]:
-        """Those of the operators that return one which is not changed later."""
-        changed = {c for node in self.operators for c in (*_changed(node), node) if _changed(node)}
+    def unchanged_results(self) -> list[fx.Node]:
+        """Operators that return one tensor, which no later operator changes in place."""
+        writers = {node: found for node in self.operators if (found := _changed_tensors(node))}
+        changed = {*writers, *(tensor for found in writers.values() for tensor in found)}
         tensors = (node for node in self.operators if isinstance(node.meta["val"], Tensor))
         return [node for node in tensors if node not in changed]
 
-    def called(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
-        """Their values, if roots and others are these."""
+    def call(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
+        """Call the operators on `tensors`, values of `roots` and `others`; return all values."""
         values: dict[fx.Node, Any] = dict(zip((*self.roots, *self.others), tensors, strict=True))
         for node in self.operators:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -195,47 +204,49 @@ class _Between:
 
     def check_second_derivatives(self) -> None:
         """Raises:
-        CaptureError: if gradients of the gradients would lack a term.
+        CaptureError: if an operator has a custom gradient, which second derivatives would ignore.
         """
         for node in self.operators:
             if name := node.meta.get(CUSTOM_GRADIENT):
                 raise CaptureError(second_derivative(name))
 
-    def _check(self, graph: fx.Graph, depending: Iterable[fx.Node]) -> None:
+    def _check_repeatable(self, graph: fx.Graph, depending: Iterable[fx.Node]) -> None:
         """Raises:
-        CaptureError: if to call them again is not to call them once.
+        CaptureError: if a second call of the operators could give another result.
         """
         read, own = {*depending, *self.others}, set(self.operators)
         for node in graph.nodes:
             if "autocast" in str(node.target):
                 raise CaptureError(
-                    "`forward` computes gradients in a region of autocast, or after one, which "
-                    f"cannot be captured: {REMEDY}"
+                    "`forward` computes gradients in or after an autocast region, which cannot be "
+                    f"captured\n{REMEDY}"
                 )
-            changed = read.intersection(_changed(node))
+            changed = read.intersection(_changed_tensors(node))
             if changed and not (node in own and changed <= own):
                 raise CaptureError(
-                    "`forward` computes gradients through tensors of which one is changed in place "
-                    f"({line_of(node)}): compute a new tensor instead"
+                    "`forward` computes gradients through a tensor that it changes in place "
+                    f"({line_of(node)})\ncompute a new tensor instead: `x = x + y`, not `x += y`"
                 )
         for node in self.operators:
-            if _draws(node):
+            if _draws_random_numbers(node):
                 raise CaptureError(
                     "`forward` computes gradients through an operator that draws random numbers "
-                    f"({line_of(node)}), which would be drawn once more: draw before the tensors "
-                    "that gradients are taken of, or set dropout to 0"
+                    f"({line_of(node)}), which a second call would draw again\ndraw them before "
+                    "the tensors whose gradients are computed, or set dropout to 0"
                 )
             is_traced = node.target is operator.getitem or isinstance(node.target, OpOverload)
             if not is_traced or node.target is torch.ops.shardwright.local_map.default:
                 raise CaptureError(
                     f"`forward` computes gradients through `{node.target}`, which cannot be "
-                    f"captured ({line_of(node)}): {REMEDY}"
+                    f"captured ({line_of(node)})\n{REMEDY}"
                 )
 
 
-def _depending(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """The nodes through which gradients flow to `starts`; of those the ones that depend on
-    others."""
+def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Find the nodes through which gradients flow to `starts`, in graph order.
+
+    A node of `starts` is included only if it depends on another one.
+    """
     found: dict[fx.Node, None] = {}
     first, enabled = set(starts), True
     for node in graph.nodes:
@@ -243,15 +254,15 @@ def _depending(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, None
             enabled = bool(node.args[0])
         elif (
             enabled
-            and _name(node) not in _WITHOUT_VALUES
+            and _operator_name_of(node) not in _WITHOUT_VALUES
             and any(arg in found or arg in first for arg in node.all_input_nodes)
         ):
             found[node] = None
     return found
 
 
-def _changed(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operator changes, and those of which they are views."""
+def _changed_tensors(node: fx.Node) -> list[fx.Node]:
+    """List the tensors that an operator changes in place, and the tensors that these view."""
     found: list[fx.Node] = []
     arguments = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
     for argument, given in zip(arguments, node.args, strict=False):
@@ -259,27 +270,27 @@ def _changed(node: fx.Node) -> list[fx.Node]:
             for changed in pytree.tree_leaves(given):
                 while isinstance(changed, fx.Node):
                     found.append(changed)
-                    changed = _viewed(changed)
+                    changed = _find_viewed_tensor(changed)
     return found
 
 
-def _viewed(node: fx.Node) -> Any:
-    """The tensor in whose memory the result of an operator lies, if that may be."""
+def _find_viewed_tensor(node: fx.Node) -> Any:
+    """Return the argument whose memory the result of an operator may share, or None."""
     if node.target is operator.getitem:
         return node.args[0]
     if not isinstance(node.target, OpOverload) or not node.args:
         return None
     schema = schema_of(node.target)
-    # Operators that may return their input, such as `reshape`, do not say so.
+    # Schemas of operators that may return their input, such as `reshape`, do not declare it.
     may = schema.returns[0].alias_info is not None or operator_name(node.target) in _MAY_VIEW
     return node.args[0] if may else None
 
 
-def _name(node: fx.Node) -> str:
+def _operator_name_of(node: fx.Node) -> str:
     return operator_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 
-def _draws(node: fx.Node) -> bool:
+def _draws_random_numbers(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -293,8 +304,8 @@ def _draws(node: fx.Node) -> bool:
     return bool(training) and bool(chance != 0.0)
 
 
-def _take_known(graph: fx.Graph, count: int) -> None:
-    """Makes inputs of the first `count` results of a trace."""
+def _turn_results_into_inputs(graph: fx.Graph, count: int) -> None:
+    """Turn the first `count` results of a trace into inputs, instead of computing them."""
     *_, output = graph.nodes
     results = list(output.args[0])
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]

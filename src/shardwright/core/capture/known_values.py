@@ -1,8 +1,8 @@
-"""Values of tensors that depend on no argument or parameter, such as of the mask
-`~torch.eye(n).bool()`: where shapes or branches depend on them alone, they are known.
+"""Values of tensors that depend on no argument or parameter, such as the mask
+`~torch.eye(n).bool()`. Shapes and branches may depend on known values during capture.
 
-Those of a buffer are what it holds at capture. That one was read is part of what was captured, as
-of an attribute: other values are another program.
+Buffers have their values at the time of capture. Capture records which buffers were read, as for
+attributes: with other values the captured program would be another one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _READING = {
     *(Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.combinations),
     *(Tensor.unique, torch.unique, Tensor.unique_consecutive, torch.unique_consecutive),
 }
-"""Functions whose result, or its shape, depends on values."""
+"""Functions whose result, or the shape of the result, depends on the values of tensors."""
 
 _LIKE = {
     *(torch.ones_like, torch.zeros_like, torch.full_like),
     *(Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, Tensor.new_tensor),
 }
-"""Those that read no value of their first argument."""
+"""Functions that read no value of their first argument, only its shape and dtype."""
 
 _METADATA = {
     *(Tensor.size, Tensor.stride, Tensor.storage_offset, Tensor.untyped_storage, Tensor.numel),
@@ -47,47 +47,50 @@ _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_nested", "is_quantized")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_mkldnn")),
 }
-"""What tracing asks of every tensor, over and over; no result is a tensor."""
+"""Functions that tracing calls most often; none returns a tensor, so no recipe is recorded."""
 
 _SELECTED = {torch.masked_select, Tensor.masked_select}
 
 
 class _UnknownError(Exception):
-    """A value that is drawn, or that cannot be computed without the model."""
+    """Raised for a value that is drawn at random or depends on arguments or parameters."""
 
 
 @dataclass(eq=False)
 class _Recipe:
-    """How a tensor was made.
+    """The function and arguments that computed a tensor.
 
     Args:
-        arguments: positional and named ones of `function`, with recipes in the place of tensors.
-        place: of the tensor among the results; None if it is the first argument, changed in place.
+        arguments: positional and keyword arguments of `function`, with recipes instead of tensors.
+        result_index: index of the tensor among the results; None if `function` changed its first
+            argument in place.
     """
 
     function: Callable[..., Any]
     arguments: Any
-    place: int | None = 0
+    result_index: int | None = 0
 
     @cached_property
     def value(self) -> Tensor:
         result = self.result()
-        value = result if self.place is None else pytree.tree_leaves(result)[self.place]
+        value = (
+            result if self.result_index is None else pytree.tree_leaves(result)[self.result_index]
+        )
         if type(value) is not Tensor or not value.is_cpu:
             raise _UnknownError
         return value
 
     def result(self) -> Any:
-        """What the function returns, or the first argument that it changes.
+        """Call the function; return its result, or the first argument if it is changed in place.
 
         Raises:
-            _UnknownError: if it draws random numbers, or fails.
+            _UnknownError: if the function draws random numbers or fails.
         """
         args, kwargs = pytree.tree_map_only(_Recipe, lambda r: r.value, self.arguments)
         drawn = torch.default_generator.get_state()
         try:
             with without_dispatch_modes(), without_torch_function(), torch.no_grad():
-                if self.place is None:
+                if self.result_index is None:
                     args = (args[0].clone(), *args[1:])
                 result = self.function(*args, **kwargs)
         except Exception as error:
@@ -95,24 +98,29 @@ class _Recipe:
         if not torch.equal(drawn, torch.default_generator.get_state()):
             torch.default_generator.set_state(drawn)
             raise _UnknownError
-        return args[0] if self.place is None else result
+        return args[0] if self.result_index is None else result
 
 
-def _held(tensor: Tensor, seen: int) -> Tensor:
-    """A tensor that was there before the call, if it is what it was."""
+def _require_unchanged(tensor: Tensor, seen: int) -> Tensor:
+    """Return a tensor made before `forward`.
+
+    Raises:
+        _UnknownError: if `tensor` was changed in place since version `seen`.
+    """
     if version(tensor) != seen:
         raise _UnknownError
     return tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _HeldBuffer:
-    """A buffer at the start of `forward`.
+class _BufferAtStart:
+    """A buffer of the model at the start of `forward`.
 
     Args:
-        fake: what stands for it in the trace.
-        seen: the version of that.
-        held: the buffer of the model.
+        place: path of the module and name of the buffer.
+        fake: the fake tensor for the buffer in the trace.
+        seen: version counter of `fake` at the start of `forward`.
+        held: the buffer itself.
     """
 
     place: tuple[str, str]
@@ -121,33 +129,35 @@ class _HeldBuffer:
     held: Tensor
 
 
-def _empty(like: Tensor) -> _Recipe:
-    """A tensor of that shape and dtype."""
+def _recipe_of_empty(like: Tensor) -> _Recipe:
+    """Return the recipe of an uninitialized tensor with the shape and dtype of `like`."""
     return _Recipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
 
 
-def _is_several(value: Any) -> bool:
+def _has_dims(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-_traces: list[KnownValues] = []
-"""Those of the capture that is under way."""
+_known_values_of_traces: list[KnownValues] = []
+"""Known values of each trace of the current capture."""
 
 
 @contextmanager
 def filling_caches() -> Iterator[None]:
-    """A context in which models are traced; at its end what the user's caches hold of known tensors
-    has values, or is forgotten.
+    """Return a context for tracing that leaves no fake tensor in the user's `lru_cache`s.
+
+    On exit, entries with known values get these values; other entries with fake tensors are
+    removed.
 
     Raises:
-        CaptureError: if a cache holds others, which the next call would read.
+        CaptureError: if a cache contains a fake tensor without a known value.
     """
     caches = CachedFunctions()
     try:
         yield
     finally:
-        kept = [pair for known in _traces for pair in known.kept()]
-        _traces.clear()
+        kept = [pair for known in _known_values_of_traces for pair in known.kept()]
+        _known_values_of_traces.clear()
         known = {id(tensor) for tensor, _ in kept}
         made = [
             cache
@@ -157,18 +167,18 @@ def filling_caches() -> Iterator[None]:
         fill(kept)
     if made:
         raise CaptureError(
-            f"`{made[0].__qualname__}` keeps, under `functools.lru_cache`, a tensor that its first "
-            "call draws, or computes of inputs or parameters: a captured model would make it anew "
-            "in each call. Keep it in a buffer, or call the model once before `plan`"
+            f"`{made[0].__qualname__}` caches, with `functools.lru_cache`, a tensor that its first "
+            "call draws or computes from inputs or parameters; a captured model would compute it "
+            "again in each call\nstore it in a buffer, or call the model once before `plan`"
         )
 
 
 class KnownValues(TorchFunctionMode):
-    """A context in which shapes and branches may depend on known values.
+    """Context of a trace in which shapes and branches may depend on known values.
 
     Args:
-        module: whose buffers have values.
-        twin: the copy of it that is traced.
+        module: the model, whose buffers have values.
+        twin: the copy of `module` that is traced.
 
     Attributes:
         read: path of the module and name of each buffer whose values were read.
@@ -177,23 +187,25 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
         super().__init__()
         self._recipes: Any = WeakTensorKeyDictionary()
-        self._held: dict[int, _HeldBuffer] = {}
+        self._buffers: dict[int, _BufferAtStart] = {}
         self.read: dict[tuple[str, str], None] = {}
         twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
         devices = {t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
         self._device = next(iter(devices), torch.device("cpu"))
-        _traces.append(self)
+        _known_values_of_traces.append(self)
 
     def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tensors that are alive and known, though their trace is over, with their values where
-        the model is."""
+        """Yield each fake tensor that is still alive after its trace and has a known value.
+
+        The second of each pair is its value, on the device of the model.
+        """
         for tensor, (seen, recipe) in list(self._recipes.items()):
             if isinstance(tensor, FakeTensor) and seen == version(tensor):
                 with suppress(_UnknownError):
                     yield tensor, recipe.value.to(self._device)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """What a tensor holds, whatever the arguments of the model are; None if that is unknown."""
+        """Return the value of a tensor that does not depend on arguments, or None if unknown."""
         seen, recipe = self._recipes.get(tensor, (None, None))
         with suppress(_UnknownError):
             if recipe is not None and seen == version(tensor):
@@ -202,16 +214,18 @@ class KnownValues(TorchFunctionMode):
         return None if isinstance(tensor, FakeTensor) else tensor
 
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
-        """`torch.export` may have put others in the place of the twin's."""
+        """Find the fake tensors of buffers; `torch.export` may have replaced those of `twin`."""
         held = dict(module.named_modules())
         for path, part in twin.named_modules():
             for name, fake in own_buffers(part).items():
                 buffer = own_buffers(held[path])[name] if path in held else None
                 if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
                     place = (path, name)
-                    self._held[id(fake)] = _HeldBuffer(place, ref(fake), version(fake), buffer)
+                    self._buffers[id(fake)] = _BufferAtStart(
+                        place, ref(fake), version(fake), buffer
+                    )
 
-    def _values(self, buffer: _HeldBuffer) -> Tensor:
+    def _read_buffer(self, buffer: _BufferAtStart) -> Tensor:
         self.read[buffer.place] = None
         return buffer.held.detach().cpu()
 
@@ -223,24 +237,24 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             if func in _READING or (func is torch.where and len(args) == 1):
-                return _Recipe(func, self._known((args, kwargs))).result()
+                return _Recipe(func, self._to_recipes((args, kwargs))).result()
         except _UnknownError:
             pass
-        if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_several(args[2])):
-            args = (args[0], self._index(args[1]), *args[2:])
+        if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _has_dims(args[2])):
+            args = (args[0], self._resolve_masks_of_index(args[1]), *args[2:])
         elif func in _SELECTED and len(args) == 2:
             shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-            mask = self._recorded(Tensor.expand, (args[1], shape), {})
-            places = self._places(mask)
+            mask = self._call_and_record(Tensor.expand, (args[1], shape), {})
+            places = self._indices_of_mask(mask)
             if places[0] is not mask:
                 return args[0].expand(shape)[places]
-        return self._recorded(func, args, kwargs)
+        return self._call_and_record(func, args, kwargs)
 
-    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function, and notes how its results were made."""
+    def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function and record the recipes of its results, if its arguments are known."""
         try:
-            read = (_empty(args[0]), *args[1:]) if func in _LIKE and args else args
-            known = self._known((read, kwargs))
+            read = (_recipe_of_empty(args[0]), *args[1:]) if func in _LIKE and args else args
+            known = self._to_recipes((read, kwargs))
         except _UnknownError:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -254,11 +268,15 @@ class KnownValues(TorchFunctionMode):
                 self._recipes[leaf] = version(leaf), _Recipe(func, known, place)
         return result
 
-    def _known(self, arguments: Any) -> Any:
-        """Arguments with recipes in the place of tensors."""
-        return pytree.tree_map(self._recipe, arguments)
+    def _to_recipes(self, arguments: Any) -> Any:
+        """Replace the tensors among arguments with their recipes.
 
-    def _recipe(self, leaf: Any) -> Any:
+        Raises:
+            _UnknownError: if the value of an argument is unknown.
+        """
+        return pytree.tree_map(self._find_recipe, arguments)
+
+    def _find_recipe(self, leaf: Any) -> Any:
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
             raise _UnknownError
         if not isinstance(leaf, Tensor):
@@ -266,28 +284,30 @@ class KnownValues(TorchFunctionMode):
         seen, recipe = self._recipes.get(leaf, (None, None))
         if recipe is not None and seen == version(leaf):
             return recipe
-        buffer = self._held.get(id(leaf))
+        buffer = self._buffers.get(id(leaf))
         if buffer is not None and buffer.fake() is leaf and buffer.seen == version(leaf):
-            return _Recipe(self._values, ((buffer,), {}))
+            return _Recipe(self._read_buffer, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
-            return _Recipe(_held, ((leaf, version(leaf)), {}))
+            return _Recipe(_require_unchanged, ((leaf, version(leaf)), {}))
         raise _UnknownError
 
-    def _index(self, index: Any) -> Any:
-        """An index with the places that its known masks select."""
+    def _resolve_masks_of_index(self, index: Any) -> Any:
+        """Replace the known masks of an index with the indices of their true elements."""
         parts = index if isinstance(index, tuple) else (index,)
         masks = [p for p in parts if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
         if not masks:
             return index
-        return tuple(place for part in parts for place in self._places(part))
+        return tuple(place for part in parts for place in self._indices_of_mask(part))
 
-    def _places(self, mask: Any) -> tuple[Any, ...]:
-        """The indices of what a mask selects, one for each of its dimensions; if they are not
-        known, or it is none, itself."""
+    def _indices_of_mask(self, mask: Any) -> tuple[Any, ...]:
+        """Return the indices of the true elements of a mask, one tensor per dimension.
+
+        Return `(mask,)` if its values are unknown or it is not a boolean mask.
+        """
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)
         try:
-            found = _Recipe(torch.nonzero, self._known(((mask,), {"as_tuple": True}))).result()
+            found = _Recipe(torch.nonzero, self._to_recipes(((mask,), {"as_tuple": True}))).result()
         except _UnknownError:
             return (mask,)
         return tuple(found)

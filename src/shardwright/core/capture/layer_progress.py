@@ -1,4 +1,4 @@
-"""Progress of a capture, by the layers that its trace has reached."""
+"""Progress of a capture, measured by the layers that the trace has reached."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from torch import nn
 from shardwright.progress import OnProgress, ignore_progress
 
 _SECONDS = 1.0
-"""Between two reports, where each may be a line."""
+"""Minimum time between two reports, since each may print a line."""
 
 _PHASES = 2
-"""The trace takes half of the time; what becomes of the traced operators takes the other."""
+"""Tracing takes about half of the time of a capture, rewriting the traced graph the rest."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def report_layers(twin: nn.Module, on_progress: OnProgress) -> None:
-    """Lets the layers of a copy of a model, which is about to be traced, report that they are
-    reached. Layers are what stands in a list or a sequence of modules."""
+    """Report progress when the trace of `twin`, a copy of a model, reaches each of its layers.
+
+    Layers are the children of each `nn.ModuleList` and `nn.Sequential`. The `forward` of each layer
+    is wrapped in place.
+    """
     if on_progress is ignore_progress:
         return
     lists = (module for module in twin.modules() if isinstance(module, _CONTAINERS))
@@ -37,10 +40,10 @@ def report_layers(twin: nn.Module, on_progress: OnProgress) -> None:
             on_progress("capture", number, _PHASES * len(layers))
 
     for number, layer in enumerate(layers):
-        layer.forward = _reporting(layer.forward, number, reach)
+        layer.forward = _wrap_forward(layer.forward, number, reach)
 
 
-def _reporting(
+def _wrap_forward(
     forward: Callable[..., Any], number: int, reach: Callable[[int], None]
 ) -> Callable[..., Any]:
     @wraps(forward)

@@ -1,4 +1,4 @@
-"""A call of a `local_map` on tensors without values, to see what it returns."""
+"""Dry call of a `local_map` target on fake tensors, to infer its results and side effects."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardwright.core.torch_internals.tensors import FakeTensorMode, version
 
 @dataclass(frozen=True)
 class DryResult:
-    """What a part returns on tensors without values.
+    """Results and side effects of a dry call.
 
     Args:
-        results: shapes and dtypes of the tensors in it.
-        output: makes what the call returns of such tensors.
-        changed: which parameters and buffers, by number, it changes.
-        constant: numbers of the arguments, parameters and buffers that get no gradient.
-        random: whether it draws random numbers.
-        changes_arguments: whether it changes a tensor argument in place.
+        results: shapes and dtypes of the returned tensors.
+        output: builds the return value of the call from the returned tensors.
+        changed: indices of the parameters and buffers that the call changes in place.
+        constant: indices of the tensor arguments, parameters and buffers that get no gradient.
+        random: whether the call draws random numbers.
+        changes_arguments: whether the call changes a tensor argument in place.
     """
 
     results: ShapesAndDtypes
@@ -44,10 +44,11 @@ class DryResult:
 
 @dataclass(frozen=True)
 class DryCall:
-    """A run of a part on tensors without values.
+    """A call of a `local_map` target on fake tensors.
 
     Args:
-        structure, constants, autocast: as those of `LocalCall`.
+        sample: the module or function to run.
+        structure, constants, autocast: as in `LocalCall`.
     """
 
     sample: Body
@@ -56,25 +57,30 @@ class DryCall:
     autocast: torch.dtype | None
 
     def run(self, tensors: Sequence[Tensor]) -> DryResult | None:
-        """What it returns; None if it needs values."""
+        """Call the target on fake tensors like `tensors`, the arguments, parameters and buffers.
+
+        Return None if the target needs the values of tensors.
+        """
         like = [
             (tuple(size_of(size) for size in t.shape), t.dtype, t.requires_grad) for t in tensors
         ]
         before = random.getstate(), np.random.get_state()
-        # None of the modes of a capture is active in a thread of its own.
+        # The dispatch modes of a capture are not active in a new thread.
         with ThreadPoolExecutor(1) as thread:
-            result = thread.submit(self._run, like).result()
+            result = thread.submit(self._run_fake, like).result()
         random.setstate(before[0])
         np.random.set_state(before[1])
         return result
 
-    def _run(self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> DryResult | None:
+    def _run_fake(
+        self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]
+    ) -> DryResult | None:
         given = self.structure.num_leaves - len(self.constants)
         try:
             with (
                 functions_applied_by(lambda _, args, kwargs, original: original()),
                 FakeTensorMode(),
-                _Effects() as effects,
+                _RecordEffects() as effects,
                 torch.autocast("cpu", self.autocast, enabled=self.autocast is not None),
             ):
                 tensors = [
@@ -105,12 +111,12 @@ class DryCall:
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
-        constant = _constant(tensors, found)
+        constant = _find_gradient_free(tensors, found)
         return DryResult(results, output, changed, constant, effects.random, in_place)
 
 
-def _constant(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
-    """Numbers of the tensors that require a gradient and get none from `results`."""
+def _find_gradient_free(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
+    """Return the indices of the tensors that require a gradient and get none from `results`."""
     trained = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
     reached = reached_by_gradients(results, [tensors[number] for number in trained])
     return frozenset(n for n, is_reached in zip(trained, reached, strict=True) if not is_reached)
@@ -122,11 +128,11 @@ _NORMALIZATIONS = frozenset(
         *("cudnn_batch_norm", "miopen_batch_norm"),
     )
 )
-"""Operators that change their fourth and fifth argument, of which no version tells."""
+"""Operators that change their fourth and fifth argument without increasing their version."""
 
 
-class _Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether random numbers are drawn, and which tensors are running statistics."""
+class _RecordEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that records draws of random numbers, and the ids of running statistics."""
 
     random = False
 
@@ -144,5 +150,5 @@ class _Effects(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def size_of(size: Any) -> Any:
-    """The size that a symbol stands for in this call."""
+    """Return the value that a symbolic size has in this call; other values are returned as is."""
     return size.node.hint if isinstance(size, torch.SymInt) else size

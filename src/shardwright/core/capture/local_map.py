@@ -1,4 +1,4 @@
-"""`local_map`: a part of a model that capture leaves as it is, as one operator of the graph."""
+"""`local_map`: a module or function that capture does not trace, as one operator of the graph."""
 
 from __future__ import annotations
 
@@ -46,42 +46,43 @@ def local_map(
     flops: float | None = None,
     saved_bytes: float | None = None,
 ) -> Target:
-    """Run a module or a function as it is, on local shards.
+    """Run a module or a function eagerly on local shards, without capturing its operators.
 
-    It is not captured: it runs eagerly, with its own Python, kernels and data-dependent shapes, and
-    autograd computes its backward pass.
+    The target keeps its own Python, kernels and data-dependent shapes, and autograd computes its
+    backward pass. Like JAX's `shard_map` and DTensor's `local_map`, but the plan decides which mesh
+    axes shard which dimension.
 
-    The whole model may be the target. It is then trained data parallel, with parameters stored as
-    the plan says, as by DDP or FSDP2. Like `shard_map` of JAX and `local_map` of DTensor; which
-    mesh axes cut which dimension is decided by the plan.
+    If the target is the whole model, the model is trained data parallel, with parameters replicated
+    or sharded by the plan, as by DDP or FSDP2.
 
     Args:
-        target: a module, which is marked and returned; or a function of tensors, whose marked form
-            is returned, to be called in `forward`. Parameters and buffers of a module are gathered
-            before a call, and the gradients of shards are summed.
-        notation: the dimensions of each tensor that it is called with, in order, and of each
-            result: `"b s _h, _h -> b s _h"`. A name is a dimension that may be sharded: shards give
-            the same as if they were computed together. `_` is one that may not, `_h` too, with a
-            name by which results have its size; `()` is a tensor without dimensions, and a number
-            the size of a result.
-        partial: of results that lack a name of an input: `"sum"` if they add up over its shards,
-            `"mean"` if their mean counts, as of a mean loss; one for all or one for each. Without
-            it, such a name is not sharded.
-        dtypes: of the results, where the target cannot run on tensors without values and they are
-            not that of the first floating-point input.
-        random: whether it draws random numbers from `torch`, where that cannot be seen so either.
-        buffers: names of the buffers of a module that it changes, where that cannot be seen so
-            either. New values become the mean over shards, counters those of the first.
-        flops, saved_bytes: of its forward pass on the whole batch: floating-point operations, and
-            bytes that are kept for the backward pass. By default they are counted on tensors
-            without values, or else taken from its inputs and results.
+        target: a module, which is marked in place; or a function of tensors, of which a marked
+            wrapper is returned, to be called in `forward`. Parameters and buffers of a module are
+            gathered before each call, and their gradients are summed over shards.
+        notation: the dimensions of each tensor argument, in order, and of each result:
+            `"b s _h, _h -> b s _h"`. A name such as `b` is a dimension that may be sharded: the
+            target must compute the same result on each shard alone. `_` is a dimension that may
+            not be sharded, and `_h` is one with a name, which gives results its size. `()` is a
+            tensor without dimensions. A number is the size of a dimension of a result.
+        partial: how results that lack a name of an input are reduced over its shards: `"sum"`, or
+            `"mean"` as for a mean loss; one value for all results or one for each. A name that such
+            a result lacks without `partial` is not sharded.
+        dtypes: dtypes of the results; needed if the target cannot run on fake tensors and a dtype
+            differs from that of the first floating-point input.
+        random: whether the target draws random numbers from `torch`; needed if it draws some and
+            cannot run on fake tensors.
+        buffers: names of the buffers that a module changes; needed if it cannot run on fake
+            tensors. New values are averaged over shards; counters are those of the first shard.
+        flops, saved_bytes: floating-point operations of the forward pass on the global batch, and
+            bytes saved for its backward pass. By default they are counted on fake tensors, or else
+            estimated from inputs and results.
 
     Returns:
         The module itself, or the marked function.
 
     Raises:
-        StrategyError: if the notation is malformed, or a function holds a module or a tensor that
-            is trained.
+        StrategyError: if the notation is malformed, or a function reads a trained module or tensor
+            that is not an argument.
 
     >>> import torch
     >>> import shardwright as sw
@@ -96,35 +97,35 @@ def local_map(
             f"local_map takes a module or a function, not {target!r}\n"
             f"write `sw.local_map(net.attention, {EXAMPLE})`"
         )
-    options = _options(notation, partial, dtypes, random, flops, saved_bytes)
+    options = _parse_options(notation, partial, dtypes, random, flops, saved_bytes)
     if isinstance(target, nn.Module):
-        attach(target, LocalMapTag(options, _known_buffers(target, buffers)))
+        attach(target, LocalMapTag(options, _check_buffer_names(target, buffers)))
         return target
-    _check_closure(target)
+    _check_reads_nothing_trained(target)
     function: Any = LocalFunction(target, options)
     return function  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
 class LocalMapTag(ModuleTag):
-    """Marks a module as a `local_map`."""
+    """Tag of a module that is a `local_map`."""
 
     options: Options
     buffers: frozenset[str] = frozenset()
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
-        part, names = self._part(module, place), list(_all_names(module).values())
+        part, names = self._make_local_part(module, place), list(_names_of_tensors(module).values())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Here, as a trace puts others in their place.
+            # Read in each call, since a trace replaces the parameters and buffers.
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
             return part.traced(args, kwargs, [tensors[name] for name, *_ in names])
 
         module.forward = forward
 
-    def _part(self, module: nn.Module, place: ModulePlace) -> LocalPart:
-        names = tuple(_all_names(module).values())
-        sample = _without_values(module)
+    def _make_local_part(self, module: nn.Module, place: ModulePlace) -> LocalPart:
+        names = tuple(_names_of_tensors(module).values())
+        sample = _copy_to_meta_device(module)
         text = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
         count = len({id(parameter) for parameter in module.parameters()})
         body = ModuleBody(weakref.ref(place.root), place.path, names, count, text)
@@ -132,34 +133,35 @@ class LocalMapTag(ModuleTag):
         statistics = tuple(
             number
             for number, (name, *_) in enumerate(names)
-            if name in self.buffers or _is_statistic(module, name)
+            if name in self.buffers or _is_running_statistic(module, name)
         )
         return LocalPart(str(place), self.options, body, sampled, statistics)
 
     def module_call(self, module: nn.Module, place: ModulePlace) -> ModuleCall:
-        """The call of a copy of the module that TorchDynamo puts into its graph."""
-        part = self._part(module, place)
-        names = tuple(name for name, *_ in _all_names(module).values())
+        """Return the call that TorchDynamo puts into its graph for a copy of the module."""
+        part = self._make_local_part(module, place)
+        names = tuple(name for name, *_ in _names_of_tensors(module).values())
         return ModuleCall(as_one_call(lambda *call: part.traced(*call)), names)
 
 
-def _known_buffers(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
-    """
+def _check_buffer_names(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
+    """Return the names of changed buffers as a set.
+
     Raises:
-        StrategyError: if a name is of no buffer.
+        StrategyError: if a name is not that of a buffer.
     """
     own = dict(module.named_buffers())
     for name in names:
         if name not in own:
             raise StrategyError(
                 f"local_map: {name!r} is no buffer of the {type(module).__name__}\n"
-                f"its buffers are {', '.join(own) or 'none'}"
+                f"give names of its buffers: {', '.join(own) or 'none'}"
             )
     return frozenset(names)
 
 
 def calls_of_modules(twin: nn.Module, root: nn.Module) -> dict[int, ModuleCall]:
-    """The calls of the `local_map` modules of `twin`, a copy of the model `root`, by their id."""
+    """Return the calls of the `local_map` modules of `twin`, a copy of `root`, by module id."""
     calls: dict[int, ModuleCall] = {}
     for path, module in twin.named_modules():
         tag = vars(module).get("shardwright", {}).get(LocalMapTag.__name__)
@@ -170,12 +172,12 @@ def calls_of_modules(twin: nn.Module, root: nn.Module) -> dict[int, ModuleCall]:
 
 
 def is_local_map(module: nn.Module) -> bool:
-    """Whether a module is marked as a `local_map`."""
+    """Return whether a module is marked as a `local_map`."""
     return any(isinstance(tag, LocalMapTag) for tag in vars(module).get("shardwright", {}).values())
 
 
 class LocalFunction:
-    """A function that is marked as a `local_map`; called as the function."""
+    """Wrapper of a function that is marked as a `local_map`; calls the function."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self.function, self.options = function, options
@@ -204,14 +206,18 @@ class LocalFunction:
         self.call_in_graph = call_in_graph
 
     def traced(self, args: Any, kwargs: Any) -> Any:
-        """The call while a model is traced."""
+        """Trace a call of the function as one operator.
+
+        Raises:
+            StrategyError: if the call does not fit the notation.
+        """
         body = FunctionBody(self.function)
         where = f"{body.text} at {current_line()}"
         return LocalPart(where, self.options, body, body).traced(args, kwargs, [])
 
 
 def calls_in_graph() -> AbstractContextManager[Any]:
-    """A context in which TorchDynamo traces calls of marked functions as one call each."""
+    """Return a context in which TorchDynamo traces each call of a marked function as one node."""
 
     def call(self: LocalFunction, *args: Any, **kwargs: Any) -> Any:
         return self.call_in_graph(args, kwargs)
@@ -220,9 +226,9 @@ def calls_in_graph() -> AbstractContextManager[Any]:
 
 
 def call_locally(function: LocalFunction, args: Any, kwargs: Any) -> Any:
-    """Calls a marked function; a capture takes the call for one operator."""
+    """Call a marked function; a capture records the call as one operator."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    # Modes are asked only here, so that they surround the function everywhere else.
+    # Only an export passes the call to modes; otherwise they see the operators of the function.
     if torch.compiler.is_exporting() and has_torch_function(tensors):
         return handle_torch_function(call_locally, tensors, function, args, kwargs)
     return function.function(*args, **kwargs)
@@ -234,15 +240,15 @@ _NORMALIZATIONS = (
 )
 
 
-def _is_statistic(module: nn.Module, name: str) -> bool:
-    """Whether a tensor is a running statistic of a normalization that is being trained."""
+def _is_running_statistic(module: nn.Module, name: str) -> bool:
+    """Whether a tensor is a running statistic of a normalization in training mode."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     return isinstance(owner, _NORMALIZATIONS) and owner.training and leaf in own_buffers(owner)
 
 
-def _all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """All names of each parameter and buffer, the parameters first."""
+def _names_of_tensors(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return all names of each parameter and buffer by tensor id, parameters first."""
     names: dict[int, tuple[str, ...]] = {}
     for named in (
         module.named_parameters(remove_duplicate=False),
@@ -253,8 +259,8 @@ def _all_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     return names
 
 
-def _without_values(module: nn.Module) -> nn.Module:
-    """A copy on the meta device."""
+def _copy_to_meta_device(module: nn.Module) -> nn.Module:
+    """Copy a module with its parameters and buffers on the meta device."""
     memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(
@@ -266,7 +272,7 @@ def _without_values(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _options(
+def _parse_options(
     notation: str,
     partial: Any,
     dtypes: Any,
@@ -274,26 +280,27 @@ def _options(
     flops: float | None,
     saved_bytes: float | None,
 ) -> Options:
-    """
+    """Parse the arguments of `local_map`.
+
     Raises:
-        StrategyError: if they are malformed.
+        StrategyError: if an argument is malformed.
     """
     left, arrow, right = notation.partition("->") if isinstance(notation, str) else ("", "", "")
-    inputs, outputs = _entries(left), _entries(right)
+    inputs, outputs = _parse_entries(left), _parse_entries(right)
     tokens = [token for entry in (*inputs, *outputs) for token in entry]
     digits = [token for entry in inputs for token in entry if token.isdigit()]
     bad = [t for t in tokens if not (t.isidentifier() or t.isdigit())] + digits
     if not arrow or not outputs or bad:
-        what = f"{bad[0]!r} is no name" if bad else "it has no inputs and results around an arrow"
+        what = f"{bad[0]!r} is no name" if bad else "it needs inputs and results around an arrow"
         raise StrategyError(
-            f"local_map: {notation!r} is not a notation: {what}\nwrite a name of a dimension that "
-            f"may be sharded, `_` for another, `()` for a number, such as {EXAMPLE}"
+            f"local_map: {notation!r} is not a notation: {what}\nwrite a name for each dimension "
+            f"that may be sharded, `_` for others, `()` for a tensor without dimensions: {EXAMPLE}"
         )
     partials = tuple(partial) if isinstance(partial, (tuple, list)) else (partial,) * len(outputs)
     if len(partials) != len(outputs) or not {None, "sum", "mean"}.issuperset(partials):
         raise StrategyError(
             f"local_map {notation!r}: partial={partial!r} does not fit its {len(outputs)} results\n"
-            'give `"sum"`, `"mean"` or None for all, or one for each: '
+            'give "sum", "mean" or None for all results, or one for each: '
             f"partial={('mean', *(None,) * (len(outputs) - 1))}"
         )
     if isinstance(dtypes, torch.dtype):
@@ -312,7 +319,7 @@ def _options(
 def _check_can_be_sharded(declaration: Declaration) -> None:
     """
     Raises:
-        StrategyError: if some dimensions are named, and results without `partial` lack all of them.
+        StrategyError: if dimensions are named, but each is missing in a result without `partial`.
     """
     names = dict.fromkeys(n for dims in declaration.input_dims for n in dims if n is not None)
     results = list(zip(declaration.output_dims, declaration.partial, strict=True))
@@ -328,57 +335,60 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     given = reductions[0] if len(results) == 1 else f"({', '.join(reductions)})"
     raise StrategyError(
         f"local_map {declaration.text!r}: result {number} lacks {name!r}, so nothing can be sharded"
-        f'\nsay what it is over shards: partial={given}, or "sum"; or write `_` for {name!r}'
+        f'\nsay how shards are reduced: partial={given}, or "sum"; or write `_` for {name!r}'
     )
 
 
-def _entries(side: str) -> tuple[tuple[str, ...], ...]:
+def _parse_entries(side: str) -> tuple[tuple[str, ...], ...]:
     texts = [text.strip() for text in side.split(",")] if side.strip() else []
     return tuple(() if text == "()" else tuple(text.split()) for text in texts)
 
 
-def _check_closure(function: Any) -> None:
+def _check_reads_nothing_trained(function: Any) -> None:
     """
     Raises:
-        StrategyError: if a function reads what is trained other than by its arguments.
+        StrategyError: if a function reads a trained module or tensor that is not an argument.
     """
     for owner in trained_reads(function):
         raise StrategyError(
             f"local_map: {function_text(function)!r} reads a"
-            f" {type(owner).__name__} that is not among its arguments, and would get no"
-            " gradient of other shards\n"
+            f" {type(owner).__name__} that is not among its arguments, and would miss the"
+            " gradients of other shards\n"
             "give the module itself (`sw.local_map(net.attention, …)`), or pass the tensor"
         )
 
 
 def trained_reads(function: Any) -> Iterator[Any]:
-    """The trained modules and tensors that a function reads beside its arguments."""
-    for thing in _things_read(function):
+    """Yield the trained modules and tensors that a function reads and that are not arguments."""
+    for thing in _list_captured_values(function):
         tensors = thing.parameters() if isinstance(thing, nn.Module) else (thing,)
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
             yield thing
 
 
-def _things_read(function: Any) -> Iterator[Any]:
-    """What a function has besides its arguments: its object, bound arguments, variables of
-    enclosing functions, and global variables that its code reads."""
+def _list_captured_values(function: Any) -> Iterator[Any]:
+    """Yield the values that a function reads and that are not arguments.
+
+    These are its object (`__self__`), arguments bound by `functools.partial`, variables of
+    enclosing functions, and global variables.
+    """
     if isinstance(function, functools.partial):
         yield from pytree.tree_leaves((function.args, function.keywords))
-        yield from _things_read(function.func)
+        yield from _list_captured_values(function.func)
         return
     yield getattr(function, "__self__", None)
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function):
         return
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # Of a variable that has no value yet.
+        with suppress(ValueError):  # A variable that has no value yet.
             yield from pytree.tree_leaves(cell.cell_contents)
     for name in _global_names(function.__code__):
         yield from pytree.tree_leaves(function.__globals__.get(name))
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
-    """Names of the global variables that code and the functions in it read."""
+    """Yield the names of the global variables read by code, including nested functions."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield instruction.argval

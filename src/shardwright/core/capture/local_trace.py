@@ -1,9 +1,9 @@
-"""The trace of a `local_map`: its call becomes one call of the operator `shardwright::local_map`.
+"""Trace of a `local_map`: each call becomes one call of the operator `shardwright::local_map`.
 
-The operator reads the tensors of the call, then the parameters and buffers of the module. The
-original code is not traced. It is run once on tensors without values, in a thread of its own, which
-none of the modes of a capture reaches; where it needs values, the shapes of its results come from
-the notation. A rewrite then gives the operator its target, a `LocalCall`.
+The operator reads the tensor arguments of the call, then the parameters and buffers of the module.
+The code of the target is not traced. It runs once on fake tensors, in a new thread, where the modes
+of the capture are not active; if it needs values, the notation gives the shapes of its results.
+Canonicalization then replaces the operator by a `LocalCall`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, StrategyError
 
 ResultTypes = list[tuple[tuple[Any, ...], torch.dtype]]
-"""Shape and dtype of each result; sizes may be symbols."""
+"""Shape and dtype of each result; sizes may be symbolic."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user says of a `local_map`.
+    """Options that a user passes to `local_map`.
 
     Args:
-        declaration: its notation, and which results are partial.
-        dtypes: of the results, if they are stated.
-        random, flops, saved_bytes: as those of `LocalCall`; `random` is None if it is to be seen.
+        declaration: the notation, and which results are partial.
+        dtypes: dtypes of the results; None to infer them.
+        random, flops, saved_bytes: as in `LocalCall`; `random` is None to infer it.
     """
 
     declaration: Declaration
@@ -47,11 +47,14 @@ class Options:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A part of a model that is left as it is, while the model is traced.
+    """A `local_map` target during the trace of a model.
 
     Args:
-        where: names it in errors.
-        statistics: numbers of buffers that it changes in any case.
+        where: name of the target in error messages.
+        body: the module or function that runs.
+        sample: the module or function for dry calls on fake tensors.
+        statistics: indices, among parameters and buffers, of the buffers that the target always
+            changes.
     """
 
     where: str
@@ -65,23 +68,28 @@ class LocalPart:
         return self.options.declaration
 
     def traced(self, args: Any, kwargs: Any, state: list[Tensor]) -> Any:
-        """Its results, of one operator.
+        """Trace a call of the target as one operator and return its results.
+
+        Args:
+            args, kwargs: arguments of the call.
+            state: parameters and buffers of the target.
 
         Raises:
             StrategyError: if the call does not fit the notation.
+            CaptureError: if a symbolic size of a result has no name.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = tuple((n, x) for n, x in enumerate(leaves) if not isinstance(x, Tensor))
-        self._check(tensors)
+        self._check_arguments(tensors)
         region = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         dry = DryCall(self.sample, structure, constants, region).run([*tensors, *state])
         results, output = (
-            self._as_declared(tensors, [*tensors, *state])
+            self._types_by_notation(tensors, [*tensors, *state])
             if dry is None
-            else (self._as_seen(dry, tensors), dry.output)
+            else (self._types_by_dry_call(dry, tensors), dry.output)
         )
-        changed = self._changed_buffers(dry, state)
+        changed = self._find_changed_buffers(dry, state)
         options = self.options
         call = LocalCall(
             name=self.body.path if isinstance(self.body, ModuleBody) else self.body.text,
@@ -100,13 +108,13 @@ class LocalPart:
         results += [(tuple(state[number].shape), state[number].dtype) for number in changed]
         constant = frozenset[int]() if dry is None else dry.constant
         read = [t.detach() if n in constant else t for n, t in enumerate([*tensors, *state])]
-        made = _one_operator(call, read, results)
+        made = _call_operator(call, read, results)
         with torch.no_grad():
             for number, value in zip(changed, made[len(made) - len(changed) :], strict=True):
                 state[number].copy_(value)
         return output(made[: len(made) - len(changed)])
 
-    def _check(self, tensors: Sequence[Tensor]) -> None:
+    def _check_arguments(self, tensors: Sequence[Tensor]) -> None:
         """
         Raises:
             StrategyError: if the call does not fit the notation.
@@ -130,12 +138,12 @@ class LocalPart:
                         "give dimensions of different sizes different names"
                     )
 
-    def _as_seen(self, dry: DryResult, tensors: Sequence[Tensor]) -> ResultTypes:
-        """Shape and dtype of each result, as it returns them without values.
+    def _types_by_dry_call(self, dry: DryResult, tensors: Sequence[Tensor]) -> ResultTypes:
+        """Return the shape and dtype of each result of a dry call.
 
         Raises:
-            StrategyError: if the notation says otherwise.
-            CaptureError: if sizes are symbols, and one that depends on them has no name.
+            StrategyError: if they do not fit the notation.
+            CaptureError: if arguments have symbolic sizes and a size of a result has no name.
         """
         shapes, declared = [shape for shape, _ in dry.results], self.declared
         self._check_results(shapes, tensors)
@@ -143,29 +151,31 @@ class LocalPart:
         symbolic = any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape)
         if symbolic and any(token not in sizes for entry in declared.outputs for token in entry):
             raise CaptureError(
-                f"local_map {self.where}: which sizes of its results depend on the call is unknown"
+                f"local_map {self.where}: it is unknown which sizes of its results depend on its "
+                'arguments\nname dimensions of results after those of arguments: "b _h -> b _h"'
             )
         return [
             (declared.shape(number, sizes, shape), dtype)
             for number, (shape, dtype) in enumerate(dry.results)
         ]
 
-    def _as_declared(
+    def _types_by_notation(
         self, tensors: Sequence[Tensor], every: Sequence[Tensor]
     ) -> tuple[ResultTypes, Callable[[Sequence[Tensor]], Any]]:
-        """Shape and dtype of each result, as the user declares them, and what the call returns.
+        """Return the shape and dtype of each result by the notation, and a function that builds the
+        return value from the results.
 
         Raises:
-            StrategyError: if a size is unknown.
+            StrategyError: if the notation does not determine a size.
         """
         entries, sizes = self.declared.outputs, self.declared.sizes(tensors)
         for entry in entries:
             unknown = [token for token in entry if token not in sizes and not token.isdigit()]
             if unknown:
                 raise StrategyError(
-                    f"local_map {self.where}: it needs values to run, so the size of"
-                    f" `{unknown[0]}` in `{self.declared.text}` is not known\n"
-                    'use the name of an input\'s dimension, such as `_h` in "b _h -> b _h", or a'
+                    f"local_map {self.where}: it needs the values of tensors, so the"
+                    f" size of `{unknown[0]}` in `{self.declared.text}` is unknown\n"
+                    'name it after a dimension of an argument, as in "b _h -> b _h", or write a'
                     ' number, as in "b _h -> b 10"'
                 )
         shapes = [tuple(sizes[t] if t in sizes else int(t) for t in entry) for entry in entries]
@@ -174,11 +184,11 @@ class LocalPart:
         types: ResultTypes = list(zip(shapes, dtypes, strict=True))
         return types, lambda made: made[0] if len(made) == 1 else tuple(made)
 
-    def _changed_buffers(self, dry: DryResult | None, state: Sequence[Tensor]) -> list[int]:
-        """Numbers of the buffers that it changes, such as running statistics.
+    def _find_changed_buffers(self, dry: DryResult | None, state: Sequence[Tensor]) -> list[int]:
+        """Return the indices of the buffers that the target changes, such as running statistics.
 
         Raises:
-            StrategyError: if it changes something else.
+            StrategyError: if the target changes a parameter or a boolean buffer.
         """
         changed = sorted({*self.statistics, *(() if dry is None else dry.changed)})
         for number in changed:
@@ -186,15 +196,15 @@ class LocalPart:
             if isinstance(value, nn.Parameter) or value.dtype == torch.bool:
                 name = self.body.names[number][0] if isinstance(self.body, ModuleBody) else ""
                 raise StrategyError(
-                    f"local_map {self.where}: it changes {name!r}, and only buffers of numbers may"
-                    " be changed\nchange it outside of `forward`, or compute it in a new tensor"
+                    f"local_map {self.where}: it changes {name!r} in place, but may change only"
+                    " numeric buffers\nchange it outside of `forward`, or compute a new tensor"
                 )
         return changed
 
     def _check_results(self, shapes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]) -> None:
         """
         Raises:
-            StrategyError: if what it returns without values is not what the notation says.
+            StrategyError: if the results of a dry call do not fit the notation.
         """
         entries, text = self.declared.outputs, self.declared.text
         sizes = {n: size_of(s) for n, s in self.declared.sizes(tensors).items()}
@@ -218,8 +228,11 @@ class LocalPart:
 
 
 def example_entries(tensors: Sequence[Tensor]) -> str:
-    """A notation of the tensors of a call in which the first dimension of the first tensor may be
-    sharded, and that of others of its size."""
+    """Return the notation of tensor arguments, for the example in an error message.
+
+    `b` is the first dimension of the first tensor and of all tensors with the same first size;
+    other dimensions are `_`.
+    """
     sizes = [t.shape[0] for t in tensors if t.ndim]
 
     def entry(tensor: Tensor) -> str:
@@ -231,7 +244,7 @@ def example_entries(tensors: Sequence[Tensor]) -> str:
     return ", ".join(map(entry, tensors))
 
 
-def _one_operator(
+def _call_operator(
     call: LocalCall, tensors: Sequence[Tensor], results: ResultTypes
 ) -> Sequence[Tensor]:
     shapes = [shape for shape, _ in results]
@@ -247,7 +260,7 @@ def _one_operator(
 
 @dataclass(frozen=True, eq=False)
 class _CallTag:
-    """What a call of the operator stands for; its results follow from the node."""
+    """Tag of a node of the operator, with its `LocalCall`; results are read from the node."""
 
     call: LocalCall
 
@@ -256,7 +269,7 @@ class _CallTag:
 def _local_map(
     tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
 ) -> list[Tensor]:
-    """What stands for a `local_map` while a model is traced: its results have these shapes."""
+    """Placeholder of a `local_map` during the trace, with results of the given sizes."""
     raise NotImplementedError
 
 
@@ -273,7 +286,7 @@ def _(
 
 
 @rewrites(torch.ops.shardwright.local_map.default)
-def _local_call(node: fx.Node) -> fx.Node:
+def _replace_by_local_call(node: fx.Node) -> fx.Node:
     call = next(tag.call for tag in tags_of(node) if isinstance(tag, _CallTag))
     made = node.meta["val"]
     call = replace(call, results=tuple((tuple(t.shape), t.dtype) for t in made))

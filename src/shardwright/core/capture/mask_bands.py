@@ -1,6 +1,6 @@
-"""Proofs that a mask of attention allows each query the keys near its position.
+"""Proofs that an attention mask is a band: each query attends to the keys near its position.
 
-What a mask of all pairs allows is proved on the vectors of positions that it compares.
+A mask that compares positions of queries and keys is proved on these two vectors, not on all pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class Band(NamedTuple):
-    """Of the query at position i a mask allows the keys from i - `before` to i + `after`."""
+    """A mask that allows the query at position i the keys from i - `before` to i + `after`."""
 
     before: float = inf
     after: float = inf
@@ -31,7 +31,7 @@ class Band(NamedTuple):
 ALL, CAUSAL = Band(), Band(after=0)
 
 MOST_ELEMENTS = 1 << 24
-"""Of tensors whose numbers are looked at."""
+"""Maximum number of elements of a tensor that is evaluated for a proof."""
 
 AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
@@ -44,63 +44,67 @@ _COMPARISONS = {
     aten.le.Tensor: (torch.ge, True),
     aten.lt.Tensor: (torch.gt, True),
 }
-"""As "greater" or "greater or equal", and whether the two sides change places."""
+"""Each comparison as `gt` or `ge`, and whether its two sides are swapped for that."""
 _OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
 
 
 class BandProofs:
-    """Which masks of a graph allow a band of keys."""
+    """Proofs of which masks of a graph are bands."""
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, Tensor | None] = {}
         self._bands: dict[fx.Node, Band | None] = {}
 
     def band(self, mask: fx.Node) -> Band | None:
-        """What a boolean mask allows, where that is a band; None for anything else."""
+        """Return the band that a boolean mask allows, or None if this is not proved."""
         if mask not in self._bands:
-            self._bands[mask] = self._band(mask)
+            self._bands[mask] = self._prove_band(mask)
         return self._bands[mask]
 
-    def _band(self, mask: fx.Node) -> Band | None:
+    def _prove_band(self, mask: fx.Node) -> Band | None:
         if mask.meta["val"].dtype != torch.bool or mask.op != "call_function":
             return None
         if mask.target in AND:
-            first, *others = (self._broadcast(each, mask) for each in mask.args)
+            first, *others = (self._band_of_reshaped(each, mask) for each in mask.args)
             for band in others:
                 first = None if first is None or band is None else first & band
             return first
         if mask.target in SAME:
-            return self._broadcast(mask.args[0], mask)
+            return self._band_of_reshaped(mask.args[0], mask)
         if mask.target in _ONES:
             return ALL
         if mask.target in _TRIANGLES:
-            return self._triangle(mask)
+            return self._band_of_triangle(mask)
         if mask.target in _NOT:
-            return self._comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
+            return self._band_of_comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
         if mask.target is aten.eq.Tensor:
             numbers = [n for each in mask.args if (n := self._value(each)) is not None]
             ends = [end.item() for n in numbers for end in n.aminmax()]
             return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
         if mask.target in _COMPARISONS:
-            return self._comparison(mask)
+            return self._band_of_comparison(mask)
         value = self._value(mask)
         return ALL if value is not None and bool(value.all()) else None
 
-    def _broadcast(self, source: Any, mask: fx.Node) -> Band | None:
-        """The band of a mask that becomes one of perhaps more pairs."""
+    def _band_of_reshaped(self, source: Any, mask: fx.Node) -> Band | None:
+        """Return the band of `mask`, an expanded or reshaped `source`, or None if not proved."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
         return band if band == ALL or same_pairs else None
 
-    def _triangle(self, mask: fx.Node) -> Band | None:
-        """What a triangle that has the main diagonal leaves of a mask."""
+    def _band_of_triangle(self, mask: fx.Node) -> Band | None:
+        """Return the band of `tril` or `triu` of a mask, or None if the main diagonal is masked."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
         return None if band is None or reach < 0 else band & Band(**{name: reach})
 
-    def _comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
-        """Of numbers of the queries `[..., s, 1]` with those of the keys `[..., 1, t]`."""
+    def _band_of_comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
+        """Return the band of a comparison of queries `[..., s, 1]` and keys `[..., 1, t]`, or None.
+
+        Args:
+            opposite: whether the comparison is negated.
+        """
         if mask.target not in _COMPARISONS or len(node_shape(mask)) < 2:
             return None
         greater, swapped = _COMPARISONS[mask.target]
@@ -114,20 +118,22 @@ class BandProofs:
         if swapped:
             first, second = second, first
         if first.shape[-1] == 1 and second.shape[-2] == 1:
-            return _allowed(first.squeeze(-1), second.squeeze(-2), greater)
+            return _band_where_greater(first.squeeze(-1), second.squeeze(-2), greater)
         if first.shape[-2] == 1 and second.shape[-1] == 1:
-            return _allowed(_reversed(second).squeeze(-1), _reversed(first).squeeze(-2), greater)
+            return _band_where_greater(
+                _negate_order(second).squeeze(-1), _negate_order(first).squeeze(-2), greater
+            )
         return None
 
     def _value(self, node: Any) -> Tensor | None:
-        """The numbers of a tensor that is made of nothing but constants, if they are few."""
+        """Return the values of a small tensor that is computed from constants only, or None."""
         if not is_tensor(node):
             return None
         if node not in self._values:
-            self._values[node] = self._evaluated(node)
+            self._values[node] = self._evaluate(node)
         return self._values[node]
 
-    def _evaluated(self, node: fx.Node) -> Tensor | None:
+    def _evaluate(self, node: fx.Node) -> Tensor | None:
         size = node.meta["val"].numel()
         if not isinstance(node.target, OpOverload) or not 0 < size <= MOST_ELEMENTS:
             return None
@@ -142,21 +148,23 @@ class BandProofs:
         return result
 
 
-def _allowed(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
-    """Which keys are allowed where `greater(query, key)`; both `[..., positions]`."""
+def _band_where_greater(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
+    """Return the band where `greater(query, key)`, or None; both tensors `[..., positions]`."""
     if bool(greater(queries.amin(), keys.amax())):
         return ALL
-    after = _reach(queries, keys, greater)
+    after = _count_keys_after(queries, keys, greater)
     if after is not None:
         return Band(after=after)
-    before = _reach(queries.flip(-1), keys.flip(-1), greater)
+    before = _count_keys_after(queries.flip(-1), keys.flip(-1), greater)
     same = queries.shape[-1] == keys.shape[-1]
     return Band(before=before) if same and before is not None else None
 
 
-def _reach(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
-    """How many keys behind its own position each query reads, and all before; None if they differ,
-    or not all have a key of their own."""
+def _count_keys_after(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
+    """Return the number of keys after its own position that each query reads, besides all before.
+
+    Return None if the number differs between queries, or a query does not read its own position.
+    """
     if queries.shape[-1] > keys.shape[-1]:
         return None
     reach = int(greater(queries[..., :1], keys).sum(-1).amin()) - 1
@@ -170,6 +178,6 @@ def _reach(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
     return reach if bool(exact) else None
 
 
-def _reversed(numbers: Tensor) -> Tensor:
-    """Numbers in the opposite order; the negative of an integer may overflow."""
+def _negate_order(numbers: Tensor) -> Tensor:
+    """Reverse the order of numbers: negate floats, invert integers (negation may overflow)."""
     return -numbers if numbers.is_floating_point() else ~numbers.long()

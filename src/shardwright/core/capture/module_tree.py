@@ -1,4 +1,4 @@
-"""A module without Python of its own that has the parameters, buffers and paths of another one."""
+"""A module with the parameters, buffers and module paths of another one, but without its code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shardwright.core.torch_internals.modules import own_buffers, own_modules, o
 
 
 class ModuleTree(nn.Module):
-    """The tensors of a model, called with the arguments of a call of the model.
+    """Module with the tensors of a model, whose `forward` calls a function.
 
     Args:
         model: the model.
-        program: called with this module, the leaves of the arguments, and further tensors by name;
-            returns the leaves of the result.
+        program: function that `forward` calls with this module, the leaves of the arguments, and
+            further tensors by name; returns the leaves of the result.
     """
 
     def __init__(

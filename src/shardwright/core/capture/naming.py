@@ -1,4 +1,4 @@
-"""Names of operators, after the modules that call them, and their lines in the user's source."""
+"""Names of operators, after the modules that call them, and their lines in the user's code."""
 
 from __future__ import annotations
 
@@ -50,23 +50,26 @@ MAIN = (
     batch_norm_train,
     instance_norm_train,
 )
-"""Of several operators of a leaf module, the first in this order gets the module's name."""
+"""Operators that may get the name of their leaf module, by descending priority."""
 
 
 def local_operator_name(target: Any) -> str:
-    """`linear` for `aten.linear.default`, or the name of a Python function."""
+    """Return the name of an operator in its module: `linear` for `aten.linear.default`."""
     if isinstance(target, OpOverload):
         return schema_of(target).name.split("::")[-1].strip("_")
     return str(getattr(target, "__name__", target))
 
 
 def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str]:
-    """A unique name for every operator of the graph (`getitem` is not an operator).
+    """Return a unique name for each operator of the graph; `getitem` is not an operator.
 
-    The main operator of a module without children, and a dispatch to experts, whose children are
-    parts of it, has the module's path as its name; the others are
-    `path.operator`, `path.operator_1`, …. The path of a second call is `path@2`. The addition of a
-    bias is `<name of the operator>.bias`.
+    The main operator of a leaf module is named by the path of the module, as is an operator that
+    replaces the children of its module (`experts`, `local_map`). Others are `path.operator`,
+    `path.operator_1`, …. The path of a second call is `path@2`. The addition of a bias is
+    `<name of the operator>.bias`.
+
+    Args:
+        leaves: paths of the modules without children.
     """
     calls: dict[tuple[str, int], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -77,7 +80,7 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
         whole = module in leaves or any(_replaces_children(node.target) for node in nodes)
-        main = _main(nodes) if module and whole else None
+        main = _find_main_operator(nodes) if module and whole else None
         for node in nodes:
             product = node.meta.get("bias_of")
             if node is main:
@@ -86,17 +89,17 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
                 name = f"{names[product]}.bias"
             else:
                 name = ".".join(filter(None, (path, local_operator_name(node.target))))
-            names[node] = _unique(name, used)
+            names[node] = _make_unique(name, used)
     return names
 
 
 def _replaces_children(target: object) -> bool:
-    """Whether an operator computes what the children of its module would."""
+    """Whether an operator replaces the calls of the children of its module."""
     return target is experts or is_module_call(target)
 
 
-def _unique(name: str, used: Counter[str]) -> str:
-    """`name`, or with the next number that is free: `path.add_1`."""
+def _make_unique(name: str, used: Counter[str]) -> str:
+    """Return `name`, or `name` with the next unused number, as in `path.add_1`."""
     candidate = name
     while candidate in used:
         candidate = f"{name}_{used[name]}"
@@ -105,7 +108,7 @@ def _unique(name: str, used: Counter[str]) -> str:
     return candidate
 
 
-def _main(nodes: list[fx.Node]) -> fx.Node | None:
+def _find_main_operator(nodes: list[fx.Node]) -> fx.Node | None:
     candidates = [node for node in nodes if "bias_of" not in node.meta]
     for target in MAIN:
         for node in candidates:
@@ -120,72 +123,75 @@ _LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
-def _is_users(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     return not file.startswith((_OURS, _TORCH, "<"))
 
 
 def is_users_function(file: str) -> bool:
-    """Whether a file is neither of an installed library nor of Python's."""
-    return _is_users(file) and not file.startswith(_LIBRARIES)
+    """Return whether a file is the user's: not of an installed library, nor of Python."""
+    return _is_user_file(file) and not file.startswith(_LIBRARIES)
 
 
-def _frame(node: fx.Node) -> tuple[str, int] | None:
-    """The innermost frame of user code in the call stack of the operator."""
+def _innermost_user_frame(node: fx.Node) -> tuple[str, int] | None:
+    """Return file and line of the innermost user frame in the call stack of an operator."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    users = [(file, int(line)) for file, line in frames if _is_users(file)]
+    users = [(file, int(line)) for file, line in frames if _is_user_file(file)]
     return users[-1] if users else None
 
 
 def source_of(node: fx.Node) -> str:
-    """`file.py:12`, or `""` if unknown."""
-    frame = _frame(node)
+    """Return the user's line that calls an operator, as `file.py:12`; `""` if unknown."""
+    frame = _innermost_user_frame(node)
     return f"{Path(frame[0]).name}:{frame[1]}" if frame else ""
 
 
-def _describe(file: str, line: int) -> str:
+def _format_line(file: str, line: int) -> str:
     return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
 
 
 NO_LINE = "the model"
-"""In place of the line of an error that no line of the user's code has raised."""
+"""Stands for the line of an error that was not raised below user code."""
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's line that calls the operator, with its text, for error messages."""
-    frame = _frame(node)
-    return _describe(*frame) if frame else f"operator {node.target}"
+    """Return the user's line that calls an operator, with its source text, for error messages."""
+    frame = _innermost_user_frame(node)
+    return _format_line(*frame) if frame else f"operator {node.target}"
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of user code in the traceback of an error or of its causes."""
+    """Return the innermost user line in the traceback of an error or of its causes.
+
+    Return `NO_LINE` if user code is in none of them.
+    """
     cause: BaseException | None = error
     while cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
-        users = [f for f in frames if _is_users(f.filename) and f.lineno]
+        users = [f for f in frames if _is_user_file(f.filename) and f.lineno]
         if users:
-            return _describe(users[-1].filename, users[-1].lineno or 0)
+            return _format_line(users[-1].filename, users[-1].lineno or 0)
         cause = cause.__cause__ or cause.__context__
     return NO_LINE
 
 
 def line_of_function(function: Any) -> str:
-    """`(file.py:12)`, where a function of user code is defined, or `""` for others."""
+    """Return `(file.py:12)`, where a user function is defined; `""` for library functions."""
     code = getattr(function, "__code__", None)
-    if code is None or not _is_users(code.co_filename):
+    if code is None or not _is_user_file(code.co_filename):
         return ""
     return f"({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 class LocatedError(CaptureError):
-    """An error whose message begins with the user's line."""
+    """CaptureError whose message begins with the user's line."""
 
 
 def current_line() -> str:
-    """The user's line that is running; `""` if there is none."""
+    """Return the innermost user line on the call stack; `""` if user code is not running."""
     frame = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
-    return _describe(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+    return _format_line(frame.f_code.co_filename, frame.f_lineno) if frame else ""
 
 
 _STORES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL"}
@@ -198,25 +204,31 @@ _METHODS = {
 
 
 def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
-    """The first line of these functions that seems to change what `path` names, such as
-    `stats['calls']`; `""` if none does."""
+    """Return the first line of some functions that seems to change an object.
+
+    Args:
+        path: the object as the user writes it, such as `stats['calls']`.
+
+    Returns:
+        The line with its source text; `""` if no line seems to change the object.
+    """
     lines: dict[tuple[str, int], list[dis.Instruction]] = defaultdict(list)
     for code in codes:
-        if _is_users(code.co_filename) and code.co_name != "__init__":
+        if _is_user_file(code.co_filename) and code.co_name != "__init__":
             for instruction in dis.get_instructions(code):
                 position = instruction.positions
                 if position is not None and position.lineno is not None:
                     lines[code.co_filename, position.lineno].append(instruction)
     for name in reversed(re.findall(r"[A-Za-z_]\w*", path)):
-        for seems_to_change in (_assigns, _changes_inside):
+        for seems_to_change in (_assigns, _changes_contents):
             for place, instructions in lines.items():
                 if seems_to_change(instructions, name):
-                    return _describe(*place)
+                    return _format_line(*place)
     return ""
 
 
 def located(codes: Iterable[CodeType], path: str, message: str) -> CaptureError:
-    """An error with the line that changes what `path` names, if one of these functions has it."""
+    """Return an error that begins with the line that changes the object `path`, if it is found."""
     line = line_that_changes(codes, path)
     return LocatedError(f"{line}: {message}") if line else CaptureError(message)
 
@@ -225,7 +237,7 @@ def _assigns(instructions: Iterable[dis.Instruction], name: str) -> bool:
     return any(i.opname in _STORES and i.argval == name for i in instructions)
 
 
-def _changes_inside(instructions: Iterable[dis.Instruction], name: str) -> bool:
+def _changes_contents(instructions: Iterable[dis.Instruction], name: str) -> bool:
     named = {i.argval for i in instructions if isinstance(i.argval, str)}
     in_place = any(each.endswith("_") and not each.endswith("__") for each in named)
     changes = in_place or named & _METHODS or any(i.opname in _CHANGES for i in instructions)

@@ -1,7 +1,7 @@
-"""Dtypes of operators that read tensors in place of Python numbers.
+"""Dtype promotion of operators that read tensors in place of Python numbers.
 
-A Python number never widens a floating-point tensor; a tensor without dimensions widens others
-without dimensions, such as losses.
+A Python number never promotes a floating-point tensor to a wider dtype. A tensor without dimensions
+can promote other tensors without dimensions, such as losses.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 _SAMPLES = {torch.bool: True, torch.int64: 1, torch.float64: 1.0}
-"""A Python number of the type for which a tensor of this dtype stands."""
+"""A Python number for each dtype of a tensor that replaces a number."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class NumberPromotion:
-    """The dtypes of the arguments and the result of one operator.
+    """Dtypes of the arguments and the result of one operator that reads numbers as tensors.
 
     Args:
-        tensors: the tensors that the operator reads, besides those in place of numbers.
+        tensors: tensors that the operator reads, without those in place of numbers.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -32,7 +32,7 @@ class NumberPromotion:
         self._result: torch.dtype | None = None
 
     def argument(self, number: Tensor) -> Tensor:
-        """The tensor in place of a number, in a dtype that widens no other argument."""
+        """Cast a tensor in place of a number to a dtype that promotes no other argument."""
         if not self._tensors:
             return number
         types = [torch.result_type(each, _SAMPLES[number.dtype]) for each in self._tensors]
@@ -45,6 +45,6 @@ class NumberPromotion:
         return number.to(dtype)
 
     def result(self, result: Any) -> Any:
-        """The result of the operator, in the dtype that it has with numbers."""
+        """Cast the result of the operator to its dtype with Python numbers."""
         is_wider = isinstance(result, Tensor) and result.dtype == torch.float32
         return result.to(self._result) if is_wider and self._result is not None else result

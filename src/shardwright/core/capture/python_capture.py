@@ -1,13 +1,16 @@
-"""Captures a call with the Python around it: TorchDynamo runs the user's code, and the graph has
-only tensors.
+"""Capture of a call with its Python side effects: TorchDynamo separates Python from operators.
 
-Three steps. TorchDynamo traces `forward` of a fake copy of the model to a graph of calls of
-`torch`, with guards on all Python state that it reads. The bytecode is run once on the copy, with
-fake results, to see what the call returns and leaves in Python objects. Then `torch.export` traces
-the graph, called by a module without Python (`ModuleTree`), to ATen operators.
+Capture has three steps:
+
+1. TorchDynamo traces `forward` of a fake copy of the model to a graph of `torch` functions, with
+   guards on all Python state that it reads.
+2. The bytecode runs once on the copy, with fake results, to find the return value and the tensors
+   that are assigned to Python objects.
+3. `torch.export` traces the graph, called by a module without Python (`ModuleTree`), to ATen
+   operators.
 
 Tensors in plain attributes, containers and global variables, and numbers that change between calls,
-are constants of the resulting graph; `PythonCall` gives each call their current values.
+are constants of the resulting graph; `PythonCall` passes their current values in each call.
 """
 
 from __future__ import annotations
@@ -72,9 +75,10 @@ def capture_python(
     compute_dtype: torch.dtype | None = None,
     numbers: frozenset[str] = frozenset(),
 ) -> Graph:
-    """Captures a call of a module and its Python side effects, none of which happens.
+    """Capture a call of a module with its Python side effects, without executing them.
 
     Args:
+        call: the module and its arguments.
         compute_dtype: as for `capture`.
         numbers: sources, in Dynamo's notation, of Python numbers that change between calls.
 
@@ -82,18 +86,18 @@ def capture_python(
         A graph with `Graph.python`.
 
     Raises:
-        CaptureError: if what the graph calls cannot be captured.
+        CaptureError: if an operator or a side effect of the call cannot be captured.
         TorchDynamoException: if TorchDynamo cannot trace the call as one graph.
     """
     started = time.perf_counter()
     _check_supported(call)
-    with TRACING_LOCK, restored_transforms(), _in_modes_of(call):
+    with TRACING_LOCK, restored_transforms(), _set_modes_of_call(call):
         traced = _TracedCall.of(call, compute_dtype, numbers)
         result = traced.result()
-        unguarded = _tensor_ids(call.module, call.args, call.kwargs)
+        unguarded = _collect_tensor_ids(call.module, call.args, call.kwargs)
         guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
     with restored_transforms(), isolate_capture():
-        graph, names = _second_trace(call, traced, result, compute_dtype)
+        graph, names = _trace_to_aten(call, traced, result, compute_dtype)
     state = {names[name]: index for name, index in traced.state.items() if name in names}
     python = PythonCall(
         traced.dynamo,
@@ -108,7 +112,7 @@ def capture_python(
     return replace(graph, python=python, capture_seconds=seconds)
 
 
-def _tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
+def _collect_tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
     """Return the ids of the parameters, buffers and tensor arguments of a call."""
     tensors = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs)))
     return frozenset(id(each) for each in tensors if isinstance(each, Tensor))
@@ -116,16 +120,22 @@ def _tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
 
 def _check_supported(call: CapturedCall) -> None:
     if call.autocast.dtype is not None and call.autocast.device_type != CPU:
-        # TorchDynamo computes dtypes by the autocast of the CPU, which casts other operators.
-        raise CaptureError("a call in a region of autocast cannot be captured with its Python")
+        # TorchDynamo infers dtypes by CPU autocast, which casts other operators.
+        raise CaptureError(
+            "cannot capture a call under autocast of an accelerator with its Python side effects\n"
+            "plan it outside of `torch.autocast`, or remove the side effects from `forward`"
+        )
     check_hooks(call.module)
     if any(forward_hooks(call.module)):
-        raise CaptureError("forward hooks of the model itself cannot be captured with its Python")
+        raise CaptureError(
+            "cannot capture forward hooks of the model with the side effects of its `forward`\n"
+            "call the function of the hook in `forward`, or register it on a submodule"
+        )
 
 
 @contextmanager
-def _in_modes_of(call: CapturedCall) -> Iterator[None]:
-    """A context without the caller's modes, except the region of autocast of the call."""
+def _set_modes_of_call(call: CapturedCall) -> Iterator[None]:
+    """Return a context with the autocast and gradient mode of the call and no other modes."""
     dtype = call.autocast.dtype
     with (
         torch.inference_mode(False),
@@ -137,14 +147,14 @@ def _in_modes_of(call: CapturedCall) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Result:
-    """What a call returns and leaves in Python objects.
+class _CallResult:
+    """The return value of a call, and the tensors that it assigns to Python objects.
 
     Args:
-        leaves: of the result: an output or input of Dynamo's graph by its index, or a constant.
-        spec: the structure of the result.
-        effects: outputs of Dynamo's graph that Python objects get.
-        buffers: outputs of Dynamo's graph that are assigned to buffers, by name.
+        leaves: leaves of the return value: an output or input of Dynamo's graph, or a constant.
+        spec: the structure of the return value.
+        effects: indices of the outputs of Dynamo's graph that are assigned to Python objects.
+        buffers: indices of the outputs of Dynamo's graph that are assigned to buffers, by name.
         outputs: as in `PythonCall`.
     """
 
@@ -171,16 +181,19 @@ class _InputLeaf:
 
 @dataclass(frozen=True, eq=False)
 class _TracedCall:
-    """A call of a fake copy of a model, as Dynamo traced it.
+    """Dynamo's trace of a call of a fake copy of a model.
 
     Args:
-        inputs: of Dynamo's graph: fake parameters, buffers and arguments, and state.
-        sources: for each input the name of a parameter or buffer, or the index of a leaf of the
-            arguments; None for state.
-        state: by name in the second trace, the index of each input that is state.
-        number_names: by name in the second trace, the numbers that tensors are computed with.
-        trace: traces the copy, as it is now.
-        guards: on what the copy read, if the call changes objects.
+        twin: the fake copy.
+        args, kwargs: fake arguments of the call.
+        inputs: inputs of Dynamo's graph: fake parameters, buffers, arguments and other state.
+        sources: for each input, the name of its parameter or buffer, or the index of its leaf of
+            the arguments; None for other state.
+        state: index of each input that is other state, by its name in the second trace.
+        numbers: Python numbers that Dynamo's graph computes.
+        number_names: nodes of the numbers that operators read, by name in the second trace.
+        trace: function that traces the copy again.
+        guards: guards on the state that the copy read; None if the call changes no objects.
     """
 
     twin: nn.Module
@@ -208,15 +221,20 @@ class _TracedCall:
         with calls_in_graph():
             dynamo = trace()
         if dynamo.graph_module is None:
-            raise CaptureError("`forward` calls no operator on tensors")
+            raise CaptureError(
+                "`forward` calls no operator on tensors\n"
+                "compute the result from parameters or arguments with `torch` functions"
+            )
         guards = None
         if dynamo.changes:
-            guards = dynamo.guards(twin, args, kwargs, numbers, _tensor_ids(twin, args, kwargs))
+            guards = dynamo.guards(
+                twin, args, kwargs, numbers, _collect_tensor_ids(twin, args, kwargs)
+            )
         check_changes(dynamo)
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)
-        # A function may hold the model itself instead of the copy that is traced.
+        # A function may refer to the model itself instead of the copy that is traced.
         both = (call.module, twin)
         names = {
             id(tensor): name
@@ -241,7 +259,7 @@ class _TracedCall:
         )
 
     def changes_objects(self) -> bool:
-        """Whether the call changes objects besides the model's buffers."""
+        """Return whether the call changes Python objects other than buffers of the model."""
         owners = {
             id(owner): own_buffers(part).keys()
             for part in self.twin.modules()
@@ -253,14 +271,14 @@ class _TracedCall:
             for change in self.dynamo.changes
         )
 
-    def _check_memory(self, kept: Iterable[tuple[Tensor, str | None]]) -> None:
-        """Check what stays after the call.
+    def _check_stored_tensors(self, kept: Iterable[tuple[Tensor, str | None]]) -> None:
+        """Check the tensors that Python objects refer to after the call.
 
         Args:
-            kept: tensors, each with the name of the buffer that it is assigned to.
+            kept: each tensor, with the name of the buffer that it is assigned to, or None.
 
         Raises:
-            CaptureError: if one shares memory with a parameter, another buffer or state.
+            CaptureError: if a tensor shares memory with a parameter, another buffer or attribute.
         """
         nodes = (node for node in self.graph_module.graph.nodes if node.op == "placeholder")
         examples = (node.meta["example_value"] for node in nodes)
@@ -274,17 +292,18 @@ class _TracedCall:
             # `self.steps += 1` assigns the buffer to itself.
             if storage in owners and (buffer is None or owners[storage] != buffer):
                 raise CaptureError(
-                    "`forward` keeps a view of a parameter, buffer or attribute: `clone()` it"
+                    "`forward` stores a view of a parameter, buffer or attribute\n"
+                    "store a copy instead: `self.last = x.clone()`"
                 )
 
-    def _check_guards(self) -> None:
-        """Check that guards which still hold after a call cover all state that the call reads.
+    def _check_guards_cover_changes(self) -> None:
+        """Check that Dynamo's guards cover all state that the call both reads and changes.
 
-        TorchDynamo has no guards on some reads of what is missing, such as of a key of
-        `vars(self)`, which the call may then have set.
+        TorchDynamo sets no guard on some reads of missing state, such as a missing key of
+        `vars(self)`, which the call may then set.
 
         Raises:
-            CaptureError: if the next call would have another graph.
+            CaptureError: if all guards hold after the call, but a second trace differs.
         """
         if self.guards is None or not self.guards.hold(self.twin, self.args, self.kwargs):
             return
@@ -295,21 +314,25 @@ class _TracedCall:
             drop_assertions(again)
         if again is None or again.print_readable(print_output=False) != code:
             raise CaptureError(
-                "TorchDynamo does not see that `forward` depends on state that it changes: set that"
+                "TorchDynamo does not see that `forward` depends on state that it changes\nset that"
                 " state before `plan`, or read it as a plain attribute"
             )
 
-    def result(self) -> _Result:
-        """Run the bytecode on the copy, with fake results of the operators."""
+    def result(self) -> _CallResult:
+        """Run the bytecode on the copy, with fake results of the operators.
+
+        Raises:
+            CaptureError: if a side effect of the call cannot be captured.
+        """
         numbers = self.numbers.values(self.inputs)
         output = next(n for n in reversed(self.graph_module.graph.nodes) if n.op == "output")
         nodes: Sequence[Any] = output.args[0]
-        outputs = [numbers[node] if node in numbers else _example(node) for node in nodes]
+        outputs = [numbers[node] if node in numbers else _fake_output(node) for node in nodes]
         before = module_slots(self.twin)
         with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
             returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
             after = module_slots(self.twin)
-            self._check_guards()
+            self._check_guards_cover_changes()
         leaves, spec = result_leaves(returned)
         tensors = [
             index
@@ -318,7 +341,7 @@ class _TracedCall:
         ]
         made = {id(outputs[index]): index for index in tensors}
         read = {id(t): i for i, t in enumerate(self.inputs) if isinstance(t, Tensor)}
-        plan_leaves = tuple(_plan_leaf(leaf, made, read) for leaf in leaves)
+        plan_leaves = tuple(_classify_leaf(leaf, made, read) for leaf in leaves)
         buffers = assigned_buffers(before, after, made)
         positions: dict[int, Any] = {}
         for position, leaf in enumerate(plan_leaves):
@@ -326,10 +349,10 @@ class _TracedCall:
                 positions.setdefault(leaf.index, position)
         effects = [i for i in tensors if i not in positions and i not in buffers.values()]
         assigned = [(outputs[index], name) for name, index in buffers.items()]
-        self._check_memory([*((outputs[index], None) for index in effects), *assigned])
+        self._check_stored_tensors([*((outputs[index], None) for index in effects), *assigned])
         positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
         positions |= {index: name for name, index in buffers.items()}
-        return _Result(
+        return _CallResult(
             plan_leaves,
             spec,
             tuple(effects),
@@ -338,25 +361,25 @@ class _TracedCall:
         )
 
 
-def _example(node: Any) -> Any:
-    """A fake tensor of its own for an output of Dynamo's graph."""
+def _fake_output(node: Any) -> Any:
+    """Return a new fake tensor for an output of Dynamo's graph, or the output if it is a number."""
     example = node.meta["example_value"] if isinstance(node, fx.Node) else node
     return example.view_as(example) if isinstance(example, Tensor) else example
 
 
 def result_leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of what a model returns, and their structure.
+    """Return the leaves of the result of a model, and their structure.
 
-    Objects of classes of the user's own, which bytecode rebuilds, are flattened to their tensors.
+    Objects of the user's classes are flattened to their tensors; the bytecode builds the objects.
     """
     pytree.register_dataclasses(result)
     leaves, spec = pytree.tree_flatten(result)
     if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return leaves, spec
-    return pytree.tree_flatten(_tensors_in(leaves))
+    return pytree.tree_flatten(_to_plain_containers(leaves))
 
 
-def _plan_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> Any:
+def _classify_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> Any:
     if isinstance(leaf, Tensor):
         if id(leaf) in made:
             return _OutputLeaf(made[id(leaf)])
@@ -364,30 +387,35 @@ def _plan_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> A
     return leaf if isinstance(leaf, _PLAIN) else None
 
 
-def _tensors_in(value: Any) -> Any:
-    """The tensors in nested containers and objects, as dicts and lists."""
+def _to_plain_containers(value: Any) -> Any:
+    """Convert nested containers and objects to dicts and lists of tensors and plain values."""
     if isinstance(value, (Tensor, *_PLAIN)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _tensors_in(part) for key, part in value.items()}
+        return {str(key): _to_plain_containers(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_tensors_in(part) for part in value]
+        return [_to_plain_containers(part) for part in value]
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        return {name: _tensors_in(part) for name, part in vars(value).items()}
+        return {name: _to_plain_containers(part) for name, part in vars(value).items()}
     return None
 
 
-def _second_trace(
-    call: CapturedCall, traced: _TracedCall, result: _Result, compute_dtype: torch.dtype | None
+def _trace_to_aten(
+    call: CapturedCall, traced: _TracedCall, result: _CallResult, compute_dtype: torch.dtype | None
 ) -> tuple[Graph, dict[str, str]]:
-    """The graph of ATen operators, and the names of its constants by those of state and numbers."""
+    """Trace Dynamo's graph to ATen operators.
+
+    Returns:
+        The graph, and the name of its constant for each name in `traced.state` and
+        `traced.number_names` that the graph reads.
+    """
     name_modules(traced.graph_module, (call.module, traced.twin))
     numbers = traced.numbers.values(traced.inputs)
     constants = {name: traced.inputs[index].detach() for name, index in traced.state.items()}
     constants |= {name: number_tensor(numbers[n]) for name, n in traced.number_names.items()}
-    tree = ModuleTree(traced.twin, partial(_run, traced, result))
+    tree = ModuleTree(traced.twin, partial(_run_dynamo_graph, traced, result))
     mode = next(each.fake_mode for each in traced.inputs if isinstance(each, FakeTensor))
-    # Without values, so that no operator makes a number of one.
+    # Fake, so that no operator converts a constant to a Python number.
     fakes = {name: fake_tensor(mode, tensor) for name, tensor in constants.items()}
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     call_in_autocast(tree, call.autocast)
@@ -418,14 +446,21 @@ def _second_trace(
     return graph, names
 
 
-def _run(
+def _run_dynamo_graph(
     traced: _TracedCall,
-    result: _Result,
+    result: _CallResult,
     tree: nn.Module,
     leaves: Sequence[Any],
     constants: Mapping[str, Tensor],
 ) -> list[Any]:
-    """Calls the operators of Dynamo's graph on the tensors of a `ModuleTree`."""
+    """Call the operators of Dynamo's graph on the tensors of a `ModuleTree`.
+
+    Returns:
+        The leaves of the return value, then the tensors assigned to Python objects.
+
+    Raises:
+        CaptureError: if a buffer gets a tensor of another shape or dtype.
+    """
     tensors = {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
     state = {index: constants[name] for name, index in traced.state.items()}
     inputs: list[Any] = []
@@ -442,7 +477,8 @@ def _run(
         if buffer.shape != made[index].shape or buffer.dtype != made[index].dtype:
             raise CaptureError(
                 f"`forward` assigns a tensor {tuple(made[index].shape)} {made[index].dtype} to the"
-                f" buffer {name!r}, which is {tuple(buffer.shape)} {buffer.dtype}"
+                f" buffer {name!r}, which is {tuple(buffer.shape)} {buffer.dtype}\n"
+                "assign a tensor of equal shape and dtype, or use a plain attribute"
             )
         with torch.no_grad():
             buffer.copy_(made[index])

@@ -1,4 +1,4 @@
-"""What a traced call may not do to Python objects and to the tensors of a model."""
+"""Checks of the side effects of a traced call on Python objects and tensors of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwright.errors import CaptureError
 
 
 def module_slots(module: nn.Module) -> dict[str, Any]:
-    """The parameters, buffers and submodules of a model by path, also those that are None."""
+    """Return the parameters, buffers and submodules of a model by path, including None values."""
     return {
         f"{path}.{name}".removeprefix("."): value
         for path, part in module.named_modules()
@@ -26,10 +26,17 @@ def module_slots(module: nn.Module) -> dict[str, Any]:
 def assigned_buffers(
     before: Mapping[str, Any], after: Mapping[str, Any], made: Mapping[int, int]
 ) -> dict[str, int]:
-    """The outputs of Dynamo's graph that buffers get, by name.
+    """Return the outputs of Dynamo's graph that a call assigns to buffers.
+
+    Args:
+        before, after: `module_slots` before and after the call.
+        made: index of each output of Dynamo's graph by the id of its tensor.
+
+    Returns:
+        Indices of outputs, by path of the buffer.
 
     Raises:
-        CaptureError: if anything else has changed.
+        CaptureError: if the call changes a parameter or submodule, or removes a buffer.
     """
     changed = [
         name for name in {**before, **after} if before.get(name, made) is not after.get(name, made)
@@ -37,44 +44,55 @@ def assigned_buffers(
     for name in changed:
         old = before.get(name)
         if not isinstance(old, Tensor) or isinstance(old, nn.Parameter):
-            raise CaptureError(f"`forward` registers or replaces {name!r}: do it before `plan`")
+            raise CaptureError(
+                f"`forward` registers or replaces {name!r}\nregister it before `plan`"
+            )
         if id(after.get(name)) not in made:
-            raise CaptureError(f"`forward` removes the buffer {name!r}, or makes it another tensor")
+            raise CaptureError(
+                f"`forward` removes the buffer {name!r}, or assigns a tensor that it "
+                "did not compute\nassign a new tensor, or use a plain attribute"
+            )
     return {name: made[id(after[name])] for name in changed}
 
 
 def check_changes(dynamo: DynamoCapture) -> None:
-    """Raises:
-    CaptureError: if TorchDynamo would replay the changes of a call otherwise than Python.
+    """Check the Python objects that a call changes.
+
+    Raises:
+        CaptureError: if TorchDynamo would change an object in another way than Python.
     """
     for name in dynamo.impure_caches:
         raise CaptureError(
-            f"`forward` calls {name!r} under `functools.lru_cache`, which draws random numbers, or"
-            " changes an object, or whose result is changed"
+            f"`forward` calls {name!r} under `functools.lru_cache`, which draws random numbers or"
+            " changes an object, or whose result is changed\nremove `lru_cache` from it"
         )
     for change in dynamo.changes:
         if isinstance(change.value, deque) and change.value.maxlen is not None:
-            # TorchDynamo 2.13 appends to it without dropping what no longer fits.
-            raise CaptureError("`forward` appends to a `deque` with `maxlen`")
+            # TorchDynamo 2.13 appends to it without dropping elements beyond `maxlen`.
+            raise CaptureError(
+                "`forward` changes a `deque` with `maxlen`\n"
+                "use a list: `self.last = [*self.last, x][-n:]`"
+            )
 
 
 def check_state(tensor: Any) -> None:
     """Check an input of Dynamo's graph that is no parameter, buffer, argument or number.
 
     Raises:
-        CaptureError: if its current value cannot be passed to a program.
+        CaptureError: if its value cannot be passed to the captured program in each call.
     """
     if not isinstance(tensor, Tensor):
         raise CaptureError(
-            f"`forward` computes with {tensor!r}, a number that is drawn or changes in each call:"
-            " draw with `torch`, or pass it as a tensor"
+            f"`forward` computes with {tensor!r}, a number that is drawn or changes in each call"
+            "\ndraw it with `torch`, or pass it as a tensor"
         )
     if tensor.requires_grad:
         raise CaptureError(
-            "`forward` reads a tensor of an earlier call that requires a gradient: `detach()` it"
+            "`forward` reads a tensor of an earlier call that requires a gradient\n"
+            "store it without a gradient: `self.last = x.detach()`"
         )
     if tensor.is_meta:
         raise CaptureError(
-            "`forward` reads a tensor on the meta device that is no parameter, buffer or argument:"
-            " register it as a buffer"
+            "`forward` reads a tensor on the meta device that is no parameter, buffer or argument"
+            "\nregister it: `self.register_buffer(name, tensor)`"
         )

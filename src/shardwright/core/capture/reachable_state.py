@@ -1,7 +1,7 @@
-"""State of Python that `forward` can reach, and which of it a trace changes: what is in attributes
-of its modules, in enclosing scopes, classes, global variables and default values.
+"""Python state that `forward` can reach, and the changes that a trace makes to it.
 
-A captured program has none of it: `forward` runs once, on the rank that captures.
+This state is in attributes of modules, variables of enclosing scopes, classes, global variables and
+default values. A captured program does not change it: `forward` runs once, during capture.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from shardwright.core.torch_internals.hooks import forward_hooks
 
 _MOST_OBJECTS = 100_000
 _MOST_PARTS = 10_000
-"""Of one container: a larger one holds data, and only itself is compared."""
+"""Maximum number of elements of a container that are visited; larger containers hold data."""
 
 _PLAIN = frozenset(("argparse", "array", "collections", "queue", "types"))
-"""Modules of Python whose objects hold what the user puts into them."""
+"""Modules of the standard library with container classes for the user's objects."""
 
 _DRAWS: tuple[Any, ...] = (random.random, np.random.rand)
 _GENERATORS_OF_LIBRARIES = tuple(draw.__self__ for draw in _DRAWS)
-"""Those that draw for `random` and `numpy.random`, whose state a capture compares by itself."""
+"""Global generators of `random` and `numpy.random`, whose state `trace.py` compares."""
 
 _ORDERED = (list, tuple, set, frozenset, deque)
 _INDEXED = (*_ORDERED, dict, CellType)
@@ -52,11 +52,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class StateLocation(NamedTuple):
-    """Where something is held.
+    """The place of an object in the reachable state, as error messages name it.
 
     Args:
-        kind: what holds it, with `{}` in the place of `path`.
-        path: as the user writes it.
+        kind: description of the place, with `{}` instead of `path`.
+        path: the object as the user writes it.
     """
 
     kind: str
@@ -73,11 +73,12 @@ class StateLocation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A difference.
+    """A difference between the recorded and the current state.
 
     Args:
-        value: what is held now.
-        adds: whether nothing was there before, as where a cache is filled.
+        place: location of the changed object.
+        value: the current object.
+        adds: whether the place was empty or None before, as when a cache is filled.
     """
 
     place: StateLocation
@@ -86,7 +87,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Holder:
+class _RecordedObject:
     value: Any
     place: StateLocation
     read: Callable[[Any], Parts]
@@ -94,18 +95,19 @@ class _Holder:
 
 
 class ReachableState:
-    """What can be reached from a module, as it is now.
+    """Record of the Python state that can be reached from a module.
 
-    Attributes of the module and its submodules, their parameters and buffers are not compared, but
-    what these attributes hold.
+    Contents of attributes are compared. The attributes themselves, parameters and buffers of the
+    module and its submodules are not.
 
     Args:
-        alias: another object with the attributes of `module`.
-        max_parts: number of parts that are compared, those nearest to the module; 1,000 bytes of
-            an array count as one.
+        module: the module.
+        alias: another object with the attributes of `module`, which is not visited.
+        max_parts: maximum number of compared elements, nearest to the module first; each 1,000
+            bytes of an array count as one.
 
     Attributes:
-        codes: of the functions that may run.
+        codes: code of the user's functions that `forward` may call.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class ReachableState:
     ) -> None:
         self._parts_left = max_parts
         self.codes: dict[CodeType, None] = {}
-        self._holders: list[_Holder] = []
+        self._recorded: list[_RecordedObject] = []
         known = (*_GENERATORS_OF_LIBRARIES, alias)
         self._seen: dict[int, Any] = {id(each): each for each in known}
         self._names: set[str] = {"forward"}
@@ -124,24 +126,26 @@ class ReachableState:
         self._waiting: deque[tuple[Any, StateLocation]] = deque()
         files = {type(child).__module__ for child in module.modules()}
         self._packages = {file.partition(".")[0] for file in files}
-        self._of_user: dict[str, bool] = {}
+        self._is_user_package: dict[str, bool] = {}
         for path, child in module.named_modules():
             self._seen[id(child)] = child
             self._add_class(type(child))
             kind = f"attribute {{}} of a {type(child).__name__}"
-            for name, value in _of_module(child).items():
-                self._wait(value, StateLocation(kind, path).inside(name, indexed=False))
+            for name, value in _read_module_attributes(child).items():
+                self._enqueue(value, StateLocation(kind, path).inside(name, indexed=False))
             for hook in (hook for hooks in forward_hooks(child) for hook in hooks.values()):
-                self._wait(hook, StateLocation("forward hook of {}", path or type(child).__name__))
-        self._walk()
+                self._enqueue(
+                    hook, StateLocation("forward hook of {}", path or type(child).__name__)
+                )
+        self._visit_all()
 
     def changes(self, equal: Callable[[Tensor, Tensor], bool]) -> Iterator[Change]:
-        """What is not as it was.
+        """Yield the differences between the recorded and the current state.
 
         Args:
-            equal: whether two tensors are known to have equal values.
+            equal: function that returns whether two tensors are known to have equal values.
         """
-        for holder in self._holders:
+        for holder in self._recorded:
             before, now = holder.parts, holder.read(holder.value)
             for key in {**before, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
@@ -152,37 +156,37 @@ class ReachableState:
                     yield Change(place, new, old in (None, MISSING) and new is not MISSING)
 
     def restore(self) -> None:
-        """Gives objects their contents of before: those that a refused trace has changed.
+        """Restore the recorded contents of all objects, after a trace that failed.
 
-        Positions of iterators and generators stay.
+        Positions of iterators and generators are not restored.
         """
-        for holder in self._holders:
+        for holder in self._recorded:
             now = holder.read(holder.value)
             if now.keys() != holder.parts.keys() or any(
                 now[key] is not part for key, part in holder.parts.items()
             ):
-                _write(holder.value, holder.read, holder.parts, now)
+                _restore_contents(holder.value, holder.read, holder.parts, now)
 
-    def _walk(self) -> None:
-        """Visits what is waiting, and then methods that a function that was found names."""
+    def _visit_all(self) -> None:
+        """Visit queued objects, and then methods whose names occur in visited functions."""
         found = True
         while found:
-            while self._waiting and len(self._holders) < _MOST_OBJECTS:
+            while self._waiting and len(self._recorded) < _MOST_OBJECTS:
                 self._visit(*self._waiting.popleft())
             self._waiting.clear()
             for kind in self._classes:
                 for name, value in vars(kind).items():
                     named = self._names & {name, "getattr", "methodcaller"} or name[:2] == "__"
                     if isinstance(value, _METHODS) and named:
-                        self._wait(value, StateLocation("method {}", f"{kind.__name__}.{name}"))
+                        self._enqueue(value, StateLocation("method {}", f"{kind.__name__}.{name}"))
             found = bool(self._waiting)
 
-    def _wait(self, value: Any, place: StateLocation) -> None:
+    def _enqueue(self, value: Any, place: StateLocation) -> None:
         if id(value) not in self._seen and not issubclass(type(value), ATOMS):
             self._seen[id(value)] = value
             self._waiting.append((value, place))
 
-    def _hold(
+    def _record(
         self, value: Any, place: StateLocation, read: Callable[[Any], Parts] = contents_of
     ) -> None:
         parts = read(value)
@@ -190,10 +194,10 @@ class ReachableState:
         self._parts_left -= len(parts) + sum(sizes) // 1_000
         if self._parts_left < 0:
             return
-        self._holders.append(_Holder(value, place, read, parts))
+        self._recorded.append(_RecordedObject(value, place, read, parts))
         if len(parts) <= _MOST_PARTS:
             for key, part in parts.items():
-                self._wait(part, place.inside(key, isinstance(value, _INDEXED)))
+                self._enqueue(part, place.inside(key, isinstance(value, _INDEXED)))
 
     def _visit(self, value: Any, place: StateLocation) -> None:
         kind = type(value)
@@ -201,70 +205,76 @@ class ReachableState:
             self._visit_function(value)
         elif kind in _METHODS:
             for name in ("fget", "fset", "func", "__func__"):
-                self._wait(getattr(value, name, None), place)
+                self._enqueue(getattr(value, name, None), place)
         elif kind is MethodType:
-            self._wait(value.__func__, place)
-            self._wait(value.__self__, place)
-        elif kind is BuiltinMethodType:  # Such as `append` of a list.
-            self._wait(value.__self__, place)
+            self._enqueue(value.__func__, place)
+            self._enqueue(value.__self__, place)
+        elif kind is BuiltinMethodType:  # For example `append` of a list.
+            self._enqueue(value.__self__, place)
         elif kind is Cache:
-            self._wait(value.__wrapped__, place)
-            if self._is_of_user(str(value.__module__)):
+            self._enqueue(value.__wrapped__, place)
+            if self._is_user_module(str(value.__module__)):
                 kept = f"result of `{value.__qualname__}` under `functools.lru_cache`"
-                self._hold(value, StateLocation(kept), cached_results)
+                self._record(value, StateLocation(kept), cached_results)
         elif issubclass(kind, type):
             self._add_class(value)
         elif issubclass(kind, ModuleType):
-            return  # Functions that name its variables hold these.
-        elif issubclass(kind, nn.Module):  # One that the model has not registered.
+            return  # Its variables are recorded for the functions that name them.
+        elif issubclass(kind, nn.Module):  # A module that is not a registered submodule.
             self._add_class(kind)
-            self._hold(value, place, _of_module)
+            self._record(value, place, _read_module_attributes)
             for held in (value.children(), value.parameters(False), value.buffers(False)):
                 for part in held:
-                    self._wait(part, place)
+                    self._enqueue(part, place)
         elif self._holds_state(kind):
             self._add_class(kind)
-            self._hold(value, place)
+            self._record(value, place)
 
     def _visit_function(self, function: FunctionType) -> None:
         file = str(function.__globals__.get("__name__"))
         code, label = function.__code__, f"`{function.__qualname__}`"
         cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
-        if self._is_of_user(file):
+        if self._is_user_module(file):
             self.codes[code] = None
             for name, cell in cells:
                 if name != "__class__":
                     scope = f"variable {{}} of the scope that encloses {label}"
-                    self._wait(cell, StateLocation(scope, name))
-            self._hold(function, StateLocation(f"attribute {{}} of the function {label}"), vars_of)
-            self._hold(function, StateLocation(f"default value of {{}} of {label}"), _defaults)
-            self._hold_globals(function, file)
+                    self._enqueue(cell, StateLocation(scope, name))
+            self._record(
+                function, StateLocation(f"attribute {{}} of the function {label}"), vars_of
+            )
+            self._record(
+                function, StateLocation(f"default value of {{}} of {label}"), _read_defaults
+            )
+            self._record_globals(function, file)
         elif file.partition(".")[0] != "shardwright":
-            # A decorator of a library may hold a function of the user's.
+            # A decorator of a library may wrap a user function.
             for _, cell in cells:
                 held = contents_of(cell)[STATE]
                 if type(held) in (*_METHODS, MethodType):
-                    self._wait(held, StateLocation("function {}", label))
+                    self._enqueue(held, StateLocation("function {}", label))
 
-    def _hold_globals(self, function: FunctionType, file: str) -> None:
-        """What a function names of the global variables of its file and of modules that it names,
-        which it may also import itself."""
+    def _record_globals(self, function: FunctionType, file: str) -> None:
+        """Record the global variables that a function names.
+
+        These are variables of its own file, and of the user's modules that it names or imports.
+        """
         names = frozenset(names_in(function.__code__))
         self._names |= names
         if names & {"environ", "getenv"} and id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
-            self._hold(os.environ, StateLocation("environment variable {}"), dict)
+            self._record(os.environ, StateLocation("environment variable {}"), dict)
         if "globals" in names:
             names |= function.__globals__.keys()
-        read = _Variables(names)
-        self._hold(function, StateLocation(f"global variable {{}} of {file}"), read)
+        read = _ReadGlobals(names)
+        self._record(function, StateLocation(f"global variable {{}} of {file}"), read)
         found = [*read(function).values(), *(sys.modules.get(name) for name in names)]
         modules = {id(module): module for module in found if isinstance(module, ModuleType)}
         waiting = list(modules.values())
         while waiting:
             module = waiting.pop()
-            if self._is_of_user(module.__name__):
-                self._hold(
+            if self._is_user_module(module.__name__):
+                self._record(
                     module, StateLocation(f"global variable {{}} of {module.__name__}"), read
                 )
                 for inner in read(module).values():
@@ -274,33 +284,37 @@ class ReachableState:
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if base not in self._classes and self._is_of_user(base.__module__):
+            if base not in self._classes and self._is_user_module(base.__module__):
                 self._classes[base] = None
-                self._hold(
-                    base, StateLocation(f"attribute {{}} of the class {base.__name__}"), _of_class
+                self._record(
+                    base,
+                    StateLocation(f"attribute {{}} of the class {base.__name__}"),
+                    _read_class_attributes,
                 )
 
     def _holds_state(self, kind: type) -> bool:
-        """Whether what an object of this type holds is the user's."""
+        """Whether objects of this type hold state of the user."""
         plain = kind.__module__ in _PLAIN or issubclass(kind, CONTENT_TYPES)
-        return plain or self._is_of_user(kind.__module__)
+        return plain or self._is_user_module(kind.__module__)
 
-    def _is_of_user(self, file: str) -> bool:
-        """Whether a module of Python is the user's, or of a package that defines the model."""
+    def _is_user_module(self, file: str) -> bool:
+        """Whether a Python module is the user's, or of the package that defines the model."""
         package = str(file).partition(".")[0]
-        if package not in self._of_user:
+        if package not in self._is_user_package:
             of_model = package in self._packages or package == "__main__"
             module = sys.modules.get(package)
-            folders = iter(getattr(module, "__path__", ()))  # One without a file has these only.
+            folders = iter(
+                getattr(module, "__path__", ())
+            )  # A namespace package has no `__file__`, only folders.
             path = getattr(module, "__file__", None) or next(folders, None)
             installed = path is None or any(folder in path for folder in _INSTALLED)
-            self._of_user[package] = (of_model or not installed) and not is_library(package)
-        return self._of_user[package]
+            self._is_user_package[package] = (of_model or not installed) and not is_library(package)
+        return self._is_user_package[package]
 
 
 @dataclass(frozen=True)
-class _Variables:
-    """Reads global variables, of a module or of the file of a function."""
+class _ReadGlobals:
+    """Function that reads global variables by name, of a module or of the file of a function."""
 
     names: frozenset[str]
 
@@ -309,10 +323,15 @@ class _Variables:
         return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
 
 
-def _write(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) -> None:
-    """Gives a holder the parts that `read` read of it."""
-    if read in (_defaults, cached_results):
-        return  # Their contents are holders themselves; Python changes the rest alone.
+def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) -> None:
+    """Restore the contents of an object.
+
+    Args:
+        read: function that reads the contents.
+        before, now: contents to restore, and current contents.
+    """
+    if read in (_read_defaults, cached_results):
+        return  # Default values and results are recorded as objects of their own.
     if isinstance(value, CellType):
         if before[STATE] is MISSING:
             del value.cell_contents
@@ -332,16 +351,16 @@ def _write(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) 
             dict.pop(value, key, None)
         dict.update(value, before)
     else:
-        variables = isinstance(read, _Variables) and isinstance(value, FunctionType)
-        owner = _Attributes(value.__globals__ if variables else None, value)
+        variables = isinstance(read, _ReadGlobals) and isinstance(value, FunctionType)
+        owner = _AttributeWriter(value.__globals__ if variables else None, value)
         for key in {**now, **before}:
             if before.get(key, MISSING) is not now.get(key, MISSING) and isinstance(key, str):
                 owner.set(key, before.get(key, MISSING))
 
 
 @dataclass(frozen=True)
-class _Attributes:
-    """Writes attributes of an object, or variables of a file."""
+class _AttributeWriter:
+    """Writer of attributes of an object, or of global variables."""
 
     variables: dict[str, Any] | None
     owner: Any
@@ -361,12 +380,12 @@ def vars_of(value: Any) -> Parts:
     return dict(vars(value))
 
 
-def _of_module(module: nn.Module) -> Parts:
+def _read_module_attributes(module: nn.Module) -> Parts:
     return {name: value for name, value in vars(module).items() if name not in OF_TORCH}
 
 
-def _of_class(kind: type[Any]) -> Parts:
-    """What a class holds besides methods."""
+def _read_class_attributes(kind: type[Any]) -> Parts:
+    """Read the attributes of a class that are not methods."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -374,7 +393,7 @@ def _of_class(kind: type[Any]) -> Parts:
     }
 
 
-def _defaults(function: FunctionType) -> Parts:
+def _read_defaults(function: FunctionType) -> Parts:
     values = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     named: Parts = dict(zip(names[len(names) - len(values) :], values, strict=True))

@@ -1,7 +1,7 @@
-"""Runs the graph of TorchDynamo while `torch.export` traces it to ATen operators.
+"""Execution of TorchDynamo's graph while `torch.export` traces it to ATen operators.
 
-Dynamo's graph calls functions of `torch` as the user's code does. Its sub-graphs become calls in
-place: checkpointed regions with a tag, and custom autograd functions with the gradients of their
+Dynamo's graph calls functions of `torch` as the user's code does. Sub-graphs are inlined: those of
+checkpointed regions with a tag, those of custom autograd functions with the gradients of their
 `backward`.
 """
 
@@ -25,16 +25,16 @@ from shardwright.errors import CaptureError
 _ENTERS_TRANSFORM = ("_increment_nesting", "_enter_dual_level")
 
 _INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-"""Higher-order operators that only call their sub-graph, with the position of its first input."""
+"""Higher-order operators that only call a sub-graph, and the index of its first argument."""
 
 
 class GraphReplay(fx.Interpreter):
-    """Calls the functions of a graph of Dynamo.
+    """Interpreter of Dynamo's graph.
 
     Args:
-        graph_module: the graph; its nodes tell modules and lines of the user's code.
-        annotations: what all operators are tagged with.
-        replaced: values of nodes that are not computed here.
+        graph_module: Dynamo's graph; metadata of its nodes names modules and lines of user code.
+        annotations: tags of all operators.
+        replaced: values of nodes that are not executed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GraphReplay(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "placeholder":
-            value = super().run_node(n)  # Takes the next argument, also where it is replaced.
+            value = super().run_node(n)  # Consumes the next argument even if it is replaced.
             return self._replaced.get(n, value)
         if n in self._replaced:
             return self._replaced[n]
@@ -62,10 +62,10 @@ class GraphReplay(fx.Interpreter):
             return self._run_with_numbers(n, numbers) if numbers else super().run_node(n)
 
     def _run_with_numbers(self, n: fx.Node, numbers: set[int]) -> Any:
-        """Run a node that reads Python numbers, which are tensors here.
+        """Run a node that reads tensors in place of Python numbers.
 
         Args:
-            numbers: their ids.
+            numbers: ids of these tensors.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -78,8 +78,11 @@ class GraphReplay(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = _function_name(target)
         if name.endswith(_ENTERS_TRANSFORM):
-            # Inside of one, Dynamo leaves out the `backward` of custom autograd functions.
-            raise CaptureError("a transform of functions (`torch.vmap`, `torch.func.grad`)")
+            # Within transforms, Dynamo omits the `backward` of custom autograd functions.
+            raise CaptureError(
+                "`forward` calls a function transform (`torch.vmap`, `torch.func.grad`) and has "
+                "side effects\nremove the side effects, or write the function without a transform"
+            )
         if name == "_get_data_attr":
             return args[0].detach()
         if name == "set_" and len(args) == 2:  # An assignment to `tensor.data`.
@@ -94,7 +97,7 @@ class GraphReplay(fx.Interpreter):
             region.__enter__()  # type: ignore[no-untyped-call]
             return region
         if name == "_enter_inference_mode":
-            # A region without gradients during capture (`fake_copy.py`), unlike Dynamo's function.
+            # During capture it only disables gradients (`fake_copy.py`), unlike Dynamo's function.
             inference = torch.inference_mode(*args)
             inference.__enter__()
             return inference
@@ -102,32 +105,34 @@ class GraphReplay(fx.Interpreter):
             args[0].__exit__(None, None, None)
             return None
         if isinstance(target, HigherOrderOperator):
-            return self._higher_order(name, target, args, kwargs)
+            return self._call_higher_order(name, target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target == "to" and _keeps_tensor(*args, **kwargs):
-            # Tracing the call would give the parameter itself another, detached, origin.
+        if target == "to" and _to_returns_tensor(*args, **kwargs):
+            # Tracing the call would record the parameter as the result of a detached operator.
             return args[0]
         return super().call_method(target, args, kwargs)
 
-    def _higher_order(self, name: str, target: Any, args: Any, kwargs: Any) -> Any:
+    def _call_higher_order(self, name: str, target: Any, args: Any, kwargs: Any) -> Any:
         if name == "tag_activation_checkpoint":
             if kwargs.get("use_reentrant"):
-                # Its parameters are inputs here too: whether another one requires a gradient,
-                # without which reentrant checkpointing trains nothing, cannot be told.
-                raise CaptureError("`checkpoint(…, use_reentrant=True)`: use `use_reentrant=False`")
+                # Reentrant checkpointing trains nothing unless an input requires a gradient. Dynamo
+                # lists parameters as inputs too, so this cannot be checked.
+                raise CaptureError(
+                    "cannot capture `checkpoint(…, use_reentrant=True)`\npass `use_reentrant=False`"
+                )
             annotations = {**self._annotations, **checkpoint_annotation()}
             return GraphReplay(args[0], annotations).run(*args[1:])
         if name in _INLINED:
             return GraphReplay(args[0], self._annotations).run(*args[_INLINED[name] :])
         if name == "autograd_function_apply":
-            return _autograd_function(args[0], args[1], args[2:], line_of(self._node))
+            return _call_autograd_function(args[0], args[1], args[2:], line_of(self._node))
         return super().call_function(target, args, kwargs)
 
 
-def _keeps_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether `tensor.to(*args, **kwargs)` is the tensor itself; all devices are one here."""
+def _to_returns_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether `tensor.to(*args, **kwargs)` returns `tensor`; devices are ignored in a trace."""
     given = (*args, *kwargs.values())
     dtypes = [each.dtype if isinstance(each, Tensor) else each for each in given]
     flags = [each for each in args if isinstance(each, bool)]  # `non_blocking`, then `copy`.
@@ -139,7 +144,10 @@ def _keeps_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def drop_assertions(graph_module: fx.GraphModule) -> None:
-    """Remove checks of values, which a captured model does not make, with what only they read."""
+    """Remove assertions on values, and symbolic sizes that only assertions read.
+
+    A captured model does not check values.
+    """
     for part in graph_module.modules():
         for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
             if node.users or node.op not in ("call_function", "call_method"):
@@ -156,13 +164,15 @@ def _function_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _autograd_function(
+def _call_autograd_function(
     forward: fx.GraphModule, backward: fx.GraphModule, tensors: Sequence[Any], line: str
 ) -> Any:
-    """A custom autograd function, of which Dynamo made one graph for each direction.
+    """Call a custom autograd function, of which Dynamo traced forward and backward graphs.
 
     Args:
-        line: the user's code that applies it, which names it, as Dynamo forgets its class.
+        forward, backward: Dynamo's graphs.
+        tensors: inputs of the forward graph.
+        line: the user's line that calls the function; names it, since Dynamo drops its class.
     """
 
     class Traced(torch.autograd.Function):
@@ -186,10 +196,11 @@ def _autograd_function(
 
 
 def name_modules(graph_module: fx.GraphModule, models: Sequence[nn.Module]) -> None:
-    """Write the module calls of Dynamo's nodes as `torch.export` does: by paths.
+    """Rewrite the module stacks of Dynamo's nodes in place, with paths as in `torch.export`.
 
     Args:
-        models: the model and its copy, whose submodules were called.
+        graph_module: Dynamo's graph.
+        models: the model and its copy; submodules of either may have been called.
     """
     paths = {str(id(part)): path for model in models for path, part in model.named_modules()}
     root = {"": ("", type(models[0]))}

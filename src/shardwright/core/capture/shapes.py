@@ -1,4 +1,4 @@
-"""Calls that differ only in sizes: each is captured by itself, until one trace stands for many."""
+"""Captures of calls that differ only in sizes, first one by one, then with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -18,51 +18,59 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
 KNOWN = 2
-"""So many calls are captured by themselves before one is traced with symbols for the sizes in which
-they differ, which takes twice as long. It must give the graphs that are known."""
+"""Number of captures with fixed sizes before a trace with symbolic sizes.
+
+A trace with symbolic sizes takes twice as long; it must reproduce the graphs with fixed sizes."""
 
 MOST_TRACES = 3
-"""So often is tried to trace with symbols: a trace may stand for some sizes only, as where a model
-takes another branch for long sequences."""
+"""Maximum number of traces with symbolic sizes.
+
+A trace may be valid for some sizes only, if a model takes another branch for long sequences."""
 
 MOST_KINDS = 16
-"""Of so many kinds of calls traces are kept."""
+"""Maximum number of call signatures whose captures are cached."""
 
 
 class Captures:
-    """The captures of one module.
+    """Cached captures of one module.
 
     Args:
-        graph: of a call that was captured; that of a micro-batch within its batch is no example.
-        state: of the module then: equal for calls that differ in nothing else.
+        graph: graph of the first captured call; ignored as an example if it is that of a
+            micro-batch as a term of its batch.
+        state: hashable state of the module at that call; calls with equal state and arguments of
+            equal sizes have equal graphs.
     """
 
     def __init__(self, graph: Graph, state: Hashable) -> None:
         known = () if graph.is_term_of_batch else (graph,)
-        self._kinds = {_kind(graph.inputs, graph.in_spec, state): _Kind(*known)}
+        self._by_signature = {
+            _call_signature(graph.inputs, graph.in_spec, state): _CallsOfOneSignature(*known)
+        }
 
     def graph(
         self, call: CapturedCall, compute_dtype: torch.dtype | None, state: Hashable
     ) -> Graph:
-        """The graph of a call, as `capture` gives it.
+        """Return the graph of a call, equal to the result of `capture`.
 
         Raises:
-            CaptureError: if it cannot be captured.
+            CaptureError: if the call cannot be captured.
         """
         started = time.perf_counter()
-        kind = _kind(*pytree.tree_flatten((call.args, call.kwargs)), state)
-        self._kinds[kind] = captures = self._kinds.pop(kind, None) or _Kind()
-        for other in list(self._kinds)[:-MOST_KINDS]:
-            del self._kinds[other]
+        kind = _call_signature(*pytree.tree_flatten((call.args, call.kwargs)), state)
+        self._by_signature[kind] = captures = (
+            self._by_signature.pop(kind, None) or _CallsOfOneSignature()
+        )
+        for other in list(self._by_signature)[:-MOST_KINDS]:
+            del self._by_signature[other]
         graph = captures.graph(call, compute_dtype)
         return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
-class _Kind:
-    """The graphs of calls that differ only in sizes.
+class _CallsOfOneSignature:
+    """Graphs of calls that differ only in sizes.
 
     Args:
-        known: of calls that were captured by themselves, the last first.
+        known: graphs with fixed sizes, latest first.
     """
 
     def __init__(self, *known: Graph) -> None:
@@ -74,7 +82,7 @@ class _Kind:
         for trace in self._traces:
             if (graph := trace.graph(call)) is not None:
                 return graph
-        graph = self._of_new_trace(call, compute_dtype)
+        graph = self._graph_by_new_trace(call, compute_dtype)
         if graph is None:
             graph = capture(
                 call.module, call.args, call.kwargs, compute_dtype, autocast=call.autocast
@@ -82,11 +90,16 @@ class _Kind:
             self._known = [graph, *self._known][:KNOWN]
         return graph
 
-    def _of_new_trace(self, call: CapturedCall, compute_dtype: torch.dtype | None) -> Graph | None:
-        """None if there is no trace that gives the known graphs."""
+    def _graph_by_new_trace(
+        self, call: CapturedCall, compute_dtype: torch.dtype | None
+    ) -> Graph | None:
+        """Trace a call with symbolic sizes and return its graph.
+
+        Return None if the trace does not reproduce the graphs with fixed sizes.
+        """
         leaves = pytree.tree_leaves((call.args, call.kwargs))
-        sizes = _varying([leaves, *(known.inputs for known in self._known)])
-        # A size of 1 gets no symbol, as tensors of that size are repeated.
+        sizes = _find_varying_sizes([leaves, *(known.inputs for known in self._known)])
+        # A size of 1 gets no symbol, since dimensions of size 1 are broadcast.
         if len(self._known) < KNOWN or not self._tries_left or min(sizes.values(), default=0) < 2:
             return None
         try:
@@ -94,7 +107,7 @@ class _Kind:
         except CaptureError:
             self._tries_left = 0
             return None
-        found = [(known, trace.graph(_call_of(known, call))) for known in self._known]
+        found = [(known, trace.graph(_rebuild_call(known, call))) for known in self._known]
         same = {are_equal(known, graph) for known, graph in found if graph is not None}
         self._tries_left = 0 if False in same else self._tries_left - 1
         if same != {True}:
@@ -108,8 +121,8 @@ def are_equal(known: Graph, graph: Graph) -> bool:
     return known.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)
 
 
-def _kind(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable) -> Hashable:
-    """What calls have in common that differ only in sizes."""
+def _call_signature(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable) -> Hashable:
+    """Return a key that is equal for calls that differ only in sizes."""
 
     def without_sizes(leaf: Any) -> Hashable:
         if isinstance(leaf, Value):
@@ -121,9 +134,15 @@ def _kind(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable) -> Hash
     return state, spec, tuple(map(without_sizes, leaves))
 
 
-def _varying(calls: Sequence[Sequence[Any]]) -> dict[tuple[int, int], int]:
-    """The sizes that the leaves of the first call have and not those of all others, by the number
-    of the leaf and its dimension."""
+def _find_varying_sizes(calls: Sequence[Sequence[Any]]) -> dict[tuple[int, int], int]:
+    """Return the sizes of the first call that are not equal in all calls.
+
+    Args:
+        calls: leaves of the arguments of each call.
+
+    Returns:
+        Size in the first call, by index of the leaf and dimension.
+    """
     return {
         (number, dim): sizes[0]
         for number, leaves in enumerate(zip(*calls, strict=True))
@@ -133,8 +152,8 @@ def _varying(calls: Sequence[Sequence[Any]]) -> dict[tuple[int, int], int]:
     }
 
 
-def _call_of(graph: Graph, like: CapturedCall) -> CapturedCall:
-    """The call that was captured as `graph`, on tensors without values."""
+def _rebuild_call(graph: Graph, like: CapturedCall) -> CapturedCall:
+    """Rebuild the call that was captured as `graph`, with tensors on the meta device."""
     leaves = [
         torch.empty(
             leaf.shape, dtype=leaf.stored_dtype, device="meta", requires_grad=leaf.differentiable

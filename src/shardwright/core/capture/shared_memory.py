@@ -1,4 +1,4 @@
-"""Finds tensors of a model that share memory, which its shards on other ranks do not."""
+"""Checks for tensors of a model that share memory, which their shards would not."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from shardwright.errors import CaptureError
 
 
 def check_memory(module: nn.Module, graph: Graph) -> None:
-    """Raises:
-    CaptureError: if a step writes into a tensor that the graph reads, and thereby into another one,
-        as of `nn.Parameter(other.data.t())`.
+    """Check that no parameter or buffer shares memory with one that a step writes.
+
+    Raises:
+        CaptureError: if two tensors overlap, as by `nn.Parameter(other.data.t())`.
     """
     trained = {value.name for value in graph.parameters if value.requires_grad}
     written = trained | {buffer.name for buffer, _ in graph.updates}
@@ -31,15 +32,17 @@ def check_memory(module: nn.Module, graph: Graph) -> None:
         if written & {one, other} and _overlap(named[one], named[other]):
             raise CaptureError(
                 f"{one!r} and {other!r} are two tensors in the same memory: a step that changes one"
-                " would change both in the module, but not on shards. Give both names one"
+                " would change both in the module, but not on shards\ngive both names one"
                 " parameter, compute one from the other in `forward`, or `clone()` it"
             )
 
 
 def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
-    """Raises:
-    CaptureError: if what would be a constant of the graph, or a plain attribute, is a parameter
-        that is trained: read through a function that holds the model itself, or a view of it.
+    """Check that no constant of the graph and no plain attribute shares memory with a parameter.
+
+    Raises:
+        CaptureError: if one overlaps a trainable parameter: if a function reads the parameter
+            through the model itself instead of its traced copy, or an attribute is a view of it.
     """
     if not constants:
         return
@@ -51,15 +54,15 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
         if any(_overlap(parameter, tensor) for tensor in sharing):
             raise CaptureError(
                 f"{name!r} is also read otherwise than as a parameter of its module: in a lambda or"
-                " hook that holds the model itself, or as a view of its data in an attribute. A"
-                " captured model would keep its first values there, without a gradient. Read it in"
-                " a method, through `self`; in a hook, through the module that it is passed"
+                " hook that refers to the model itself, or as a view in an attribute; a captured"
+                " model would read its first values there, without a gradient\nread it as"
+                " `self.weight` in a method, or as `module.weight` of the first argument of a hook"
             )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    (first, end), (start, last) = _range(one), _range(other)
+    """Whether two tensors of one storage share an element."""
+    (first, end), (start, last) = _byte_range(one), _byte_range(other)
     if end <= start or last <= first or one.itemsize != other.itemsize:
         return end > start and last > first
     places = torch.arange(max(end, last) // one.itemsize)
@@ -69,8 +72,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(*elements).any())
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the byte after its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     first = int(tensor.storage_offset())
     count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0

@@ -1,4 +1,4 @@
-"""The signature of the traced graph: its placeholders, its results, and where gradients flow."""
+"""Signature of the traced graph: its placeholders, its results, and the paths of gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from shardwright.errors import CaptureError
 
 @dataclass
 class Signature:
-    """The names of the placeholders, by kind, and the structure of the result.
+    """Names of the placeholders of a traced graph, and the structure of its result.
 
     Args:
-        parameters, buffers: maps names in the module to placeholders; tied names share one.
-        inputs: one placeholder per leaf of the call's arguments.
-        constants: maps placeholders to tensors that the model's code created.
+        out_spec: structure of the result.
+        parameters, buffers: placeholder by name in the module; tied names share one.
+        inputs: one placeholder for each leaf of the arguments.
+        constants: tensors that the code of the model creates, by placeholder.
     """
 
     out_spec: pytree.TreeSpec
@@ -38,7 +39,12 @@ class Signature:
 
     @classmethod
     def of(cls, exported: ExportedProgram) -> Signature:
-        """Reads the signature of an exported program."""
+        """Read the signature of an exported program.
+
+        Raises:
+            CaptureError: if an operator reads an object that is neither tensor nor number, or a
+                constant tensor without values.
+        """
         signature = cls(exported.call_spec.out_spec)
         nodes = placeholders(exported.graph)
         for spec in exported.graph_signature.input_specs:
@@ -50,37 +56,41 @@ class Signature:
             elif spec.kind is InputKind.USER_INPUT:
                 signature.inputs.append(name)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                signature.constants[name] = _real(nodes[name], exported.constants[target])
+                signature.constants[name] = _check_has_values(
+                    nodes[name], exported.constants[target]
+                )
             else:
-                raise CaptureError(_foreign(nodes[name], exported.constants.get(target, target)))
+                raise CaptureError(
+                    _explain_object(nodes[name], exported.constants.get(target, target))
+                )
         return signature
 
     def copy(self) -> Signature:
-        """Another one, of which names may be taken out."""
+        """Copy the signature; `parameters` and `buffers` of the copy may be modified."""
         parameters, buffers = dict(self.parameters), dict(self.buffers)
         return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
 
 
-def _foreign(node: fx.Node, thing: object) -> str:
+def _explain_object(node: fx.Node, thing: object) -> str:
     reader = next(iter(node.users), node)
     if isinstance(thing, torch.Generator):
         return (
             f"{line_of(reader)}: this draws from a `torch.Generator`, whose state a captured model "
-            "would not advance. Draw without it, after `torch.manual_seed`."
+            "would not advance\ndraw without a generator, after `torch.manual_seed`"
         )
     return (
         f"{line_of(reader)}: an operator reads an object of class {type(thing).__name__}, which a "
-        "program for many devices cannot. Pass tensors and numbers."
+        "captured program cannot\npass tensors and numbers"
     )
 
 
-def _real(node: fx.Node, constant: Any) -> torch.Tensor:
+def _check_has_values(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, FakeTensor):
         reader = next(iter(node.users), node)
         raise CaptureError(
             f"{line_of(reader)}: this reads a tensor without values that is not a parameter, "
-            f"buffer or input (`.data` of a parameter, or a plain attribute on the meta device). "
-            f"Use the parameter itself, or `register_buffer`."
+            f"buffer or input (`.data` of a parameter, or a plain attribute on the meta device)\n"
+            f"use the parameter itself, or `register_buffer`"
         )
     return torch.Tensor.detach(constant)
 
@@ -95,16 +105,16 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def results(graph: fx.Graph) -> tuple[list[Any], dict[str, fx.Node]]:
-    """The leaves of the model's result, and the new value of each mutated placeholder."""
+    """Return the leaves of the result, and the new value of each placeholder changed in place."""
     returned, updates = output_node(graph).args
     return list(returned), dict(updates)  # type: ignore[arg-type]
 
 
 def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict[str, str]:
-    """Maps all names of a tied parameter or buffer to one placeholder.
+    """Map all names of a tied parameter or buffer to one placeholder, in place.
 
     Returns:
-        The other names of tied tensors, each with the first name.
+        The first name of each tied tensor, by its other names.
     """
     tied: dict[str, str] = {}
     nodes = placeholders(graph)
@@ -128,36 +138,38 @@ def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict
 
 
 def add_updates(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node]) -> None:
-    """Adds the new values of mutated placeholders to the results of the graph."""
+    """Add the new values of placeholders that are changed in place to the results of a graph."""
     output = output_node(graph)
     output.args = (output.args[0], {node.name: new for node, new in changed.items()})
 
 
 def check_inputs_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.Node]) -> None:
-    """Raises:
-    CaptureError: if `forward` changes an input in place, which its caller would not see: ranks
-        compute on shards of copies.
+    """Check that `forward` changes no input in place, since ranks compute on shards of copies.
+
+    Raises:
+        CaptureError: if `forward` changes an input in place.
     """
     inputs = set(signature.inputs)
     for node, new in changed.items():
         if node.name in inputs:
             raise CaptureError(
                 f"{line_of(new)}: this changes an input of the model in place, which the caller "
-                f"would not see. Use the operator that returns a new tensor, or `clone()` the "
-                f"input first."
+                f"would not see\nuse the operator that returns a new tensor, or `clone()` the "
+                f"input first"
             )
 
 
 def check_constants_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.Node]) -> None:
-    """Raises:
-    CaptureError: if `forward` changes a tensor in place that is no parameter or buffer: a program
-        has a copy of it.
+    """Check that `forward` changes no constant in place, since the program has a copy of it.
+
+    Raises:
+        CaptureError: if `forward` changes a tensor that is no parameter or buffer in place.
     """
     for node, new in changed.items():
         if node.name in signature.constants:
             raise CaptureError(
                 f"{line_of(new)}: this changes a tensor in place that is no parameter or buffer of"
-                " the model. Register it (`register_buffer`), or assign a new tensor."
+                " the model\nregister it (`register_buffer`), or assign a new tensor"
             )
 
 
@@ -167,11 +179,16 @@ def take_as_buffers(
     changed: Mapping[fx.Node, fx.Node],
     trained: Iterable[fx.Node],
 ) -> None:
-    """Makes buffers of the parameters that `forward` changes and that need no gradient, such as
-    those of an averaged teacher.
+    """Turn parameters that `forward` changes and that need no gradient into buffers, in place.
+
+    Examples are the parameters of an averaged teacher.
+
+    Args:
+        changed: new value of each placeholder that is changed in place.
+        trained: placeholders that need a gradient.
 
     Raises:
-        CaptureError: if a parameter that is changed is computed in another dtype than it is stored.
+        CaptureError: if a changed parameter is stored in another dtype than it is computed in.
     """
     dtypes = {name: p.dtype for name, p in module.named_parameters(remove_duplicate=False)}
     sources = {node.name for node in trained}
@@ -183,8 +200,8 @@ def take_as_buffers(
         if dtype != dtypes[name]:
             raise CaptureError(
                 f"{line_of(new[node])}: this changes parameter {name!r}, which is stored in "
-                f"{dtypes[name]} but computed in {dtype}, so the change would be rounded. Make it "
-                f"a buffer, or plan without a compute dtype."
+                f"{dtypes[name]} but computed in {dtype}, so the change would be rounded\nmake it "
+                f"a buffer, or plan without a compute dtype"
             )
         if node not in sources:
             signature.buffers[name] = signature.parameters.pop(name)
@@ -193,7 +210,11 @@ def take_as_buffers(
 def gradient_sources(
     module: nn.Module, leaves: list[Any], signature: Signature, graph: fx.Graph
 ) -> list[fx.Node]:
-    """The placeholders of trainable parameters, and of inputs that require a gradient."""
+    """Return the placeholders of trainable parameters and of inputs that require a gradient.
+
+    Args:
+        leaves: leaves of the arguments of the call.
+    """
     nodes = placeholders(graph)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names = [node for name, node in signature.parameters.items() if name in trained]
@@ -205,7 +226,7 @@ def gradient_sources(
 
 aten = torch.ops.aten
 
-_CONSTANT = frozenset(
+_WITHOUT_GRADIENT = frozenset(
     {
         "detach",
         "ones_like",
@@ -236,18 +257,18 @@ _DIFFERENTIABLE_RESULTS = {
 }
 
 _STATISTICS = {"mean", "rstd", "save_mean", "save_invstd", "total_weight"}
-"""What backward operators read of a forward operator, whose own gradient does not come this way."""
+"""Arguments of backward operators that are results of the forward operator without a gradient."""
 
 
 def nodes_with_gradients(
     graph: fx.Graph, sources: Iterable[fx.Node], outputs: Iterable[fx.Node]
 ) -> frozenset[fx.Node]:
-    """The floating-point nodes on a differentiable path from `sources` to one of the `outputs`."""
-    return differentiable_from(graph, sources) & _differentiable_to(graph, outputs)
+    """Return the floating-point nodes on a differentiable path from `sources` to `outputs`."""
+    return differentiable_from(graph, sources) & _find_differentiable_to(graph, outputs)
 
 
 def drop_redundant_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
-    """Removes every `aten.detach` whose input has no gradient."""
+    """Remove each `aten.detach` whose input has no gradient, in place."""
     differentiable = differentiable_from(graph, sources, no_grad=True)
     for node in list(graph.nodes):
         if node.target is aten.detach.default and node.args[0] not in differentiable:
@@ -260,34 +281,35 @@ def differentiable_from(
     no_grad: bool = False,
     without: fx.Node | None = None,
 ) -> frozenset[fx.Node]:
-    """The floating-point nodes that depend differentiably on one of the `sources`.
+    """Return the floating-point nodes that depend differentiably on one of the `sources`.
 
     Args:
-        no_grad: whether to follow no-grad regions, which are differentiable once inlined.
-        without: a node through which no path counts.
+        no_grad: whether paths may go through nodes of no-grad regions, which are differentiable
+            once inlined.
+        without: node that paths must not go through.
     """
     dependent = set(sources) - {without}
     for node in graph.nodes:
         if node is without:
             continue
         inputs = (n for n in node.all_input_nodes if n in dependent)
-        if node.op == "call_function" and any(_passes(node, n, no_grad) for n in inputs):
+        if node.op == "call_function" and any(_passes_gradient(node, n, no_grad) for n in inputs):
             dependent.add(node)
     return frozenset(dependent)
 
 
-def _differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
+def _find_differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> frozenset[fx.Node]:
     reaching = set(outputs)
     for node in reversed(graph.nodes):
         if node in reaching and node.op == "call_function":
-            reaching.update(n for n in node.all_input_nodes if _passes(node, n))
+            reaching.update(n for n in node.all_input_nodes if _passes_gradient(node, n))
     return frozenset(reaching)
 
 
-def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
+def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
     """Whether a gradient flows from a node to one of its inputs."""
     return (
-        _name(node) not in _CONSTANT
+        _operator_name(node) not in _WITHOUT_GRADIENT
         and (no_grad or not node.meta.get("no_grad"))
         and _is_floating(node)
         and _is_floating(source)
@@ -296,7 +318,7 @@ def _passes(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
     )
 
 
-def _name(node: fx.Node) -> str:
+def _operator_name(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         return schema_of(node.target).name.split("::")[-1]
     return str(getattr(node.target, "__name__", node.target))
@@ -307,12 +329,12 @@ def _is_statistic(node: fx.Node) -> bool:
         return False
     result, index = node.args
     assert isinstance(result, fx.Node) and isinstance(index, int)
-    return index >= _DIFFERENTIABLE_RESULTS.get(_name(result), index + 1)
+    return index >= _DIFFERENTIABLE_RESULTS.get(_operator_name(result), index + 1)
 
 
 def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a backward operator reads `source` as a number that it is not differentiated by."""
-    if not isinstance(node.target, OpOverload) or "backward" not in _name(node):
+    """Whether a backward operator reads `source` as a statistic, without a gradient."""
+    if not isinstance(node.target, OpOverload) or "backward" not in _operator_name(node):
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -1,4 +1,4 @@
-"""What an object of Python holds, one level deep, for comparisons before and after a trace."""
+"""Contents of Python objects, one level deep, for comparison before and after a trace."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from shardwright.core.capture.filled_caches import tensors_in
 from shardwright.core.torch_internals.tensors import storage_id, version
 
 MISSING = "<missing>"
-"""Stands for an attribute, an entry or a variable that does not exist."""
+"""Placeholder for an attribute, entry or variable that does not exist."""
 
 STATE = "<state>"
-"""The name of what an object keeps inside, such as the position of an iterator."""
+"""Key of the internal state of an object, such as the position of an iterator."""
 
 ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice)
-"""Types of values that cannot change, and are equal by their contents."""
+"""Types of immutable values that are compared by `==`."""
 
 OF_TORCH = frozenset(
     {
@@ -37,30 +37,32 @@ OF_TORCH = frozenset(
         *("_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"),
     }
 )
-"""Attributes that modules, recurrent ones and models of `transformers` keep for themselves: the
-last install hooks in the first call that asks for outputs of submodules, such as the logits of
-routers."""
+"""Internal attributes of `nn.Module`, recurrent modules and models of `transformers`.
+
+Models of `transformers` install hooks in the first call that requests outputs of submodules, such
+as router logits.
+"""
 
 Cache = type(functools.lru_cache(lambda: None))
 
 Parts: TypeAlias = dict[Hashable, Any]
-"""What an object holds, by index, key or name."""
+"""Contents of an object, by index, key or attribute name."""
 
 _LARGEST_ARRAY = 1 << 24
-"""Bytes; larger arrays are data sets rather than state, and would take long to copy."""
+"""Maximum size in bytes; larger arrays are data sets rather than state, and slow to copy."""
 
 _RANDOM = (random.Random, np.random.RandomState, np.random.Generator)
 _COUNTED = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, map)
 _EMPTY: tuple[Iterable[Any], ...] = ([], (), {}, set(), "", range(0))
 _ITERATORS = (*_COUNTED, filter, zip, *(type(iter(empty)) for empty in _EMPTY))
-_DEEPEST = 4
+_MAX_DEPTH = 4
 
 
 def contents_of(value: Any) -> Parts:
-    """What an object holds that is no module, function or class."""
+    """Return the contents of an object that is no module, function or class."""
     kind = type(value)
     if issubclass(kind, Tensor):
-        return _of_tensor(value)
+        return _read_tensor(value)
     for of_kind, parts in _CONTENTS:
         if issubclass(kind, of_kind):
             held: Parts = parts(value)
@@ -69,27 +71,27 @@ def contents_of(value: Any) -> Parts:
 
 
 def attributes_of(value: Any) -> Parts:
-    """The attributes of an object and its slots."""
+    """Return the attributes of an object, including those in slots."""
     held: Parts = {}
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
             if type(slot) is MemberDescriptorType and not name.startswith("__"):
-                held[name] = _slot(slot, value)
+                held[name] = _read_slot(slot, value)
     try:
         held.update(object.__getattribute__(value, "__dict__"))
-    except (AttributeError, TypeError):  # It has slots only.
+    except (AttributeError, TypeError):  # An object with slots only.
         return held
     return held
 
 
 def cached_results(cache: Any) -> Parts:
-    """Return the results that a `functools.lru_cache` holds, by id.
+    """Return the cached results of a `functools.lru_cache`, by id.
 
-    Without tensors and what holds them, which a trace replaces (`filled_caches.py`).
+    Results that contain tensors are omitted, since a trace replaces them (`filled_caches.py`).
     """
     held = gc.get_referents(cache)
-    # CPython visits arguments and results, if their number is bounded, then a dictionary that
-    # nobody else sees, and then the function.
+    # CPython lists the arguments and results if `maxsize` is set, then an internal dictionary,
+    # then the function.
     end = next(n for n, each in enumerate(held) if each is cache.__wrapped__) - 1
     unbounded = cache.cache_parameters()["maxsize"] is None
     kept = held[end].values() if unbounded else held[:end]
@@ -97,30 +99,30 @@ def cached_results(cache: Any) -> Parts:
     return {id(each): each for each in kept if not (isinstance(each, kinds) or tensors_in([each]))}
 
 
-def _slot(slot: Any, value: Any) -> Any:
+def _read_slot(slot: Any, value: Any) -> Any:
     try:
         return slot.__get__(value)
     except AttributeError:  # Not set yet.
         return MISSING
 
 
-def _of_tensor(value: Tensor) -> Parts:
+def _read_tensor(value: Tensor) -> Parts:
     return {} if value.is_inference() else {STATE: (version(value), storage_id(value))}
 
 
-def _of_array(value: np.ndarray[Any, Any]) -> Parts:
+def _read_array(value: np.ndarray[Any, Any]) -> Parts:
     small = value.nbytes <= _LARGEST_ARRAY and value.dtype != object
     return {STATE: value.tobytes()} if small else {}
 
 
-def _of_cell(value: CellType) -> Parts:
+def _read_cell(value: CellType) -> Parts:
     try:
         return {STATE: value.cell_contents}
     except ValueError:  # A variable that is not assigned yet.
         return {STATE: MISSING}
 
 
-def _of_generator(value: GeneratorType[Any, Any, Any]) -> Parts:
+def _read_generator(value: GeneratorType[Any, Any, Any]) -> Parts:
     frame = value.gi_frame
     held: Parts = {STATE: None if frame is None else frame.f_lasti}
     if frame is not None:
@@ -128,21 +130,21 @@ def _of_generator(value: GeneratorType[Any, Any, Any]) -> Parts:
     return held
 
 
-def _of_iterator(value: Any) -> Parts:
+def _read_iterator(value: Any) -> Parts:
     if isinstance(value, itertools.count):
         return {STATE: repr(value)}
     try:
         return {STATE: value.__reduce__()}
-    except (AttributeError, TypeError):  # Later versions of Python copy no iterators.
+    except (AttributeError, TypeError):  # Later versions of Python cannot copy iterators.
         return {STATE: getattr(value, "__length_hint__", lambda: None)()}
 
 
-def _of_random(value: Any) -> Parts:
+def _read_random_generator(value: Any) -> Parts:
     return {} if isinstance(value, random.SystemRandom) else {STATE: pickle.dumps(value)}
 
 
 _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
-    ((np.ndarray,), _of_array),
+    ((np.ndarray,), _read_array),
     ((list, tuple, collections.deque), lambda value: dict(enumerate(value))),
     (
         (dict, collections.OrderedDict, collections.Counter, collections.defaultdict),
@@ -150,11 +152,11 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ),
     ((set, frozenset), lambda value: dict.fromkeys(value, True)),
     ((bytearray, array), lambda value: {STATE: bytes(value)}),
-    (_RANDOM, _of_random),
+    (_RANDOM, _read_random_generator),
     ((torch.Generator,), lambda value: {STATE: value.get_state().numpy().tobytes()}),
-    ((CellType,), _of_cell),
-    ((GeneratorType,), _of_generator),
-    (_ITERATORS, _of_iterator),
+    ((CellType,), _read_cell),
+    ((GeneratorType,), _read_generator),
+    (_ITERATORS, _read_iterator),
     ((threading.local,), lambda value: dict(vars(value))),
     ((ContextVar,), lambda value: {STATE: value.get(MISSING)}),
     ((MethodType,), lambda value: {"__self__": value.__self__}),
@@ -163,28 +165,30 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
         lambda value: {"args": value.args, "keywords": value.keywords, "func": value.func},
     ),
 )
-"""By type, of which subclasses hold attributes beside."""
+"""Functions that read contents, by type; objects of subclasses also have attributes."""
 
 CONTENT_TYPES = (Tensor, *(kind for kinds, _ in _CONTENTS for kind in kinds))
-"""Types of libraries whose objects hold what the user puts into them."""
+"""Library types with contents that user code sets."""
 
 
 def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:
-    """Whether a value that is held is what it was.
+    """Return whether a value is unchanged.
 
     Args:
-        equal: whether two tensors are known to have equal values.
+        before, now: earlier and current value.
+        equal: function that returns whether two tensors are known to have equal values.
+        depth: nesting depth of the value in compared containers.
     """
     if before is now:
         return True
     kind = type(before)
-    if kind is not type(now) or depth > _DEEPEST:
+    if kind is not type(now) or depth > _MAX_DEPTH:
         return False
     if issubclass(kind, Tensor):
         return equal(before, now)
     if issubclass(kind, ATOMS):
         return bool(before == now or (before != before and now != now))
-    if kind is FunctionType:  # A function that is defined in another is made in each call.
+    if kind is FunctionType:  # Each call of a function creates its inner functions anew.
         return bool(before.__code__ is now.__code__)
     if kind in (list, tuple, torch.Size, dict, set, frozenset, collections.deque, MethodType):
         old, new = contents_of(before), contents_of(now)

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that look at values, in the form in which they do not."""
+"""Replacements of PyTorch functions that branch on values, without these branches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from shardwright.errors import CaptureError
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """`torch.bincount` of numbers below `minlength`: others are an error of `scatter_add`."""
+    """Compute `torch.bincount` for numbers below `minlength`; `scatter_add` rejects others.
+
+    Returns:
+        Counts `[minlength]`.
+    """
     if minlength < 1 or input.ndim != 1:
         return torch.bincount(input, weights, minlength)
     if weights is None:
@@ -35,13 +39,13 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """`torch.nn.functional.gaussian_nll_loss` without its test that no variance is negative."""
+    """Compute `torch.nn.functional.gaussian_nll_loss` without its check for negative variances."""
     rows = input.shape[:-1]
     if not isinstance(var, Tensor) or var.shape not in (input.shape, rows, (*rows, 1)):
         return functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape and var.shape == rows:
         var = var.unsqueeze(-1)
-    # Where it is clamped, its gradient is that of the clamped one.
+    # As in PyTorch, clamping changes the value of `var` but not its gradient.
     var = var + (var.clamp(min=eps) - var).detach()
     loss = 0.5 * (var.log() + (input - target) ** 2 / var) + (0.5 * log(2 * pi) if full else 0.0)
     if reduction == "mean":
@@ -56,7 +60,7 @@ def cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """`torch.cov` without its warning of weights that sum to nothing."""
+    """Compute `torch.cov` without its warning about too few degrees of freedom."""
     weighted = fweights is not None or aweights is not None
     if weighted or input.ndim > 2 or not (input.is_floating_point() or input.is_complex()):
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
@@ -66,7 +70,7 @@ def cov(
 
 
 def corrcoef(input: Tensor) -> Tensor:
-    """`torch.corrcoef`, by the above."""
+    """Compute `torch.corrcoef` by `cov`, without branches on values."""
     products = cov(input)
     if input.is_complex() or products.ndim < 2:
         return torch.corrcoef(input)
@@ -75,11 +79,15 @@ def corrcoef(input: Tensor) -> Tensor:
 
 
 def refuse_packing(*_: Any) -> Tensor:
-    """Raises CaptureError for `pack_padded_sequence`."""
+    """Reject `pack_padded_sequence`, whose result has a size that depends on values.
+
+    Raises:
+        CaptureError: always.
+    """
     raise CaptureError(
-        "`pack_padded_sequence` makes a tensor whose size depends on the lengths, which are unknown"
-        " during capture. Run the padded sequences: in one direction what stands before the padding"
-        " is the same. Take the last output of each by `gather`, and multiply the loss by a mask"
+        "`pack_padded_sequence` returns a tensor whose size depends on the lengths, which are"
+        " unknown during capture\nrun the padded sequences (in one direction the outputs before the"
+        " padding are equal), select the last output of each by `gather`, and mask the loss"
     )
 
 

@@ -1,4 +1,4 @@
-"""Modules of PyTorch whose `forward` looks at values, in the form in which they do not."""
+"""Replacements of the `forward` of PyTorch modules that branch on values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardwright.errors import CaptureError
 
 
 def make_static(module: nn.Module, twin: nn.Module) -> None:
-    """Prepares `twin`, a copy of a model, for the trace.
+    """Replace methods of `twin`, a copy of a model, that branch on values, in place.
 
     Raises:
-        CaptureError: for quantizers that observe their inputs, and for a `SyncBatchNorm` over some
-            of the ranks.
+        CaptureError: if a fake quantizer observes its inputs, or a `SyncBatchNorm` has a process
+            group of only some of the ranks.
     """
     quantization: Any = sys.modules.get("torch.ao.quantization.fake_quantize")
     originals = dict(module.named_modules())
@@ -33,29 +33,29 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
                 raise CaptureError(
                     f"{path or 'the model'} is a SyncBatchNorm over {group.size()} of"
                     f" {dist.get_world_size()} ranks, but batch norm of a planned model takes the"
-                    " statistics of the whole batch. Convert it without `process_group`"
+                    " statistics of the global batch\nconvert it without `process_group`"
                 )
-            # A batch norm of a planned model takes the statistics of the whole batch anyway, and
-            # `SyncBatchNorm` runs on accelerators and in process groups only.
+            # Batch norm of a planned model takes the statistics of the global batch anyway, and
+            # `SyncBatchNorm` runs only on accelerators and in process groups.
             vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)
         if quantization is None or not isinstance(part, quantization.FakeQuantizeBase):
             continue
         enabled = originals[path].get_buffer("observer_enabled")
         if enabled.is_meta or enabled.any():
             raise CaptureError(
-                f"{path or 'the model'}, a {type(part).__name__}, observes its inputs, by whose "
-                "values it branches: let the model see batches before `plan`, and then call "
+                f"{path or 'the model'}, a {type(part).__name__}, observes its inputs and "
+                "branches on their values\nrun the model on batches before `plan`, and then call "
                 "`net.apply(torch.ao.quantization.disable_observer)`"
             )
         if type(part) is quantization.FusedMovingAvgObsFakeQuantize:
-            # One operator that would change its buffers; without observing it does this.
+            # A fused operator that changes buffers; without an observer it equals `FakeQuantize`.
             vars(part)["forward"] = MethodType(quantization.FakeQuantize.forward, part)
 
 
 def _adaptive_log_softmax(
     self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Each cluster computes all rows, and its own are taken, as which these are is not known."""
+    """Compute all samples in each cluster and select by target, since targets are unknown."""
     if target_.ndim > 1 or input_.ndim != target_.ndim + 1:
         return type(self).forward(self, input_, target_)
     rows, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)

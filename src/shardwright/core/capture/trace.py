@@ -1,4 +1,4 @@
-"""Traces a call of a module by `torch.export`, and brings the trace into canonical form."""
+"""Trace of a call of a module by `torch.export`, and its rewrite to canonical form."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ from shardwright.progress import OnProgress, ignore_progress
 
 @dataclass(frozen=True)
 class Trace:
-    """A call of a module as `torch.export` traces it, without sub-graphs.
+    """A call of a module as traced by `torch.export`, without sub-graphs.
 
     Args:
+        graph: the traced operators.
+        signature: placeholders and results of the graph.
         reads, writes: path and name of the attributes that `forward` read and set.
-        autocast_on: the type of the device on which its regions of autocast act as captured; None
-            if there are none.
+        autocast_on: device type whose autocast casts as captured; None without autocast regions.
+        compute_dtype: as for `capture`.
     """
 
     graph: fx.Graph
@@ -87,11 +89,14 @@ def trace(
     varying: Collection[tuple[int, int]] = (),
     on_progress: OnProgress = ignore_progress,
 ) -> Trace:
-    """Traces a call, in a context of `isolate_capture`.
+    """Trace a call; must run in the context `isolate_capture`.
 
     Args:
-        varying: leaves of the call's arguments and dimensions of theirs whose sizes are symbols,
-            as far as `torch.export` can.
+        call: the module and its arguments.
+        compute_dtype: as for `capture`.
+        varying: sizes to trace as symbols if `torch.export` can, as pairs of the index of a leaf of
+            the arguments and a dimension.
+        on_progress: called with the progress by layers.
 
     Raises:
         CaptureError, StrategyError: as `capture`.
@@ -109,7 +114,7 @@ def trace(
 
 
 def canonical(traced: Trace, call: CapturedCall) -> Graph:
-    """The graph of a call that was traced; changes the trace.
+    """Return the canonical graph of a traced call; modifies `traced` in place.
 
     Raises:
         CaptureError: as `capture`.
@@ -138,7 +143,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     remove_dead(graph)
     captured = build_graph(call, graph, signature, sources)
     check_memory(module, captured)
-    _check_buffers(module, captured, traced.reads)
+    _check_read_buffers(module, captured, traced.reads)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
     tied = {name: first for name, first in tied.items() if first in read}
     with torch.set_grad_enabled(call.gradients):
@@ -154,10 +159,10 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     )
 
 
-def _raises_alone(
+def _raises_without_export(
     twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> bool:
-    """Whether a model without values raises the same error outside of `torch.export`."""
+    """Whether the fake copy of a model raises the same error outside of `torch.export`."""
     try:
         with torch.no_grad():
             twin(*args, **kwargs)
@@ -172,8 +177,12 @@ def _export(
     varying: Collection[tuple[int, int]],
     on_progress: OnProgress,
 ) -> tuple[torch.export.ExportedProgram, TracedAttributes, str | None]:
-    """The exported program, the attributes that `forward` read and set, and where its regions of
-    autocast act."""
+    """Export a call.
+
+    Returns:
+        The exported program, the attributes that `forward` read and set, and the device type of its
+        autocast regions.
+    """
     module = call.module
     check_hooks(module)
     twin, fake_args, fake_kwargs = fake_copy(module, call.args, call.kwargs, compute_dtype)
@@ -185,7 +194,7 @@ def _export(
     trace_tags(twin, module)
     report_layers(twin, on_progress)
     call_in_autocast(twin, call.autocast)
-    drawn, seeded = _random_states(), torch.default_generator.get_state()
+    drawn, seeded = _get_random_states(), torch.default_generator.get_state()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
         with (
@@ -216,19 +225,19 @@ def _export(
     except StrategyError:
         raise
     except Exception as error:
-        alone = partial(_raises_alone, twin, fake_args, fake_kwargs, error)
+        alone = partial(_raises_without_export, twin, fake_args, fake_kwargs, error)
         raise CaptureError(explain_export(error, hint_of_experts(module), alone)) from error
     attributes.reads |= {(BUFFERS + path, name): None for path, name in known.read}
-    if _random_states() != drawn:
+    if _get_random_states() != drawn:
         raise CaptureError(
             f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
-            "`random` or from `numpy.random`: a captured model would keep the first number. Draw "
+            "`random` or from `numpy.random`; a captured model would reuse the first number\ndraw "
             "with `torch`, or between steps into an attribute that `forward` reads"
         )
     if not torch.equal(torch.default_generator.get_state(), seeded):
         raise CaptureError(
             f"the `forward` of {type(module).__name__}, or what it calls, seeds PyTorch's random "
-            "numbers (`torch.manual_seed`), which a captured model would not: seed in the training "
+            "numbers (`torch.manual_seed`), which a captured model would not\nseed in the training "
             "loop"
         )
     return exported, attributes, regions.device_type
@@ -240,7 +249,7 @@ def _dynamic_shapes(
     kwargs: dict[str, Any],
     varying: Collection[tuple[int, int]],
 ) -> Any:
-    """What `torch.export` takes for sizes that are symbols; None if there are none."""
+    """Return the `dynamic_shapes` of `torch.export` for varying sizes; None without any."""
     if not varying:
         return None
     shapes, leaves = ShapesCollection(), pytree.tree_leaves((args, kwargs))  # type: ignore[no-untyped-call]
@@ -249,9 +258,13 @@ def _dynamic_shapes(
     return shapes.dynamic_shapes(module, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def _check_buffers(module: nn.Module, graph: Graph, reads: Collection[tuple[str, str]]) -> None:
-    """Raises:
-    CaptureError: if `forward` updates a buffer whose values shapes or branches depend on.
+def _check_read_buffers(
+    module: nn.Module, graph: Graph, reads: Collection[tuple[str, str]]
+) -> None:
+    """Check that `forward` updates no buffer whose values were constants of the trace.
+
+    Raises:
+        CaptureError: if a shape or branch depends on the values of an updated buffer.
     """
     named = dict(module.named_buffers(remove_duplicate=False))
     updated = {id(named[buffer.name]) for buffer, _ in graph.updates if buffer.name in named}
@@ -260,22 +273,27 @@ def _check_buffers(module: nn.Module, graph: Graph, reads: Collection[tuple[str,
         if path.startswith(BUFFERS) and id(named[buffer]) in updated:
             raise CaptureError(
                 f"`forward` updates the buffer {buffer!r}, and a shape or a branch depends on its "
-                "values, which would be another in each step. Use `torch.where` on tensors instead,"
-                " or keep it as a Python number that is set between steps; a flag of the first call"
-                " is set if the model was called before `plan`"
+                "values, which change in each step\nuse `torch.where` on tensors, or store it as"
+                " a Python number that is set between steps; if it is a flag of the first call,"
+                " call the model once before `plan`"
             )
 
 
-def _random_states() -> tuple[Any, ...]:
-    """Those of the generators of Python and numpy, which differ once numbers are drawn."""
+def _get_random_states() -> tuple[Any, ...]:
+    """Return the states of the random generators of Python and NumPy."""
     kind, numbers, *place = np.random.get_state()
     return random.getstate(), kind, np.asarray(numbers).tobytes(), *place
 
 
 def check_static(graph: fx.Graph, hint: str) -> None:
-    """Raises CaptureError for numbers and shapes that depend on the values of tensors, with `hint`
-    at its end, and for what cannot be run on shards: sparse tensors and gradients, and transforms
-    of functions."""
+    """Check that no number or shape depends on the values of tensors, and each node.
+
+    Args:
+        hint: text to append to an error about values.
+
+    Raises:
+        CaptureError: if a number or shape depends on values, or as in `check_node`.
+    """
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
         check_node(node)
@@ -284,7 +302,7 @@ def check_static(graph: fx.Graph, hint: str) -> None:
             if isinstance(value, symbols):
                 raise CaptureError(
                     f"{line_of(node)}: this converts the value of a tensor to a Python number, but "
-                    f"values are unknown during capture. Keep it a tensor (remove `.item()`), or "
+                    f"values are unknown during capture\nkeep it a tensor (remove `.item()`), or "
                     f"make it a Python constant.{hint}"
                 )
             if isinstance(value, torch.Tensor) and any(
@@ -292,39 +310,42 @@ def check_static(graph: fx.Graph, hint: str) -> None:
             ):
                 raise CaptureError(
                     f"{line_of(node)}: the shape of the result depends on the values of a tensor, "
-                    f"which are unknown during capture. Use `torch.where`, or multiply by the "
+                    f"which are unknown during capture\nuse `torch.where`, or multiply by the "
                     f"mask; both keep the shape.{hint}"
                 )
 
 
 def check_node(node: fx.Node) -> None:
-    """Raises:
-    CaptureError: for sparse tensors and gradients, and transforms of functions.
+    """Check that an operator can run on shards.
+
+    Raises:
+        CaptureError: if the operator has a sparse result or sparse gradients, or belongs to a
+            function transform that is not supported.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
         raise CaptureError(
             f"{line_of(node)}: this makes a sparse tensor ({value.layout}), and only dense ones "
-            f"can be sharded. Use `to_dense()`, or an operator on dense tensors."
+            f"can be sharded\nuse `to_dense()`, or an operator on dense tensors"
         )
     module = str(getattr(node.target, "__module__", ""))
     if module.startswith(("torch._functorch", "torch._C._functorch")):
         raise CaptureError(
-            f"{line_of(node)}: this transform of functions cannot be captured. Use `torch.vmap`, "
-            "or `jvp`, `vjp` and `grad` of `torch.func`, instead of `forward_ad` and `linearize`."
+            f"{line_of(node)}: this function transform cannot be captured\nuse `torch.vmap`, "
+            "or `jvp`, `vjp` and `grad` of `torch.func`, instead of `forward_ad` and `linearize`"
         )
     if isinstance(node.target, OpOverload):
         names = [argument.name for argument in schema_of(node.target).arguments]
         arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
         if arguments.get("sparse") is True:
             raise CaptureError(
-                f"{line_of(node)}: sparse gradients (`sparse=True`) cannot be summed over devices. "
-                f"Use `sparse=False`: its gradients have the same values."
+                f"{line_of(node)}: sparse gradients (`sparse=True`) cannot be summed over devices\n"
+                f"use `sparse=False`, whose gradients have the same values"
             )
 
 
 def remove_dead(graph: fx.Graph) -> None:
-    """Removes operators whose results reach neither an output nor a buffer update."""
+    """Remove operators whose results reach neither an output nor a buffer update, in place."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)

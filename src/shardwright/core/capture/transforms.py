@@ -1,13 +1,13 @@
-"""Transforms of functions that `forward` calls (`torch.vmap`, `torch.func.grad`), as operators.
+"""Capture of function transforms (`torch.vmap`, `torch.func.grad`) as ATen operators.
 
-The transformed function is traced by itself, below its transforms: of which ATen operators it is
-made. Those are then called in its place. Autograd sees them as it would see those of the transform,
-but for three things that such a trace shows otherwise:
+A separate trace below the transforms records the ATen operators that the transformed function
+calls. These are then called in its place. Autograd differentiates them like the transform itself,
+with three corrections:
 
-- What autograd saves has a `detach` that autograd itself undoes: it is left out, unlike one that
-  the function calls.
-- What is called in a region without gradients is called in one again.
-- What the function does besides calling operators, such as to register a hook, is refused.
+- The trace shows a `detach` of each tensor that autograd saves. It is removed, but a `detach` that
+  the function calls is kept.
+- Operators called without gradients are called without gradients again.
+- Other effects of the function, such as registering a hook, raise CaptureError.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _WITHOUT_GRADIENT, _DETACHES = "without_gradient", "detaches"
 
 
 def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a function of tensors returns that calls transforms.
+    """Call a function that contains transforms as ATen operators, and return its result.
 
     Raises:
-        CaptureError: for what cannot be called as operators.
+        CaptureError: if the function has an effect that its operators do not have.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -55,7 +55,7 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
     def of_tensors(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
         mine = dict(enumerate(leaves)) | dict(zip(places, tensors, strict=True))
         args, kwargs = pytree.tree_unflatten(list(mine.values()), spec)
-        with _UserCalls(operators):
+        with _FunctionCalls(operators):
             results[:] = pytree.tree_flatten(function(*args, **kwargs))
         return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
@@ -66,7 +66,7 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes at traced operators what autograd would see when they are called."""
+    """Mode that marks operators called without gradients or by a `detach` of the function."""
 
     _detaching = False
 
@@ -86,7 +86,7 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def detaching(self) -> Iterator[None]:
-        """A context in which the function itself calls `detach`."""
+        """Return a context for a `detach` that the function itself calls."""
         self._detaching = True
         try:
             yield
@@ -94,8 +94,8 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._detaching = False
 
 
-class _UserCalls(TorchFunctionMode):
-    """What the function calls itself."""
+class _FunctionCalls(TorchFunctionMode):
+    """Mode that replaces or rejects calls of the transformed function to `torch`."""
 
     def __init__(self, operators: OperatorsAsCalled) -> None:
         super().__init__()
@@ -107,7 +107,9 @@ class _UserCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         refuse_hooks(func, args)
         if func == data_setter:
-            raise CaptureError("`.data` is set inside of a transform: compute a new tensor")
+            raise CaptureError(
+                "`.data` is assigned inside of a function transform\ncompute a new tensor"
+            )
         if (static := STATIC.get(func)) is not None:
             return static(*args, **kwargs)
         if func is torch.cosine_similarity:
@@ -124,7 +126,7 @@ class _UserCalls(TorchFunctionMode):
 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """Without the change in place that autograd does not see of PyTorch's own."""
+    """Compute `torch.cosine_similarity` without its in-place clamp, which autograd ignores."""
     x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (x1, x2)]
     first, second = (norm + (norm.clamp(min=eps) - norm).detach() for norm in norms)
@@ -136,11 +138,14 @@ def operators_of(
     function: Callable[[OperatorsAsCalled, Sequence[Tensor]], Sequence[Tensor]],
     tensors: Sequence[Tensor],
 ) -> fx.GraphModule:
-    """The operators that a function calls, on tensors that it is given and on others.
+    """Trace the ATen operators that a function calls.
+
+    Args:
+        function: called with the mode that marks operators, and tensors like `tensors`.
+        tensors: examples of the inputs.
 
     Raises:
-        CaptureError: for an operator that another device lacks, or one that has an effect that its
-            signature does not tell.
+        CaptureError: if an operator exists on CPUs only, or updates statistics of a batch norm.
     """
 
     def traced(*tensors: Tensor) -> Sequence[Tensor]:
@@ -155,21 +160,21 @@ def operators_of(
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
         elif node.op == "call_function":
-            _check(node)
+            _check_operator(node)
     return module
 
 
-def _check(node: fx.Node) -> None:
+def _check_operator(node: fx.Node) -> None:
     name = str(node.target)
     if any(part in name for part in _OF_CPUS):
         raise CaptureError(
-            f"inside of a transform of functions, or where `forward` computes gradients, `{name}` "
-            "runs on CPUs alone: write it with other operators"
+            f"inside of a function transform, or where `forward` computes gradients, `{name}` "
+            "runs on CPUs only\nuse other operators of `torch`"
         )
     if "batch_norm" in name and "backward" not in name and _updates_statistics(node):
         raise CaptureError(
-            "a batch norm inside of a transform of functions, or where `forward` computes "
-            "gradients, would update its statistics: use `track_running_stats=False`, or `eval()`"
+            "a batch norm inside of a function transform, or where `forward` computes gradients, "
+            "would update its statistics\nuse `track_running_stats=False`, or `eval()`"
         )
 
 
@@ -183,11 +188,11 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 
 def called_again(module: fx.GraphModule, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Calls traced operators on these tensors, each with or without gradients as before."""
-    return list(_Replay(module).run(*tensors))
+    """Call traced operators on tensors, each with or without gradients as in the trace."""
+    return list(_ReplayGradientMode(module).run(*tensors))
 
 
-class _Replay(fx.Interpreter):
+class _ReplayGradientMode(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         without = n.meta.get(_WITHOUT_GRADIENT) and torch.is_grad_enabled()
         context: AbstractContextManager[Any] = torch.no_grad() if without else nullcontext()

@@ -1,4 +1,4 @@
-"""Undoes what a traced call changes outside of the copy that is traced."""
+"""Restoration of Python objects that a traced call changes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _MISSING = object()
 
 @contextmanager
 def undone_effects(changes: Iterable[ChangedObject]) -> Iterator[None]:
-    """A context at whose end objects are as they were at its start.
+    """Return a context that restores changed objects on exit.
+
+    Args:
+        changes: objects that the call changes.
 
     Raises:
-        CaptureError: for an object of a class whose state cannot be restored.
+        CaptureError: if the class of an object does not allow to restore its state.
     """
-    restore = [_snapshot(change) for change in changes]
+    restore = [_make_restorer(change) for change in changes]
     try:
         yield
     finally:
@@ -30,18 +33,22 @@ def undone_effects(changes: Iterable[ChangedObject]) -> Iterator[None]:
             each()
 
 
-def _snapshot(change: ChangedObject) -> Callable[[], None]:
-    """A function that restores an object."""
+def _make_restorer(change: ChangedObject) -> Callable[[], None]:
+    """Return a function that restores the current state of an object.
+
+    Raises:
+        CaptureError: if the class of the object does not allow to restore its state.
+    """
     if change.global_name is not None:
-        return _snapshot_attributes(_namespace(change), (change.global_name,))
-    contents = None if isinstance(change.value, type) else _snapshot_contents(change.value)
+        return _make_attribute_restorer(_get_namespace(change), (change.global_name,))
+    contents = None if isinstance(change.value, type) else _make_contents_restorer(change.value)
     attributes = None
     if change.attributes is not None:
-        attributes = _snapshot_attributes(change.value, change.attributes)
+        attributes = _make_attribute_restorer(change.value, change.attributes)
     if contents is None and attributes is None:
         raise CaptureError(
             f"`forward` changes an object of class {type(change.value).__qualname__}, which cannot"
-            " be undone after the trace: keep what changes in an attribute, a list or a dict"
+            " be undone after the trace\nstore the changing state in an attribute, a list or a dict"
         )
 
     def restore() -> None:
@@ -52,8 +59,8 @@ def _snapshot(change: ChangedObject) -> Callable[[], None]:
     return restore
 
 
-def _namespace(change: ChangedObject) -> Any:
-    """The module of a global variable, or the dictionary of its variables."""
+def _get_namespace(change: ChangedObject) -> Any:
+    """Return the module of a global variable, or the dictionary of variables that contains it."""
     if isinstance(change.value, str):
         return importlib.import_module(change.value)
     return change.value
@@ -65,26 +72,26 @@ _CONTAINERS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (set, set.update),
     (deque, deque.extend),
 )
-"""Classes of containers, with the method that fills one."""
+"""Container classes, with the method that adds elements."""
 
 
-def _snapshot_contents(value: Any) -> Callable[[], None] | None:
-    """A function that restores the contents of a container; None for other objects."""
-    # Methods of the base class: those of a subclass may do more than store.
+def _make_contents_restorer(value: Any) -> Callable[[], None] | None:
+    """Return a function that restores the contents of a container; None for other objects."""
+    # Methods of the base class, since a subclass may override them with side effects.
     for cls, fill in _CONTAINERS:
         if isinstance(value, cls):
-            return partial(_refill, value, cls.copy(value), cls.clear, fill)
+            return partial(_replace_contents, value, cls.copy(value), cls.clear, fill)
     return None
 
 
-def _refill(
+def _replace_contents(
     value: Any, contents: Any, clear: Callable[..., None], fill: Callable[..., None]
 ) -> None:
     clear(value)
     fill(value, contents)
 
 
-def _snapshot_attributes(owner: Any, names: Iterable[str]) -> Callable[[], None]:
+def _make_attribute_restorer(owner: Any, names: Iterable[str]) -> Callable[[], None]:
     if isinstance(owner, dict):
         before = {name: owner.get(name, _MISSING) for name in names}
     else:

@@ -1,7 +1,7 @@
-"""Moves reshapes that flatten leading dimensions down past row-wise operators.
+"""Rewrite that moves reshapes that flatten leading dimensions behind row-wise operators.
 
-`linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on until the reshape
-meets its inverse or a loss, which absorbs it. Then each of the leading dimensions can be cut on its
+`linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on, until the reshape
+meets its inverse or a loss that does not need it. Then each leading dimension can be sharded on its
 own.
 """
 
@@ -31,12 +31,15 @@ aten = torch.ops.aten
 
 
 def move_flattening_down(graph: fx.Graph) -> None:
-    """Rewrites the graph in place; it leaves reshapes without readers for dead code removal."""
+    """Move flattening reshapes towards the results of a graph, in place.
+
+    Reshapes without readers remain for dead code removal.
+    """
     moved: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        new = _rewrite(node)
+        new = _rewrite_node(node)
         if new is None:
             continue
         if (product := node.meta.get("bias_of")) is not None:
@@ -45,16 +48,16 @@ def move_flattening_down(graph: fx.Graph) -> None:
         replace(node, insert_reshape(new, node_shape(node), node))
 
 
-def _rewrite(node: fx.Node) -> fx.Node | None:
-    """A node with the same elements as `node` that reads no flattened tensor; None to leave it."""
+def _rewrite_node(node: fx.Node) -> fx.Node | None:
+    """Insert a node with the elements of `node` that reads no flattened tensor; None to keep it."""
     if node.target is aten.reshape.default:
         source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
         return source if source.args != node.args else None
-    if permutation(node) is not None and (new := _permute(node)) is not None:
+    if permutation(node) is not None and (new := _rewrite_permutation(node)) is not None:
         return new
     handler = _HANDLERS.get(node.target)
     if handler is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        handler = _pointwise
+        handler = _rewrite_pointwise
     flats = {
         arg: flat for arg in node.all_input_nodes if (flat := match_flattening(arg)) is not None
     }
@@ -67,8 +70,14 @@ def _rewrite(node: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class Flat:
-    """A reshape that flattens: `joined` is `source` with the dimensions `lead` merged into one,
-    followed by `rest`."""
+    """A reshape that flattens leading dimensions.
+
+    Args:
+        joined: the reshaped tensor, `[prod(lead), *rest]`.
+        source: the tensor before the reshape.
+        lead: sizes of the flattened dimensions.
+        rest: sizes of the other dimensions.
+    """
 
     joined: fx.Node
     source: fx.Node
@@ -76,7 +85,7 @@ class Flat:
     rest: tuple[int, ...]
 
     def whole(self, before: fx.Node) -> fx.Node:
-        """The unflattened tensor, one node for all its readers."""
+        """Return the unflattened tensor, `[*lead, *rest]`, one node for all readers."""
         meta = self.joined.meta
         if "apart" not in meta:
             meta["apart"] = insert_reshape(self.source, self.lead + self.rest, before)
@@ -88,10 +97,10 @@ Handler = Callable[[fx.Node, dict[fx.Node, Flat]], fx.Node | None]
 
 
 def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[int]] | None:
-    """Factors each dimension of `target` into sizes that also are factors of those of `source`.
+    """Split both shapes of a reshape into common factors, in order.
 
     Returns:
-        The factors of each dimension of `target`, without 1; None if there are no such factors.
+        Factors of each dimension of `target`, without 1; None without common factors.
     """
     factors: list[list[int]] = []
     remaining = [first for first in source if first != 1]
@@ -112,7 +121,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[in
 
 
 def match_flattening(node: fx.Node) -> Flat | None:
-    """How a reshape flattens leading dimensions; None if it does not."""
+    """Match a reshape that flattens leading dimensions; None for other nodes."""
     if node.target is not aten.reshape.default:
         return None
     source = node.args[0]
@@ -128,14 +137,14 @@ def match_flattening(node: fx.Node) -> Flat | None:
     return Flat(node, source, tuple(parts[0]), target[1:])
 
 
-def _first_flat(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
+def _flat_of_argument(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
     argument = node.args[index]
     return flats.get(argument) if isinstance(argument, fx.Node) else None
 
 
-def _row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """Operators on one activation that work on its last dimension only."""
-    flat = _first_flat(node, flats)
+def _rewrite_row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Rewrite an operator on the last dimension of one activation, such as `linear`."""
+    flat = _flat_of_argument(node, flats)
     others = [n for n in node.all_input_nodes if n is not node.args[0]]
     if flat is None or not flat.rest or any(n in flats for n in others):
         return None
@@ -143,7 +152,7 @@ def _row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
 
 
-def _matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+def _rewrite_matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     a, b = node.args
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     flat = flats.get(a)
@@ -162,16 +171,16 @@ def _matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     return insert(node, aten.matmul.default, (flat.whole(node), other_flat.whole(node)))
 
 
-def _layer_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    flat = _first_flat(node, flats)
+def _rewrite_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    flat = _flat_of_argument(node, flats)
     if flat is None or len(node.args[1]) > len(flat.rest):  # type: ignore[arg-type]
         return None
-    return _row_wise(node, flats)
+    return _rewrite_row_wise(node, flats)
 
 
-def _along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """Operators along the dimensions in their second argument, if none of them is flattened."""
-    flat = _first_flat(node, flats)
+def _rewrite_along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Rewrite an operator along the dimensions in its second argument, if none is flattened."""
+    flat = _flat_of_argument(node, flats)
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if flat is None or dims is None or dims == []:
         return None
@@ -184,16 +193,16 @@ def _along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
 
 
-def _embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    flat = _first_flat(node, flats, 1)
+def _rewrite_embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    flat = _flat_of_argument(node, flats, 1)
     if flat is None:
         return None
     args = (node.args[0], flat.whole(node), *node.args[2:])
     return insert(node, aten.embedding.default, args, dict(node.kwargs))
 
 
-def _pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """All tensors with the flattened dimension must be flattened alike; the others broadcast."""
+def _rewrite_pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Rewrite a pointwise operator whose arguments are flattened equally or broadcast."""
     if not is_tensor(node):
         return None
     rank = len(node_shape(node))
@@ -207,21 +216,21 @@ def _pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
         if flat is None or flat.lead != lead:
             return None
         apart[argument] = flat.whole(node)
-    return _with(node, apart) if apart else None
+    return _insert_with(node, apart) if apart else None
 
 
-def _elementwise_loss(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """A loss that is reduced over all elements of equal shapes absorbs the flattening."""
+def _rewrite_full_reduction(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Rewrite a reduction over all elements of tensors of equal shapes."""
     flat = next(iter(flats.values()))
     tensors = node.all_input_nodes
     if any(node_shape(n) != (prod(flat.lead), *flat.rest) for n in tensors):
         return None
-    return _with(node, {n: insert_reshape(n, flat.lead + flat.rest, node) for n in tensors})
+    return _insert_with(node, {n: insert_reshape(n, flat.lead + flat.rest, node) for n in tensors})
 
 
-def _cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+def _rewrite_cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     _, target, *options = node.args
-    flat = _first_flat(node, flats)
+    flat = _flat_of_argument(node, flats)
     if flat is None or not flat.rest:
         return None
     assert isinstance(target, fx.Node)
@@ -230,37 +239,41 @@ def _cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     return insert(node, custom_ops.cross_entropy, args)
 
 
-def _experts(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node:
-    """Tokens, with what their router chose."""
-    return _unflattened(node, node.all_input_nodes[:3], flats)
+def _rewrite_experts(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node:
+    """Rewrite the tokens, expert indices and weights of a dispatch to experts."""
+    return _insert_unflattened(node, node.all_input_nodes[:3], flats)
 
 
-def _unflattened(node: fx.Node, tensors: Sequence[fx.Node], flats: dict[fx.Node, Flat]) -> fx.Node:
-    """The same operator on tensors whose first dimension is apart."""
+def _insert_unflattened(
+    node: fx.Node, tensors: Sequence[fx.Node], flats: dict[fx.Node, Flat]
+) -> fx.Node:
+    """Insert the operator on `tensors` with their first dimension unflattened."""
     lead = next(iter(flats.values())).lead
-    return _with(node, {n: insert_reshape(n, lead + node_shape(n)[1:], node) for n in tensors})
+    return _insert_with(
+        node, {n: insert_reshape(n, lead + node_shape(n)[1:], node) for n in tensors}
+    )
 
 
-def _gather(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    """Operators that look up or write rows along one dimension, by indices for each row."""
+def _rewrite_gather(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+    """Rewrite `gather` or `scatter` along a dimension that is not flattened."""
     tensors, rank = node.all_input_nodes, len(node_shape(node))
     dim: Any = node.args[1]
     if dim % rank == 0 or len({node_shape(n)[0] for n in tensors}) > 1:
         return None
-    new = _unflattened(node, tensors, flats)
+    new = _insert_unflattened(node, tensors, flats)
     new.args = (new.args[0], dim % rank - rank, *new.args[2:])
     return new
 
 
-def _expand(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
+def _rewrite_expand(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     (flat,), sizes = flats.values(), node_shape(node)
     if len(sizes) != len(flat.rest) + 1 or sizes[0] != prod(flat.lead):
         return None
     return insert(node, aten.expand.default, (flat.whole(node), [*flat.lead, *sizes[1:]]))
 
 
-def _topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
-    """Both results are flattened again."""
+def _rewrite_topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
+    """Rewrite `topk` in place, and flatten both results again."""
     ((joined, flat),), arguments = flats.items(), node_arguments(node)
     rank = len(node_shape(joined))
     if arguments["dim"] % rank == 0:
@@ -272,17 +285,17 @@ def _topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
         replace(item, insert_reshape(result, node_shape(item), item))
 
 
-def _with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The same operator on other tensors."""
+def _insert_with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Insert a copy of an operator that reads the tensors `new` in place of their keys."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
     return insert(node, node.target, args, dict(kwargs))  # type: ignore[arg-type]
 
 
-def _permute(node: fx.Node) -> fx.Node | None:
-    """Replaces a permutation of merged dimensions by one of their factors.
+def _rewrite_permutation(node: fx.Node) -> fx.Node | None:
+    """Replace a permutation of merged dimensions by one of their factors.
 
-    This is done if the next reshape keeps the factors apart, or if the merged dimension becomes the
-    leading one: `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of
+    This applies if the next reshape does not merge or split factors, or if the merged dimension
+    becomes the leading one: `[s, (b h), d] → [(b h), s, d] → [b, h, s, d]` is one permutation of
     `[s, b, h, d]`.
     """
     flat, dims = node.args[0], permutation(node)
@@ -316,25 +329,25 @@ def _keeps_factors(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -
 
 
 _HANDLERS: dict[Any, Handler] = {
-    aten.linear.default: _row_wise,
-    aten.matmul.default: _matmul,
-    aten.layer_norm.default: _layer_norm,
-    aten.rms_norm.default: _layer_norm,
-    aten.embedding.default: _embedding,
-    custom_ops.cross_entropy: _cross_entropy,
-    custom_ops.experts: _experts,
-    aten.expand.default: _expand,
-    aten.topk.default: _topk,
+    aten.linear.default: _rewrite_row_wise,
+    aten.matmul.default: _rewrite_matmul,
+    aten.layer_norm.default: _rewrite_norm,
+    aten.rms_norm.default: _rewrite_norm,
+    aten.embedding.default: _rewrite_embedding,
+    custom_ops.cross_entropy: _rewrite_cross_entropy,
+    custom_ops.experts: _rewrite_experts,
+    aten.expand.default: _rewrite_expand,
+    aten.topk.default: _rewrite_topk,
     **dict.fromkeys(
         (aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default),
-        _gather,
+        _rewrite_gather,
     ),
     **dict.fromkeys(
         (
             *(aten.to.dtype, aten.dropout.default, aten.detach.default, aten.type_as.default),
             aten.zeros_like.default,
         ),
-        _pointwise,
+        _rewrite_pointwise,
     ),
     **dict.fromkeys(
         (
@@ -349,7 +362,7 @@ _HANDLERS: dict[Any, Handler] = {
             aten.slice.Tensor,
             aten.select.int,
         ),
-        _along_dims,
+        _rewrite_along_dims,
     ),
     **dict.fromkeys(
         (
@@ -362,6 +375,6 @@ _HANDLERS: dict[Any, Handler] = {
             aten.binary_cross_entropy.default,
             aten.binary_cross_entropy_with_logits.default,
         ),
-        _elementwise_loss,
+        _rewrite_full_reduction,
     ),
 }

@@ -1,7 +1,7 @@
-"""Tests of values on which only an error or a warning depends, as `if labels.max() >= n: raise`.
+"""Value checks that only raise or warn, such as `if labels.max() >= n: raise ValueError`.
 
-Values are unknown during capture, so a program cannot branch on them. Where one side of a branch
-raises, the captured model is the other side.
+Values are unknown during capture, so a program cannot branch on them. If one side of a branch
+raises or only warns, the other side is captured.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ from shardwright.core.torch_internals.operators import assert_tensor
 log = logging.getLogger(__name__)
 
 TESTS = (torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, Tensor.__bool__)
-"""What gives a Python truth value of tensors."""
+"""Functions that convert tensors to a Python bool."""
 
 WARNINGS = {"warn", "warning", "warning_once", "warning_advice", "info", "debug", "print"}
-"""Functions without an effect on what a model computes."""
+"""Names of functions without an effect on the results of a model."""
 
 
 LEAVES = ast.Return, ast.Break, ast.Continue
 
 
 class GuardedNumber:
-    """The value of a tensor that is compared in a guard: each comparison gives what the guard needs
-    to pass."""
+    """Result of `Tensor.item` in a value check; each comparison returns the value that passes it.
+
+    Args:
+        passing: result of each comparison.
+    """
 
     def __init__(self, passing: bool) -> None:
-        self._passing = passing
+        self._find_passing_value = passing
 
-    def _compared(self, other: object) -> bool:
-        return self._passing
+    def _return_passing(self, other: object) -> bool:
+        return self._find_passing_value
 
-    __lt__ = __le__ = __gt__ = __ge__ = _compared
-    __eq__ = __ne__ = _compared
+    __lt__ = __le__ = __gt__ = __ge__ = _return_passing
+    __eq__ = __ne__ = _return_passing
     __hash__ = None  # type: ignore[assignment]
 
 
 class PassedGuards(TorchFunctionMode):
-    """Lets value checks whose only effect is to raise pass while a model is traced."""
+    """Mode in which value checks that only raise or warn pass during a trace."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -59,11 +62,11 @@ class PassedGuards(TorchFunctionMode):
         if func is assert_tensor and isinstance(args[0], Tensor):
             return None
         if func in TESTS or func is Tensor.item:
-            frame = _caller(sys._getframe(1))
+            frame = _find_caller(sys._getframe(1))
             if frame is not None and frame.f_code is detects_causal_mask:
-                return False  # Then the mask itself is read.
-            place = frame and _position(frame, is_jump=func is Tensor.__bool__)
-            passing = place and _passing(place, compared=func is Tensor.item)
+                return False  # Attention then reads the mask instead of assuming that it is causal.
+            place = frame and _position_of(frame, is_jump=func is Tensor.__bool__)
+            passing = place and _find_passing_value(place, compared=func is Tensor.item)
             if place and passing is not None:
                 log.info("%s:%d is taken to pass, as it only guards", place.file, place.line)
                 return GuardedNumber(passing) if func is Tensor.item else passing
@@ -71,7 +74,7 @@ class PassedGuards(TorchFunctionMode):
 
 
 class _Position(NamedTuple):
-    """Where the running instruction is in its file."""
+    """Source position of the running instruction."""
 
     file: str
     line: int
@@ -85,18 +88,18 @@ class _Position(NamedTuple):
         return inside and (self.end_line, self.end_column) <= (end[0] or 0, end[1] or 0)
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside of modes for functions."""
+def _find_caller(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that is not a `__torch_function__`."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return frame
 
 
-def _position(frame: FrameType, is_jump: bool) -> _Position | None:
-    """Of what a frame computes.
+def _position_of(frame: FrameType, is_jump: bool) -> _Position | None:
+    """Return the source position of the expression that a frame evaluates, or None if unknown.
 
     Args:
-        is_jump: whether it jumps on a value, which the instruction before has computed.
+        is_jump: whether the frame runs a jump on the value of the preceding instruction.
     """
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2 - is_jump, None), ())
     line, end_line, column, end_column = position or (None,) * 4
@@ -105,45 +108,44 @@ def _position(frame: FrameType, is_jump: bool) -> _Position | None:
     return _Position(frame.f_code.co_filename, line, column, end_line, end_column)
 
 
-def _passing(place: _Position, compared: bool) -> bool | None:
-    """What a test at `place` must give for its guard to pass; None if it guards nothing.
+def _find_passing_value(place: _Position, compared: bool) -> bool | None:
+    """Return the bool for which the value check at `place` passes; None if it is no value check.
 
     Args:
-        compared: whether the place must be one side of a comparison.
+        compared: whether the expression must be one side of a comparison.
     """
-    for test, passing in _guards(place.file):
+    for test, passing in _find_guards_of_file(place.file):
         if place.is_in(test):
-            return _operand(test, passing, place, compared)
+            return _passing_value_of_operand(test, passing, place, compared)
     return None
 
 
 @lru_cache(maxsize=64)
-def _guards(file: str) -> Sequence[tuple[ast.expr, bool]]:
-    """The conditions of a file on which only an error or a warning depends, and when there is
-    none."""
+def _find_guards_of_file(file: str) -> Sequence[tuple[ast.expr, bool]]:
+    """Return the value checks of a file: each condition, and the bool for which it passes."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return ()
-    return tuple(_guards_in(tree))
+    return tuple(_find_guards(tree))
 
 
-def _guards_in(tree: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
+def _find_guards(tree: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
     tries = (node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers)
     caught = {id(node) for each in tries for s in each.body for node in ast.walk(s)}
     for node in ast.walk(tree):
         if id(node) in caught:
-            continue  # What follows the error is part of the model.
+            continue  # The handler of the error is part of the model.
         if isinstance(node, ast.Assert):
             yield node.test, True
-        elif isinstance(node, ast.If) and _only_complains(node.body):
+        elif isinstance(node, ast.If) and _only_raises_or_warns(node.body):
             yield node.test, False
-        elif isinstance(node, ast.If) and _only_complains(node.orelse):
+        elif isinstance(node, ast.If) and _only_raises_or_warns(node.orelse):
             yield node.test, True
 
 
-def _only_complains(body: Sequence[ast.stmt]) -> bool:
-    """Whether statements end in an error, or are warnings."""
+def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
+    """Whether statements end with `raise`, or are all calls that warn, log or print."""
     if body and isinstance(body[-1], ast.Raise):
         return not any(isinstance(node, LEAVES) for s in body for node in ast.walk(s))
     return bool(body) and all(
@@ -154,13 +156,17 @@ def _only_complains(body: Sequence[ast.stmt]) -> bool:
     )
 
 
-def _operand(test: ast.expr, passing: bool, place: _Position, compared: bool) -> bool | None:
-    """What the operand of `test` at `place` must give for all of it to be `passing`."""
+def _passing_value_of_operand(
+    test: ast.expr, passing: bool, place: _Position, compared: bool
+) -> bool | None:
+    """Return the bool of the operand at `place` for which `test` is `passing`, or None."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _operand(test.operand, not passing, place, compared)
+        return _passing_value_of_operand(test.operand, not passing, place, compared)
     if isinstance(test, ast.BoolOp):
         inside = next((value for value in test.values if place.is_in(value)), None)
-        return None if inside is None else _operand(inside, passing, place, compared)
+        return (
+            None if inside is None else _passing_value_of_operand(inside, passing, place, compared)
+        )
     if compared:
         sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
         return passing if any(place.is_in(s) and isinstance(s, ast.Call) for s in sides) else None

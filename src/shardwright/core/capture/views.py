@@ -1,4 +1,4 @@
-"""Views: which operators create them, how to repeat one, and how to write through one."""
+"""Views: operators that create views, replay of a view, and writes through a view."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IN_PLACE: dict[Any, Any] = {
     aten.t_.default: aten.t.default,
     aten.detach_.default: aten.detach.default,
 }
-"""Operators that turn a tensor into a view of itself, with the ones that return that view."""
+"""Operators that turn a tensor into a view of itself, with the operators that return the view."""
 
 SAME_ELEMENTS = frozenset(
     {
@@ -85,15 +85,17 @@ _BY_STRIDES = frozenset(
         aten.as_strided_scatter.default,
     }
 )
-"""Operators that read memory, by strides, and not the elements of a tensor."""
+"""Operators that address memory by strides instead of elements."""
 
 
 def read_strides_of_elements(graph: fx.Graph) -> None:
-    """Lets `as_strided` read the elements of its input in the order in which they lie in memory
-    during capture: what is captured may lie there otherwise, and shards do.
+    """Rewrite `as_strided` to read a contiguous tensor, in place.
+
+    The elements of its input are first put into their memory order during capture, since tensors of
+    the captured program, such as shards, may have other strides.
 
     Raises:
-        CaptureError: if it reads anything else, or writes.
+        CaptureError: if an operator reads memory besides the elements of its input, or writes.
     """
     for node in [node for node in graph.nodes if node.target in _BY_STRIDES]:
         source, arguments = node.args[0], node_arguments(node)
@@ -105,8 +107,8 @@ def read_strides_of_elements(graph: fx.Graph) -> None:
         dense = x.permute(order).is_contiguous() and first >= 0 and last < max(x.numel(), 1)
         if not dense or node.target not in (aten.as_strided.default, aten.as_strided_copy.default):
             raise CaptureError(
-                f"{line_of(node)}: `{node.target}` reads or writes memory beside the elements of "
-                "its input, or in another order. Use `unfold`, slices or an index."
+                f"{line_of(node)}: `{node.target}` reads memory beside the elements of its input, "
+                "or writes by strides\nuse `unfold`, slices or an index"
             )
         moved = insert(node, aten.permute.default, (source, order))
         flat = insert(node, aten.reshape.default, (moved, [-1]))
@@ -115,7 +117,7 @@ def read_strides_of_elements(graph: fx.Graph) -> None:
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
-    """The tensor of which a node is a view; None if it is not a view."""
+    """Return the tensor of which a node is a view; None if it is not a view."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or not is_tensor(node):
         return None
@@ -128,20 +130,20 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 
 def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
-    """Repeats a view on another tensor."""
+    """Insert a view of `source` like `view`, and return it."""
     if view.target is operator.getitem:
-        target, args = _element_view(view)
+        target, args = _to_slice_or_select(view)
         return call(graph, target, (source, *args), like=view)
     target = IN_PLACE.get(view.target, view.target)
     if target in SAME_ELEMENTS:
         return call(graph, aten.reshape.default, (source, list(node_shape(view))), like=view)
-    if target is not aten.detach.default and _is_identity(view):
+    if target is not aten.detach.default and _keeps_shape_and_strides(view):
         return source
     return call(graph, target, (source, *view.args[1:]), dict(view.kwargs), like=view)
 
 
 def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node) -> fx.Node:
-    """The new value of `source` after its view has been overwritten with `new`.
+    """Return the new value of `source` after `view` of it was overwritten with `new`.
 
     Raises:
         CaptureError: if writing through this view has no functional form.
@@ -149,7 +151,7 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
     target: Any = IN_PLACE.get(view.target, view.target)
     args: tuple[Any, ...] = ()
     if target is operator.getitem:
-        target, args = _element_view(view)
+        target, args = _to_slice_or_select(view)
     if target in SAME_ELEMENTS:
         return call(graph, aten.reshape.default, (new, list(node_shape(source))), like=view)
     if target in _SELF_INVERSE:
@@ -164,25 +166,27 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         if not args:
             arguments = node_arguments(view)
             args = (arguments["dim"], arguments["start"], arguments["end"], arguments["step"])
-        return _scattered(graph, aten.slice_scatter.default, source, new, args, view)
+        return _insert_scatter(graph, aten.slice_scatter.default, source, new, args, view)
     if target is aten.narrow.default:
         _, dim, start, length = view.args
         end = int(start) + int(length)  # type: ignore[arg-type]
-        return _scattered(graph, aten.slice_scatter.default, source, new, (dim, start, end), view)
+        return _insert_scatter(
+            graph, aten.slice_scatter.default, source, new, (dim, start, end), view
+        )
     if target is aten.select.int:
         args = args or view.args[1:]
-        return _scattered(graph, aten.select_scatter.default, source, new, args, view)
+        return _insert_scatter(graph, aten.select_scatter.default, source, new, args, view)
     if target is aten.diagonal.default:
         return call(graph, aten.diagonal_scatter.default, (source, new, *view.args[1:]), like=view)
-    if _is_identity(view):
+    if _keeps_shape_and_strides(view):
         return new
     raise CaptureError(
         f"{line_of(view)}: cannot capture an in-place change of the result of `{target}`, whose "
-        f"elements may share memory. Use an operator that returns a new tensor."
+        f"elements may share memory\nuse an operator that returns a new tensor"
     )
 
 
-def _scattered(
+def _insert_scatter(
     graph: fx.Graph,
     target: Any,
     source: fx.Node,
@@ -190,8 +194,11 @@ def _scattered(
     args: Sequence[Any],
     view: fx.Node,
 ) -> fx.Node:
-    """`target(source, new, *args)`; of complex numbers by their parts, as autograd has no gradient
-    for it otherwise."""
+    """Insert `target(source, new, *args)`.
+
+    Real and imaginary parts are written separately, since autograd has no gradient for complex
+    numbers.
+    """
     if not tensor(source).is_complex():
         return call(graph, target, (source, new, *args), like=view)
     written = []
@@ -201,7 +208,7 @@ def _scattered(
     return call(graph, aten.complex.default, (written[0], written[1]), like=view)
 
 
-def _is_identity(view: fx.Node) -> bool:
+def _keeps_shape_and_strides(view: fx.Node) -> bool:
     source = view.args[0]
     return isinstance(source, fx.Node) and (
         node_shape(view) == node_shape(source)
@@ -211,8 +218,8 @@ def _is_identity(view: fx.Node) -> bool:
     )
 
 
-def _element_view(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """An element of `split`, `chunk` or `unbind` as a slice or a selection."""
+def _to_slice_or_select(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return an element of `split`, `chunk` or `unbind` as arguments of `slice` or `select`."""
     pieces, index = getitem.args
     assert isinstance(pieces, fx.Node) and isinstance(index, int)
     dim = node_arguments(pieces)["dim"]

@@ -1,4 +1,4 @@
-"""What every refusal of capture ends with: the line that leaves a part of the model as it is."""
+"""Last line of each CaptureError: the `sw.local_map` call that avoids capture of a module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
 _NAMES = "hwdefgijklmnop"
-"""Of dimensions after the first."""
+"""Names of dimensions after the first."""
 
 REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 
@@ -25,21 +25,28 @@ REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 def naming_local_map(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """A context in which refusals end with the call of `sw.local_map` that makes them needless: of
-    the innermost module whose `forward` is refused, or of the model."""
+    """Return a context that appends a call of `sw.local_map` to each CaptureError.
+
+    The call is for the innermost module whose `forward` raises the error, or for the model.
+    """
     try:
         yield
     except CaptureError as error:
-        if OWN_ERROR in str(error):  # On shards too.
+        if OWN_ERROR in str(error):  # `local_map` would raise it too.
             raise
-        inner = _refused_part(error, module)
-        call = _call_of_model(args, kwargs) if inner is None else _call_of_part(*inner)
+        inner = _find_failing_module(error, module)
+        call = (
+            _write_call_for_model(args, kwargs) if inner is None else _write_call_for_module(*inner)
+        )
         raise type(error)(f"{error}\n{REMEDY}: `{call}`") from error
 
 
-def _refused_part(error: BaseException, model: nn.Module) -> tuple[str, list[Tensor]] | None:
-    """The path of the innermost module in whose `forward` an error was raised, and the tensors that
-    it was called with; None if that is the model itself or unknown."""
+def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, list[Tensor]] | None:
+    """Find the innermost module in whose `forward` an error was raised.
+
+    Returns:
+        The path of the module and its tensor arguments; None if it is the model or unknown.
+    """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
         paths.setdefault(_class_name(module), path)
@@ -51,9 +58,9 @@ def _refused_part(error: BaseException, model: nn.Module) -> tuple[str, list[Ten
             held, is_forward = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name == "forward"
             path = paths.get(_class_name(held["self"])) if is_forward and "self" in held else None
             if path:
-                innermost = path, _tensors_of(held["self"], held)
+                innermost = path, _find_tensor_arguments(held["self"], held)
             elif isinstance(node := held.get("node"), fx.Node) and (path := module_path(node)[0]):
-                innermost = path, []  # Refused once it was traced.
+                innermost = path, []  # An error after the trace, about this node.
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
     return innermost
@@ -63,23 +70,27 @@ def _class_name(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _tensors_of(module: object, held: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that its `forward` was called with, as far as its variables still hold them."""
+def _find_tensor_arguments(module: object, held: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensor arguments of `forward` that are still in its local variables.
+
+    Args:
+        held: local variables of `forward`.
+    """
     forward: Any = vars(type(module)).get("forward", nn.Module.forward)
     names = inspect.signature(forward).parameters
     leaves = pytree.tree_leaves([held.get(name) for name in names if name != "self"])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _call_of_part(path: str, tensors: list[Tensor]) -> str:
+def _write_call_for_module(path: str, tensors: list[Tensor]) -> str:
     rank = tensors[0].ndim if tensors else 2
-    # As if the result had the shape of the first tensor.
+    # Assumes that the result has the shape of the first tensor.
     first = " ".join(("b", *(f"_{name}" for name in _NAMES[: rank - 1]))) if rank else "()"
     _, comma, others = example_entries(tensors).partition(",")
     return f'sw.local_map(net.get_submodule({path!r}), "{first}{comma}{others} -> {first}")'
 
 
-def _call_of_model(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _write_call_for_model(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     entries = example_entries([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return f'sw.local_map(net, "{entries} -> ()", partial="mean")'
