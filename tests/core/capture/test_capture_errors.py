@@ -114,7 +114,9 @@ class Seeding(nn.Module):
 
 
 def test_seeding_in_forward_is_refused_and_undone_seeding_is_not() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)`forward` of Seeding.*`torch.manual_seed`.*training"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)`forward` of Seeding.*`torch.manual_seed`.*training"
+    ):
         capture(Seeding(), (torch.randn(3, 4),))
 
     class Forked(Seeding):

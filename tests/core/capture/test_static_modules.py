@@ -53,7 +53,7 @@ class Quantized(nn.Module):
 def test_a_quantizer_trains_once_it_no_longer_observes(kind: type[nn.Module]) -> None:
     net, x = Quantized(kind), torch.randn(8, 8)
     net(x)
-    with pytest.raises(CaptureError, match=r"quantizer, a Fa?u?.*disable_observer"):
+    with pytest.raises(CaptureError, match=r"(?s)quantizer, a Fa?u?.*disable_observer"):
         capture(net, (x,))
     net.apply(quantization.disable_observer)
     assert sw.check(net, (x,), None, sw.plan(net, (x,), devices=4)).passes()

@@ -1,4 +1,4 @@
-"""Inline the sub-graphs into which `torch.export` puts no-grad and autocast regions."""
+"""Inlining of the sub-graphs that `torch.export` creates for no-grad and autocast regions."""
 
 from __future__ import annotations
 

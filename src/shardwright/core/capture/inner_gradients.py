@@ -37,7 +37,7 @@ _WITHOUT_VALUES = {
 }
 """Operators that read only the shape of a tensor."""
 
-REMEDY = "compute the gradient outside of the model, or make a `torch.library.custom_op` of it"
+_OR_CUSTOM_OP = "or make a `torch.library.custom_op` of it"
 
 
 def gradients(
@@ -113,7 +113,8 @@ class TraceSoFar:
         if slot is None:
             raise CaptureError(
                 "`forward` computes the gradient of a tensor that is no parameter, buffer "
-                f"or input of the model and was not computed from these\n{REMEDY}"
+                f"or input of the model and was not computed from these\n"
+                f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
             )
         node: fx.Node = slot.proxy.node
         return node
@@ -128,7 +129,10 @@ class TraceSoFar:
             return self._tensors[node]
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
-            raise CaptureError(f"`forward` computes gradients of symbolic sizes\n{REMEDY}")
+            raise CaptureError(
+                "`forward` computes gradients of symbolic sizes\n"
+                f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
+            )
         with without_function_modes(), without_dispatch_modes():
             tensor = value.detach().requires_grad_(self._requires_grad(node))
             proxy = fx.Proxy(node, self._tracer)
@@ -203,23 +207,28 @@ class _Path:
         return values
 
     def check_second_derivatives(self) -> None:
-        """Raises:
-        CaptureError: if an operator has a custom gradient, which second derivatives would ignore.
+        """Check that no operator has a custom gradient, which second derivatives would ignore.
+
+        Raises:
+            CaptureError: if an operator has a custom gradient.
         """
         for node in self.operators:
             if name := node.meta.get(CUSTOM_GRADIENT):
                 raise CaptureError(second_derivative(name))
 
     def _check_repeatable(self, graph: fx.Graph, depending: Iterable[fx.Node]) -> None:
-        """Raises:
-        CaptureError: if a second call of the operators could give another result.
+        """Check that a second call of the operators gives the same result.
+
+        Raises:
+            CaptureError: if an operator draws random numbers, cannot be captured, or reads a tensor
+                that is changed in place.
         """
         read, own = {*depending, *self.others}, set(self.operators)
         for node in graph.nodes:
             if "autocast" in str(node.target):
                 raise CaptureError(
                     "`forward` computes gradients in or after an autocast region, which cannot be "
-                    f"captured\n{REMEDY}"
+                    f"captured\ncompute the gradient outside of the model, {_OR_CUSTOM_OP}"
                 )
             changed = read.intersection(_changed_tensors(node))
             if changed and not (node in own and changed <= own):
@@ -238,7 +247,8 @@ class _Path:
             if not is_traced or node.target is torch.ops.shardwright.local_map.default:
                 raise CaptureError(
                     f"`forward` computes gradients through `{node.target}`, which cannot be "
-                    f"captured ({line_of(node)})\n{REMEDY}"
+                    f"captured ({line_of(node)})\n"
+                    f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
                 )
 
 

@@ -60,8 +60,8 @@ def local_map(
             wrapper is returned, to be called in `forward`. Parameters and buffers of a module are
             gathered before each call, and their gradients are summed over shards.
         notation: the dimensions of each tensor argument, in order, and of each result:
-            `"b s _h, _h -> b s _h"`. A name such as `b` is a dimension that may be sharded: the
-            target must compute the same result on each shard alone. `_` is a dimension that may
+            `"b s _h, _h -> b s _h"`. A name such as `b` is a dimension that may be sharded:
+            results on shards must equal shards of the result. `_` is a dimension that may
             not be sharded, and `_h` is one with a name, which gives results its size. `()` is a
             tensor without dimensions. A number is the size of a dimension of a result.
         partial: how results that lack a name of an input are reduced over its shards: `"sum"`, or
@@ -145,7 +145,7 @@ class LocalMapTag(ModuleTag):
 
 
 def _check_buffer_names(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
-    """Return the names of changed buffers as a set.
+    """Check the names of changed buffers and return them as a set.
 
     Raises:
         StrategyError: if a name is not that of a buffer.
@@ -317,7 +317,8 @@ def _parse_options(
 
 
 def _check_can_be_sharded(declaration: Declaration) -> None:
-    """
+    """Check that a named dimension is in all results without `partial`.
+
     Raises:
         StrategyError: if dimensions are named, but each is missing in a result without `partial`.
     """
@@ -345,7 +346,8 @@ def _parse_entries(side: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_reads_nothing_trained(function: Any) -> None:
-    """
+    """Check that a function reads no trained module or tensor besides its arguments.
+
     Raises:
         StrategyError: if a function reads a trained module or tensor that is not an argument.
     """

@@ -115,7 +115,8 @@ class LocalPart:
         return output(made[: len(made) - len(changed)])
 
     def _check_arguments(self, tensors: Sequence[Tensor]) -> None:
-        """
+        """Check the shapes of tensor arguments.
+
         Raises:
             StrategyError: if the call does not fit the notation.
         """
@@ -162,8 +163,9 @@ class LocalPart:
     def _types_by_notation(
         self, tensors: Sequence[Tensor], every: Sequence[Tensor]
     ) -> tuple[ResultTypes, Callable[[Sequence[Tensor]], Any]]:
-        """Return the shape and dtype of each result by the notation, and a function that builds the
-        return value from the results.
+        """Return the shape and dtype of each result by the notation.
+
+        The second value is a function that builds the return value of the call from the results.
 
         Raises:
             StrategyError: if the notation does not determine a size.
@@ -202,7 +204,8 @@ class LocalPart:
         return changed
 
     def _check_results(self, shapes: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]) -> None:
-        """
+        """Check the shapes of the results of a dry call.
+
         Raises:
             StrategyError: if the results of a dry call do not fit the notation.
         """

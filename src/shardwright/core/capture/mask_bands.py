@@ -93,7 +93,7 @@ class BandProofs:
         return band if band == ALL or same_pairs else None
 
     def _band_of_triangle(self, mask: fx.Node) -> Band | None:
-        """Return the band of `tril` or `triu` of a mask, or None if the main diagonal is masked."""
+        """Return the band of `tril` or `triu` of a mask, or None if not proved."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]

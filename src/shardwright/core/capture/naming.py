@@ -150,7 +150,7 @@ def _format_line(file: str, line: int) -> str:
 
 
 NO_LINE = "the model"
-"""Stands for the line of an error that was not raised below user code."""
+"""Text in place of the line of an error that was raised outside of user code."""
 
 
 def line_of(node: fx.Node) -> str:

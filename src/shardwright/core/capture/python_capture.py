@@ -123,7 +123,7 @@ def _check_supported(call: CapturedCall) -> None:
         # TorchDynamo infers dtypes by CPU autocast, which casts other operators.
         raise CaptureError(
             "cannot capture a call under autocast of an accelerator with its Python side effects\n"
-            "plan it outside of `torch.autocast`, or remove the side effects from `forward`"
+            "call `plan` outside of `torch.autocast`, or remove the side effects from `forward`"
         )
     check_hooks(call.module)
     if any(forward_hooks(call.module)):
@@ -167,14 +167,14 @@ class _CallResult:
 
 @dataclass(frozen=True)
 class _OutputLeaf:
-    """An output of Dynamo's graph."""
+    """A leaf of a return value that is an output of Dynamo's graph, with its index."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class _InputLeaf:
-    """An input of Dynamo's graph."""
+    """A leaf of a return value that is an input of Dynamo's graph, with its index."""
 
     index: int
 
@@ -190,7 +190,7 @@ class _TracedCall:
         sources: for each input, the name of its parameter or buffer, or the index of its leaf of
             the arguments; None for other state.
         state: index of each input that is other state, by its name in the second trace.
-        numbers: Python numbers that Dynamo's graph computes.
+        numbers: operations of Dynamo's graph on Python numbers alone.
         number_names: nodes of the numbers that operators read, by name in the second trace.
         trace: function that traces the copy again.
         guards: guards on the state that the copy read; None if the call changes no objects.

@@ -44,9 +44,7 @@ def assigned_buffers(
     for name in changed:
         old = before.get(name)
         if not isinstance(old, Tensor) or isinstance(old, nn.Parameter):
-            raise CaptureError(
-                f"`forward` registers or replaces {name!r}\nregister it before `plan`"
-            )
+            raise CaptureError(f"`forward` registers or replaces {name!r}\ndo it before `plan`")
         if id(after.get(name)) not in made:
             raise CaptureError(
                 f"`forward` removes the buffer {name!r}, or assigns a tensor that it "

@@ -35,8 +35,8 @@ class Captures:
     """Cached captures of one module.
 
     Args:
-        graph: graph of the first captured call; ignored as an example if it is that of a
-            micro-batch as a term of its batch.
+        graph: graph of the first captured call; not used as an example for later traces if it is
+            that of a micro-batch of a larger batch.
         state: hashable state of the module at that call; calls with equal state and arguments of
             equal sizes have equal graphs.
     """

@@ -307,7 +307,7 @@ def _find_differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> froz
 
 
 def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
-    """Whether a gradient flows from a node to one of its inputs."""
+    """Whether a gradient flows from a node to `source`, one of its inputs."""
     return (
         _operator_name(node) not in _WITHOUT_GRADIENT
         and (no_grad or not node.meta.get("no_grad"))
