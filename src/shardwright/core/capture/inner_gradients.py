@@ -57,7 +57,7 @@ def gradients(
     trace = TraceSoFar()
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     starts, ends = ([trace.node(t) for t in tensors] for tensors in (inputs, outputs))
-    between = _Path.of(trace.graph, starts, ends)
+    between = _GradientPath.of(trace.graph, starts, ends)
     if create_graph:
         between.check_second_derivatives()
     given, cotangent_spec = pytree.tree_flatten(grad_outputs)
@@ -100,7 +100,7 @@ class TraceSoFar:
         assert mode is not None
         self._tracer: Any = mode.tracer
         self.graph: fx.Graph = self._tracer.graph
-        nodes = ((t, self._proxy_slot(t)) for t in list(self._tracer.tensor_tracker.keys()))
+        nodes = ((t, self._get_proxy_slot(t)) for t in list(self._tracer.tensor_tracker.keys()))
         self._tensors = {slot.proxy.node: tensor for tensor, slot in nodes if slot is not None}
 
     def node(self, tensor: Tensor) -> fx.Node:
@@ -109,7 +109,7 @@ class TraceSoFar:
         Raises:
             CaptureError: if the trace does not contain the tensor.
         """
-        slot = self._proxy_slot(tensor)
+        slot = self._get_proxy_slot(tensor)
         if slot is None:
             raise CaptureError(
                 "`forward` computes the gradient of a tensor that is no parameter, buffer "
@@ -148,12 +148,12 @@ class TraceSoFar:
             and any(self.tensor(arg).requires_grad for arg in before)
         )
 
-    def _proxy_slot(self, tensor: Tensor) -> Any:
+    def _get_proxy_slot(self, tensor: Tensor) -> Any:
         return get_proxy_slot(tensor, self._tracer, None)
 
 
 @dataclass(frozen=True)
-class _Path:
+class _GradientPath:
     """The operators on the paths from the inputs of a gradient to its outputs.
 
     Args:
@@ -167,7 +167,9 @@ class _Path:
     operators: tuple[fx.Node, ...]
 
     @classmethod
-    def of(cls, graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> _Path:
+    def of(
+        cls, graph: fx.Graph, starts: Sequence[fx.Node], ends: Sequence[fx.Node]
+    ) -> _GradientPath:
         depending = _find_dependents(graph, starts)
         needed: set[fx.Node] = set()
         stack = [node for node in (*ends, *starts) if node in depending]
@@ -188,7 +190,7 @@ class _Path:
     @property
     def unchanged_results(self) -> list[fx.Node]:
         """Operators that return one tensor, which no later operator changes in place."""
-        writers = {node: found for node in self.operators if (found := _changed_tensors(node))}
+        writers = {node: found for node in self.operators if (found := _list_changed(node))}
         changed = {*writers, *(tensor for found in writers.values() for tensor in found)}
         tensors = (node for node in self.operators if isinstance(node.meta["val"], Tensor))
         return [node for node in tensors if node not in changed]
@@ -230,7 +232,7 @@ class _Path:
                     "`forward` computes gradients in or after an autocast region, which cannot be "
                     f"captured\ncompute the gradient outside of the model, {_OR_CUSTOM_OP}"
                 )
-            changed = read.intersection(_changed_tensors(node))
+            changed = read.intersection(_list_changed(node))
             if changed and not (node in own and changed <= own):
                 raise CaptureError(
                     "`forward` computes gradients through a tensor that it changes in place "
@@ -264,14 +266,14 @@ def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node
             enabled = bool(node.args[0])
         elif (
             enabled
-            and _operator_name_of(node) not in _WITHOUT_VALUES
+            and _get_operator_name(node) not in _WITHOUT_VALUES
             and any(arg in found or arg in first for arg in node.all_input_nodes)
         ):
             found[node] = None
     return found
 
 
-def _changed_tensors(node: fx.Node) -> list[fx.Node]:
+def _list_changed(node: fx.Node) -> list[fx.Node]:
     """List the tensors that an operator changes in place, and the tensors that these view."""
     found: list[fx.Node] = []
     arguments = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
@@ -296,7 +298,7 @@ def _find_viewed_tensor(node: fx.Node) -> Any:
     return node.args[0] if may else None
 
 
-def _operator_name_of(node: fx.Node) -> str:
+def _get_operator_name(node: fx.Node) -> str:
     return operator_name(node.target) if isinstance(node.target, OpOverload) else ""
 
 

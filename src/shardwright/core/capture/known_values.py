@@ -129,7 +129,7 @@ class _BufferAtStart:
     held: Tensor
 
 
-def _recipe_of_empty(like: Tensor) -> _Recipe:
+def _make_empty_recipe(like: Tensor) -> _Recipe:
     """Return the recipe of an uninitialized tensor with the shape and dtype of `like`."""
     return _Recipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
 
@@ -187,7 +187,7 @@ class KnownValues(TorchFunctionMode):
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
         super().__init__()
         self._recipes: Any = WeakTensorKeyDictionary()
-        self._buffers: dict[int, _BufferAtStart] = {}
+        self._buffers_at_start: dict[int, _BufferAtStart] = {}
         self.read: dict[tuple[str, str], None] = {}
         twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
         devices = {t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
@@ -221,7 +221,7 @@ class KnownValues(TorchFunctionMode):
                 buffer = own_buffers(held[path])[name] if path in held else None
                 if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
                     place = (path, name)
-                    self._buffers[id(fake)] = _BufferAtStart(
+                    self._buffers_at_start[id(fake)] = _BufferAtStart(
                         place, ref(fake), version(fake), buffer
                     )
 
@@ -237,15 +237,15 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             if func in _READING or (func is torch.where and len(args) == 1):
-                return _Recipe(func, self._to_recipes((args, kwargs))).result()
+                return _Recipe(func, self._convert_to_recipes((args, kwargs))).result()
         except _UnknownError:
             pass
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _has_dims(args[2])):
-            args = (args[0], self._resolve_masks_of_index(args[1]), *args[2:])
+            args = (args[0], self._resolve_masks(args[1]), *args[2:])
         elif func in _SELECTED and len(args) == 2:
             shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
             mask = self._call_and_record(Tensor.expand, (args[1], shape), {})
-            places = self._indices_of_mask(mask)
+            places = self._find_mask_indices(mask)
             if places[0] is not mask:
                 return args[0].expand(shape)[places]
         return self._call_and_record(func, args, kwargs)
@@ -253,8 +253,8 @@ class KnownValues(TorchFunctionMode):
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function and record the recipes of its results, if its arguments are known."""
         try:
-            read = (_recipe_of_empty(args[0]), *args[1:]) if func in _LIKE and args else args
-            known = self._to_recipes((read, kwargs))
+            read = (_make_empty_recipe(args[0]), *args[1:]) if func in _LIKE and args else args
+            known = self._convert_to_recipes((read, kwargs))
         except _UnknownError:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -268,7 +268,7 @@ class KnownValues(TorchFunctionMode):
                 self._recipes[leaf] = version(leaf), _Recipe(func, known, place)
         return result
 
-    def _to_recipes(self, arguments: Any) -> Any:
+    def _convert_to_recipes(self, arguments: Any) -> Any:
         """Replace the tensors among arguments with their recipes.
 
         Raises:
@@ -284,22 +284,22 @@ class KnownValues(TorchFunctionMode):
         seen, recipe = self._recipes.get(leaf, (None, None))
         if recipe is not None and seen == version(leaf):
             return recipe
-        buffer = self._buffers.get(id(leaf))
+        buffer = self._buffers_at_start.get(id(leaf))
         if buffer is not None and buffer.fake() is leaf and buffer.seen == version(leaf):
             return _Recipe(self._read_buffer, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
             return _Recipe(_require_unchanged, ((leaf, version(leaf)), {}))
         raise _UnknownError
 
-    def _resolve_masks_of_index(self, index: Any) -> Any:
+    def _resolve_masks(self, index: Any) -> Any:
         """Replace the known masks of an index with the indices of their true elements."""
         parts = index if isinstance(index, tuple) else (index,)
         masks = [p for p in parts if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
         if not masks:
             return index
-        return tuple(place for part in parts for place in self._indices_of_mask(part))
+        return tuple(place for part in parts for place in self._find_mask_indices(part))
 
-    def _indices_of_mask(self, mask: Any) -> tuple[Any, ...]:
+    def _find_mask_indices(self, mask: Any) -> tuple[Any, ...]:
         """Return the indices of the true elements of a mask, one tensor per dimension.
 
         Return `(mask,)` if its values are unknown or it is not a boolean mask.
@@ -307,7 +307,9 @@ class KnownValues(TorchFunctionMode):
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)
         try:
-            found = _Recipe(torch.nonzero, self._to_recipes(((mask,), {"as_tuple": True}))).result()
+            found = _Recipe(
+                torch.nonzero, self._convert_to_recipes(((mask,), {"as_tuple": True}))
+            ).result()
         except _UnknownError:
             return (mask,)
         return tuple(found)

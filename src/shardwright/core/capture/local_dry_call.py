@@ -67,12 +67,12 @@ class DryCall:
         before = random.getstate(), np.random.get_state()
         # The dispatch modes of a capture are not active in a new thread.
         with ThreadPoolExecutor(1) as thread:
-            result = thread.submit(self._run_fake, like).result()
+            result = thread.submit(self._run_on_fakes, like).result()
         random.setstate(before[0])
         np.random.set_state(before[1])
         return result
 
-    def _run_fake(
+    def _run_on_fakes(
         self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]
     ) -> DryResult | None:
         given = self.structure.num_leaves - len(self.constants)
@@ -111,11 +111,11 @@ class DryCall:
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
-        constant = _find_gradient_free(tensors, found)
+        constant = _find_without_gradient(tensors, found)
         return DryResult(results, output, changed, constant, effects.random, in_place)
 
 
-def _find_gradient_free(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
+def _find_without_gradient(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
     """Return the indices of the tensors that require a gradient and get none from `results`."""
     trained = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
     reached = reached_by_gradients(results, [tensors[number] for number in trained])

@@ -114,7 +114,10 @@ class LocalMapTag(ModuleTag):
     buffers: frozenset[str] = frozenset()
 
     def trace(self, module: nn.Module, place: ModulePlace) -> None:
-        part, names = self._make_local_part(module, place), list(_names_of_tensors(module).values())
+        part, names = (
+            self._make_local_part(module, place),
+            list(_collect_tensor_names(module).values()),
+        )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Read in each call, since a trace replaces the parameters and buffers.
@@ -124,7 +127,7 @@ class LocalMapTag(ModuleTag):
         module.forward = forward
 
     def _make_local_part(self, module: nn.Module, place: ModulePlace) -> LocalPart:
-        names = tuple(_names_of_tensors(module).values())
+        names = tuple(_collect_tensor_names(module).values())
         sample = _copy_to_meta_device(module)
         text = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
         count = len({id(parameter) for parameter in module.parameters()})
@@ -140,7 +143,7 @@ class LocalMapTag(ModuleTag):
     def module_call(self, module: nn.Module, place: ModulePlace) -> ModuleCall:
         """Return the call that TorchDynamo puts into its graph for a copy of the module."""
         part = self._make_local_part(module, place)
-        names = tuple(name for name, *_ in _names_of_tensors(module).values())
+        names = tuple(name for name, *_ in _collect_tensor_names(module).values())
         return ModuleCall(as_one_call(lambda *call: part.traced(*call)), names)
 
 
@@ -247,7 +250,7 @@ def _is_running_statistic(module: nn.Module, name: str) -> bool:
     return isinstance(owner, _NORMALIZATIONS) and owner.training and leaf in own_buffers(owner)
 
 
-def _names_of_tensors(module: nn.Module) -> dict[int, tuple[str, ...]]:
+def _collect_tensor_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
     """Return all names of each parameter and buffer by tensor id, parameters first."""
     names: dict[int, tuple[str, ...]] = {}
     for named in (
@@ -385,15 +388,15 @@ def _list_captured_values(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # A variable that has no value yet.
             yield from pytree.tree_leaves(cell.cell_contents)
-    for name in _global_names(function.__code__):
+    for name in _list_global_names(function.__code__):
         yield from pytree.tree_leaves(function.__globals__.get(name))
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
+def _list_global_names(code: CodeType) -> Iterator[str]:
     """Yield the names of the global variables read by code, including nested functions."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+            yield from _list_global_names(constant)

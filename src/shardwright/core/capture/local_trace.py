@@ -85,9 +85,9 @@ class LocalPart:
         region = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         dry = DryCall(self.sample, structure, constants, region).run([*tensors, *state])
         results, output = (
-            self._types_by_notation(tensors, [*tensors, *state])
+            self._parse_result_types(tensors, [*tensors, *state])
             if dry is None
-            else (self._types_by_dry_call(dry, tensors), dry.output)
+            else (self._infer_result_types(dry, tensors), dry.output)
         )
         changed = self._find_changed_buffers(dry, state)
         options = self.options
@@ -108,7 +108,7 @@ class LocalPart:
         results += [(tuple(state[number].shape), state[number].dtype) for number in changed]
         constant = frozenset[int]() if dry is None else dry.constant
         read = [t.detach() if n in constant else t for n, t in enumerate([*tensors, *state])]
-        made = _call_operator(call, read, results)
+        made = _call_traced_operator(call, read, results)
         with torch.no_grad():
             for number, value in zip(changed, made[len(made) - len(changed) :], strict=True):
                 state[number].copy_(value)
@@ -139,7 +139,7 @@ class LocalPart:
                         "give dimensions of different sizes different names"
                     )
 
-    def _types_by_dry_call(self, dry: DryResult, tensors: Sequence[Tensor]) -> ResultTypes:
+    def _infer_result_types(self, dry: DryResult, tensors: Sequence[Tensor]) -> ResultTypes:
         """Return the shape and dtype of each result of a dry call.
 
         Raises:
@@ -160,7 +160,7 @@ class LocalPart:
             for number, (shape, dtype) in enumerate(dry.results)
         ]
 
-    def _types_by_notation(
+    def _parse_result_types(
         self, tensors: Sequence[Tensor], every: Sequence[Tensor]
     ) -> tuple[ResultTypes, Callable[[Sequence[Tensor]], Any]]:
         """Return the shape and dtype of each result by the notation.
@@ -247,7 +247,7 @@ def example_entries(tensors: Sequence[Tensor]) -> str:
     return ", ".join(map(entry, tensors))
 
 
-def _call_operator(
+def _call_traced_operator(
     call: LocalCall, tensors: Sequence[Tensor], results: ResultTypes
 ) -> Sequence[Tensor]:
     shapes = [shape for shape, _ in results]

@@ -65,41 +65,41 @@ class BandProofs:
         if mask.meta["val"].dtype != torch.bool or mask.op != "call_function":
             return None
         if mask.target in AND:
-            first, *others = (self._band_of_reshaped(each, mask) for each in mask.args)
+            first, *others = (self._prove_reshaped(each, mask) for each in mask.args)
             for band in others:
                 first = None if first is None or band is None else first & band
             return first
         if mask.target in SAME:
-            return self._band_of_reshaped(mask.args[0], mask)
+            return self._prove_reshaped(mask.args[0], mask)
         if mask.target in _ONES:
             return ALL
         if mask.target in _TRIANGLES:
-            return self._band_of_triangle(mask)
+            return self._prove_triangle(mask)
         if mask.target in _NOT:
-            return self._band_of_comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
+            return self._prove_comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
         if mask.target is aten.eq.Tensor:
-            numbers = [n for each in mask.args if (n := self._value(each)) is not None]
+            numbers = [n for each in mask.args if (n := self._get_value(each)) is not None]
             ends = [end.item() for n in numbers for end in n.aminmax()]
             return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
         if mask.target in _COMPARISONS:
-            return self._band_of_comparison(mask)
-        value = self._value(mask)
+            return self._prove_comparison(mask)
+        value = self._get_value(mask)
         return ALL if value is not None and bool(value.all()) else None
 
-    def _band_of_reshaped(self, source: Any, mask: fx.Node) -> Band | None:
+    def _prove_reshaped(self, source: Any, mask: fx.Node) -> Band | None:
         """Return the band of `mask`, an expanded or reshaped `source`, or None if not proved."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
         return band if band == ALL or same_pairs else None
 
-    def _band_of_triangle(self, mask: fx.Node) -> Band | None:
+    def _prove_triangle(self, mask: fx.Node) -> Band | None:
         """Return the band of `tril` or `triu` of a mask, or None if not proved."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
         return None if band is None or reach < 0 else band & Band(**{name: reach})
 
-    def _band_of_comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
+    def _prove_comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
         """Return the band of a comparison of queries `[..., s, 1]` and keys `[..., 1, t]`, or None.
 
         Args:
@@ -108,7 +108,7 @@ class BandProofs:
         if mask.target not in _COMPARISONS or len(node_shape(mask)) < 2:
             return None
         greater, swapped = _COMPARISONS[mask.target]
-        first, second = (self._value(each) for each in mask.args)
+        first, second = (self._get_value(each) for each in mask.args)
         if first is None or second is None:
             return None
         dtype = torch.promote_types(first.dtype, second.dtype)
@@ -118,28 +118,28 @@ class BandProofs:
         if swapped:
             first, second = second, first
         if first.shape[-1] == 1 and second.shape[-2] == 1:
-            return _band_where_greater(first.squeeze(-1), second.squeeze(-2), greater)
+            return _prove_greater(first.squeeze(-1), second.squeeze(-2), greater)
         if first.shape[-2] == 1 and second.shape[-1] == 1:
-            return _band_where_greater(
+            return _prove_greater(
                 _negate_order(second).squeeze(-1), _negate_order(first).squeeze(-2), greater
             )
         return None
 
-    def _value(self, node: Any) -> Tensor | None:
+    def _get_value(self, node: Any) -> Tensor | None:
         """Return the values of a small tensor that is computed from constants only, or None."""
         if not is_tensor(node):
             return None
         if node not in self._values:
-            self._values[node] = self._evaluate(node)
+            self._values[node] = self._evaluate_constant(node)
         return self._values[node]
 
-    def _evaluate(self, node: fx.Node) -> Tensor | None:
+    def _evaluate_constant(self, node: fx.Node) -> Tensor | None:
         size = node.meta["val"].numel()
         if not isinstance(node.target, OpOverload) or not 0 < size <= MOST_ELEMENTS:
             return None
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
-        numbers = {each: self._value(each) for each in node.all_input_nodes}
+        numbers = {each: self._get_value(each) for each in node.all_input_nodes}
         if any(number is None for number in numbers.values()):
             return None
         args, kwargs = pytree.tree_map_only(fx.Node, numbers.get, (node.args, node.kwargs))
@@ -148,7 +148,7 @@ class BandProofs:
         return result
 
 
-def _band_where_greater(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
+def _prove_greater(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
     """Return the band where `greater(query, key)`, or None; both tensors `[..., positions]`."""
     if bool(greater(queries.amin(), keys.amax())):
         return ALL

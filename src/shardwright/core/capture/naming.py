@@ -132,7 +132,7 @@ def is_users_function(file: str) -> bool:
     return _is_user_file(file) and not file.startswith(_LIBRARIES)
 
 
-def _innermost_user_frame(node: fx.Node) -> tuple[str, int] | None:
+def _find_user_frame(node: fx.Node) -> tuple[str, int] | None:
     """Return file and line of the innermost user frame in the call stack of an operator."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     users = [(file, int(line)) for file, line in frames if _is_user_file(file)]
@@ -141,7 +141,7 @@ def _innermost_user_frame(node: fx.Node) -> tuple[str, int] | None:
 
 def source_of(node: fx.Node) -> str:
     """Return the user's line that calls an operator, as `file.py:12`; `""` if unknown."""
-    frame = _innermost_user_frame(node)
+    frame = _find_user_frame(node)
     return f"{Path(frame[0]).name}:{frame[1]}" if frame else ""
 
 
@@ -155,7 +155,7 @@ NO_LINE = "the model"
 
 def line_of(node: fx.Node) -> str:
     """Return the user's line that calls an operator, with its source text, for error messages."""
-    frame = _innermost_user_frame(node)
+    frame = _find_user_frame(node)
     return _format_line(*frame) if frame else f"operator {node.target}"
 
 

@@ -327,7 +327,7 @@ class _TracedCall:
         numbers = self.numbers.values(self.inputs)
         output = next(n for n in reversed(self.graph_module.graph.nodes) if n.op == "output")
         nodes: Sequence[Any] = output.args[0]
-        outputs = [numbers[node] if node in numbers else _fake_output(node) for node in nodes]
+        outputs = [numbers[node] if node in numbers else _make_fake_output(node) for node in nodes]
         before = module_slots(self.twin)
         with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
             returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
@@ -361,7 +361,7 @@ class _TracedCall:
         )
 
 
-def _fake_output(node: Any) -> Any:
+def _make_fake_output(node: Any) -> Any:
     """Return a new fake tensor for an output of Dynamo's graph, or the output if it is a number."""
     example = node.meta["example_value"] if isinstance(node, fx.Node) else node
     return example.view_as(example) if isinstance(example, Tensor) else example
@@ -376,7 +376,7 @@ def result_leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten(result)
     if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return leaves, spec
-    return pytree.tree_flatten(_to_plain_containers(leaves))
+    return pytree.tree_flatten(_convert_to_containers(leaves))
 
 
 def _classify_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) -> Any:
@@ -387,16 +387,16 @@ def _classify_leaf(leaf: Any, made: Mapping[int, int], read: Mapping[int, int]) 
     return leaf if isinstance(leaf, _PLAIN) else None
 
 
-def _to_plain_containers(value: Any) -> Any:
+def _convert_to_containers(value: Any) -> Any:
     """Convert nested containers and objects to dicts and lists of tensors and plain values."""
     if isinstance(value, (Tensor, *_PLAIN)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _to_plain_containers(part) for key, part in value.items()}
+        return {str(key): _convert_to_containers(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_plain_containers(part) for part in value]
+        return [_convert_to_containers(part) for part in value]
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        return {name: _to_plain_containers(part) for name, part in vars(value).items()}
+        return {name: _convert_to_containers(part) for name, part in vars(value).items()}
     return None
 
 

@@ -76,7 +76,7 @@ class GraphReplay(fx.Interpreter):
         return promotion.result(getattr(self, n.op)(n.target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        name = _function_name(target)
+        name = _get_function_name(target)
         if name.endswith(_ENTERS_TRANSFORM):
             # Within transforms, Dynamo omits the `backward` of custom autograd functions.
             raise CaptureError(
@@ -109,7 +109,7 @@ class GraphReplay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target == "to" and _to_returns_tensor(*args, **kwargs):
+        if target == "to" and _returns_same_tensor(*args, **kwargs):
             # Tracing the call would record the parameter as the result of a detached operator.
             return args[0]
         return super().call_method(target, args, kwargs)
@@ -131,7 +131,7 @@ class GraphReplay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _to_returns_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _returns_same_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `tensor.to(*args, **kwargs)` returns `tensor`; devices are ignored in a trace."""
     given = (*args, *kwargs.values())
     dtypes = [each.dtype if isinstance(each, Tensor) else each for each in given]
@@ -152,13 +152,13 @@ def drop_assertions(graph_module: fx.GraphModule) -> None:
         for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
             if node.users or node.op not in ("call_function", "call_method"):
                 continue
-            is_check = "_assert" in _function_name(node.target)
+            is_check = "_assert" in _get_function_name(node.target)
             symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
             if is_check or isinstance(node.meta.get("example_value"), symbols):
                 node.graph.erase_node(node)
 
 
-def _function_name(target: Any) -> str:
+def _get_function_name(target: Any) -> str:
     if isinstance(target, HigherOrderOperator):
         return str(target.name())  # type: ignore[no-untyped-call]
     return str(getattr(target, "__name__", target))

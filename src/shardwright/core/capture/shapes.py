@@ -44,7 +44,7 @@ class Captures:
     def __init__(self, graph: Graph, state: Hashable) -> None:
         known = () if graph.is_term_of_batch else (graph,)
         self._by_signature = {
-            _call_signature(graph.inputs, graph.in_spec, state): _CallsOfOneSignature(*known)
+            _make_call_key(graph.inputs, graph.in_spec, state): _CapturesOfSizes(*known)
         }
 
     def graph(
@@ -56,9 +56,9 @@ class Captures:
             CaptureError: if the call cannot be captured.
         """
         started = time.perf_counter()
-        kind = _call_signature(*pytree.tree_flatten((call.args, call.kwargs)), state)
+        kind = _make_call_key(*pytree.tree_flatten((call.args, call.kwargs)), state)
         self._by_signature[kind] = captures = (
-            self._by_signature.pop(kind, None) or _CallsOfOneSignature()
+            self._by_signature.pop(kind, None) or _CapturesOfSizes()
         )
         for other in list(self._by_signature)[:-MOST_KINDS]:
             del self._by_signature[other]
@@ -66,7 +66,7 @@ class Captures:
         return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
-class _CallsOfOneSignature:
+class _CapturesOfSizes:
     """Graphs of calls that differ only in sizes.
 
     Args:
@@ -82,7 +82,7 @@ class _CallsOfOneSignature:
         for trace in self._traces:
             if (graph := trace.graph(call)) is not None:
                 return graph
-        graph = self._graph_by_new_trace(call, compute_dtype)
+        graph = self._trace_with_symbols(call, compute_dtype)
         if graph is None:
             graph = capture(
                 call.module, call.args, call.kwargs, compute_dtype, autocast=call.autocast
@@ -90,7 +90,7 @@ class _CallsOfOneSignature:
             self._known = [graph, *self._known][:KNOWN]
         return graph
 
-    def _graph_by_new_trace(
+    def _trace_with_symbols(
         self, call: CapturedCall, compute_dtype: torch.dtype | None
     ) -> Graph | None:
         """Trace a call with symbolic sizes and return its graph.
@@ -121,7 +121,7 @@ def are_equal(known: Graph, graph: Graph) -> bool:
     return known.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)
 
 
-def _call_signature(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable) -> Hashable:
+def _make_call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable) -> Hashable:
     """Return a key that is equal for calls that differ only in sizes."""
 
     def without_sizes(leaf: Any) -> Hashable:

@@ -62,7 +62,7 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage share an element."""
-    (first, end), (start, last) = _byte_range(one), _byte_range(other)
+    (first, end), (start, last) = _get_byte_range(one), _get_byte_range(other)
     if end <= start or last <= first or one.itemsize != other.itemsize:
         return end > start and last > first
     places = torch.arange(max(end, last) // one.itemsize)
@@ -72,7 +72,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(torch.isin(*elements).any())
 
 
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
+def _get_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the byte after its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     first = int(tensor.storage_offset())

@@ -102,7 +102,7 @@ def trace(
         CaptureError, StrategyError: as `capture`.
     """
     with torch.set_grad_enabled(call.gradients):
-        exported, attributes, autocast_on = _export(call, compute_dtype, varying, on_progress)
+        exported, attributes, autocast_on = _export_call(call, compute_dtype, varying, on_progress)
     restore_nodes(exported.graph_module)
     for node in exported.graph.nodes:
         check_node(node)
@@ -171,7 +171,7 @@ def _raises_without_export(
     return False
 
 
-def _export(
+def _export_call(
     call: CapturedCall,
     compute_dtype: torch.dtype | None,
     varying: Collection[tuple[int, int]],
@@ -209,7 +209,7 @@ def _export(
             losses,
             attributes.recording(known),
         ):
-            shapes = _dynamic_shapes(twin, fake_args, fake_kwargs, varying)
+            shapes = _make_dynamic_shapes(twin, fake_args, fake_kwargs, varying)
             export = partial(
                 torch.export.export,
                 *(twin, fake_args, fake_kwargs),
@@ -243,7 +243,7 @@ def _export(
     return exported, attributes, regions.device_type
 
 
-def _dynamic_shapes(
+def _make_dynamic_shapes(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

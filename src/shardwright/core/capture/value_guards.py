@@ -65,7 +65,7 @@ class PassedGuards(TorchFunctionMode):
             frame = _find_caller(sys._getframe(1))
             if frame is not None and frame.f_code is detects_causal_mask:
                 return False  # Attention then reads the mask instead of assuming that it is causal.
-            place = frame and _position_of(frame, is_jump=func is Tensor.__bool__)
+            place = frame and _find_position(frame, is_jump=func is Tensor.__bool__)
             passing = place and _find_passing_value(place, compared=func is Tensor.item)
             if place and passing is not None:
                 log.info("%s:%d is taken to pass, as it only guards", place.file, place.line)
@@ -95,7 +95,7 @@ def _find_caller(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _position_of(frame: FrameType, is_jump: bool) -> _Position | None:
+def _find_position(frame: FrameType, is_jump: bool) -> _Position | None:
     """Return the source position of the expression that a frame evaluates, or None if unknown.
 
     Args:
@@ -116,7 +116,7 @@ def _find_passing_value(place: _Position, compared: bool) -> bool | None:
     """
     for test, passing in _find_guards_of_file(place.file):
         if place.is_in(test):
-            return _passing_value_of_operand(test, passing, place, compared)
+            return _find_operand_value(test, passing, place, compared)
     return None
 
 
@@ -156,17 +156,15 @@ def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
     )
 
 
-def _passing_value_of_operand(
+def _find_operand_value(
     test: ast.expr, passing: bool, place: _Position, compared: bool
 ) -> bool | None:
     """Return the bool of the operand at `place` for which `test` is `passing`, or None."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _passing_value_of_operand(test.operand, not passing, place, compared)
+        return _find_operand_value(test.operand, not passing, place, compared)
     if isinstance(test, ast.BoolOp):
         inside = next((value for value in test.values if place.is_in(value)), None)
-        return (
-            None if inside is None else _passing_value_of_operand(inside, passing, place, compared)
-        )
+        return None if inside is None else _find_operand_value(inside, passing, place, compared)
     if compared:
         sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
         return passing if any(place.is_in(s) and isinstance(s, ast.Call) for s in sides) else None

@@ -132,7 +132,7 @@ def view_base(node: fx.Node) -> fx.Node | None:
 def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
     """Insert a view of `source` like `view`, and return it."""
     if view.target is operator.getitem:
-        target, args = _to_slice_or_select(view)
+        target, args = _convert_to_slice(view)
         return call(graph, target, (source, *args), like=view)
     target = IN_PLACE.get(view.target, view.target)
     if target in SAME_ELEMENTS:
@@ -151,7 +151,7 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
     target: Any = IN_PLACE.get(view.target, view.target)
     args: tuple[Any, ...] = ()
     if target is operator.getitem:
-        target, args = _to_slice_or_select(view)
+        target, args = _convert_to_slice(view)
     if target in SAME_ELEMENTS:
         return call(graph, aten.reshape.default, (new, list(node_shape(source))), like=view)
     if target in _SELF_INVERSE:
@@ -218,7 +218,7 @@ def _keeps_shape_and_strides(view: fx.Node) -> bool:
     )
 
 
-def _to_slice_or_select(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+def _convert_to_slice(getitem: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return an element of `split`, `chunk` or `unbind` as arguments of `slice` or `select`."""
     pieces, index = getitem.args
     assert isinstance(pieces, fx.Node) and isinstance(index, int)

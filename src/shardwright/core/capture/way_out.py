@@ -49,14 +49,16 @@ def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, l
     """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
-        paths.setdefault(_class_name(module), path)
+        paths.setdefault(_get_class_name(module), path)
     innermost: tuple[str, list[Tensor]] | None = None
     cause: BaseException | None = error
     while cause is not None and innermost is None:
         trace = cause.__traceback__
         while trace is not None:
             held, is_forward = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name == "forward"
-            path = paths.get(_class_name(held["self"])) if is_forward and "self" in held else None
+            path = (
+                paths.get(_get_class_name(held["self"])) if is_forward and "self" in held else None
+            )
             if path:
                 innermost = path, _find_tensor_arguments(held["self"], held)
             elif isinstance(node := held.get("node"), fx.Node) and (path := module_path(node)[0]):
@@ -66,7 +68,7 @@ def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, l
     return innermost
 
 
-def _class_name(module: object) -> str:
+def _get_class_name(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
