@@ -53,14 +53,6 @@ def test_rms_norm() -> None:
     assert len(check(aten._fused_rms_norm.default, x, [8], w, 1e-6).factors) == 2
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_group_norm_is_cut_between_groups(groups) -> None:
-    w, b = vectors(8, 2)
-    found = check(aten.group_norm.default, randn(6, 8, 3, dtype=F64), groups, w, b)
-    assert found.factors == (("b",) if groups == 1 else ("b", "c"))
-    assert check(aten.group_norm.default, randn(6, 8, 2, 2, dtype=F64), groups).factors
-
-
 def test_batch_norm_of_evaluation_is_cut_everywhere() -> None:
     w, b, *stats = vectors(4, 4)
     mean, var = map(Buffer, stats)
@@ -143,13 +135,6 @@ def test_running_statistics_of_instances_are_means_over_all_devices() -> None:
     found = check(instance_norm_train, x, w, b, mean, var, 0.1, 1e-5)
     assert found.factors == ("b", "c")
     assert check(instance_norm_train, x, None, None, mean, var, 0.1, 1e-5).factors == ("b", "c")
-
-
-def test_groups_of_channels_may_be_cut_with_their_statistics() -> None:
-    x, (weight, bias) = randn(4, 6, 5, dtype=F64), vectors(6, 2)
-    found = check(aten.native_group_norm.default, x, weight, bias, 4, 6, 5, 3, 1e-5)
-    assert found.outputs == (("b", "c", None), ("b", "c"), ("b", "c"))
-    assert found.capacity["c"] == 3
 
 
 def test_statistics_have_a_gradient_if_any_output_has_one_of_the_input() -> None:

@@ -23,6 +23,7 @@ from shardwright.core.rules import (  # noqa: F401
     dropout,
     embedding,
     experts,
+    group_norm,
     indexing,
     local_map,
     loss,

@@ -1,4 +1,4 @@
-"""Layer, group, instance, batch and weight normalization; softmax."""
+"""Layer, instance, batch and weight normalization; softmax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from shardwright.core.graph.custom_ops import batch_norm_train, instance_norm_tr
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
-    WithArguments,
     argument,
     binder,
     call_arguments,
@@ -55,29 +54,6 @@ def feature_norm_with_moments(op: Op) -> ShardingRule:
     weights: Dims = (None,) * count
     inputs = input_dims(op, {"input": dims, "weight": weights, "bias": weights})
     return sharding_rule(op, inputs, (dims,) * len(op.outputs))
-
-
-@rule_for(aten.group_norm.default, aten.native_group_norm.default)
-def group_norm(op: Op) -> ShardingRule:
-    """Group norm, `b c _ _, c, c -> b c _ _, b c, b c`: the batch can be sharded, and channels
-    between groups.
-
-    The statistics are outputs of `native_group_norm` only.
-    """
-    arguments, native = call_arguments(op), op.target is aten.native_group_norm.default
-    groups = arguments["group" if native else "num_groups"]
-    dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
-
-    def kernel(op: Op, local: Local) -> Callable[..., Any]:
-        group = groups // local.shard_counts.get("c", 1)
-        if not native:
-            return WithArguments(op, num_groups=group)
-        batch, channels, *_ = local.output_shapes[0]
-        return WithArguments(op, N=batch, C=channels, group=group)
-
-    inputs = input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)})
-    outputs = (dims, ("b", "c"), ("b", "c"))[: len(op.outputs)]
-    return sharding_rule(op, inputs, outputs, capacity={"c": groups}, kernel=kernel)
 
 
 @rule_for(aten._weight_norm.default)
