@@ -27,7 +27,11 @@ RESIZES = {
     ),
     3: ("_adaptive_avg_pool3d", "upsample_trilinear3d"),
 }
-NEAREST = ("upsample_nearest{}d", "_upsample_nearest_exact{}d")
+NEAREST = {
+    1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
+    2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
+    3: ("upsample_nearest3d", "_upsample_nearest_exact3d"),
+}
 
 
 def leading_dims_rule(num_replicated: int) -> RuleMaker:
@@ -100,7 +104,7 @@ for _spatial, _resizes in RESIZES.items():
     _pools = (name.format(_spatial) for name in GLOBAL_POOLS)
     rule_for(*overloads(*_pools, *_resizes))(leading_dims_rule(_spatial))
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
-    rule_for(*overloads(*(name.format(_spatial) for name in NEAREST)))(nearest_rule(_spatial))
+    rule_for(*overloads(*NEAREST[_spatial]))(nearest_rule(_spatial))
 
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))
