@@ -143,7 +143,8 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
     else:
         reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
     # An index that selects samples of the batch may select those of another micro-batch.
-    selects = factor in rule.reduced and depends_on_position(op, rule, factor)
+    is_local = isinstance(op.target, LocalCall)
+    selects = not is_local and factor in rule.reduced and depends_on_position(op, rule, factor)
     return (None, MIXES) if reduces or selects else (factor, "")
 
 
