@@ -90,7 +90,7 @@ def test_a_position_after_the_last_batch_is_the_beginning_of_the_next_epoch() ->
 
 def test_a_position_in_another_order_is_refused() -> None:
     state = sw.dataloader(SAMPLES, 4, plan(), seed=1).state_dict()
-    with pytest.raises(DataError, match="its 'seed' is 1, but the loader's is 2"):
+    with pytest.raises(DataError, match="'seed' was 1 when it was saved, but is 2"):
         sw.dataloader(SAMPLES, 4, plan(), seed=2).load_state_dict(state)
 
 

@@ -59,15 +59,15 @@ class PlannedLoader:
             state: a result of `state_dict`.
 
         Raises:
-            DataError: if the position belongs to another order of samples: the number of samples,
-                `seed` or `shuffle` differs.
+            DataError: if the number of samples, `seed` or `shuffle` differs from that of the saved
+                position.
         """
         for name, value in self._order_parameters.items():
             if state.get(name) != value:
                 raise DataError(
-                    f"the position belongs to another order of samples: its {name!r} is "
-                    f"{state.get(name)}, but the loader's is {value}\n"
-                    f"make the loader with {name!r} {state.get(name)}"
+                    "the saved position of the data loader is for another order of samples:"
+                    f" {name!r} was {state.get(name)} when it was saved, but is {value}\n"
+                    f"make the data loader with {name}={state.get(name)!r}"
                 )
         self._epoch, self._sample = state["epoch"], state["sample"]
 

@@ -34,14 +34,14 @@ def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     # Without a cluster the shape of the timeline still shows bubbles and imbalance.
     if cluster is None:
-        return timeline(pipeline, [_seconds_by_flops(chunk) for chunk in chunks])
+        return timeline(pipeline, [_estimate_seconds_from_flops(chunk) for chunk in chunks])
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
     return timeline(
         pipeline, [seconds for _, seconds in _seconds_on_cluster(chunks, pipeline, model)]
     )
 
 
-def _seconds_by_flops(chunk: Chunk) -> ChunkSeconds:
+def _estimate_seconds_from_flops(chunk: Chunk) -> ChunkSeconds:
     work = [work_of(op) for op in chunk.graph.ops]
     # At least one FLOP, so that a chunk without matrix products has a span in the timeline.
     forward = max(sum(each.forward_flops for each in work), 1.0) / 1e9

@@ -200,7 +200,7 @@ def to_plain_tensor(tensor: Tensor) -> Tensor:
 def _batch_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Sequence[Tensor]
 ) -> BatchCall | None:
-    """Return the call with the batch dimensions of its arguments; None if they have none."""
+    """Return the call of `func` as a `BatchCall`; None if no argument has a batch dimension."""
     derived = [tensor for tensor in arguments if isinstance(tensor, WholeBatchTensor)]
     with_rows = [tensor for tensor in derived if tensor.batch_dims]
     if not with_rows or with_rows[0].batch is None:

@@ -1,4 +1,4 @@
-"""Parameters without values, of a model that was planned on the meta device.
+"""Uninitialized parameters of a model that was planned on the meta device.
 
 The parameters are on the meta device until `to_empty`. From then on the operators that initialize
 them are recorded on full tensors and replayed when values are needed, so that each rank gets its
@@ -61,7 +61,7 @@ class PendingInit:
 
 
 class Uninitialized(Tensor):
-    """A tensor of a planned model without values.
+    """An uninitialized tensor of a planned model.
 
     Operators on the tensor run on the meta device before `to_empty`; after it they are recorded on
     the full tensor. When the tensor gets its values, it becomes an ordinary parameter, as the same
@@ -93,7 +93,7 @@ class Uninitialized(Tensor):
             return tensors[0].with_memory(device)
         if function is aten._to_copy.default:
             raise PlanError(
-                "a planned model without values cannot be converted or moved\n"
+                "a planned model cannot be converted or moved before it is initialized\n"
                 "convert the model before `sw.plan`; allocate it with `net.to_empty(device=...)`"
             )
         substituted = dict[int, Tensor]()
@@ -134,7 +134,7 @@ class Uninitialized(Tensor):
 
 
 class UninitializedShard(Uninitialized, DTensor):
-    """A shard without values: on the meta device, or after `to_empty` in uninitialized memory."""
+    """An uninitialized shard: on the meta device, or after `to_empty` in allocated memory."""
 
     @classmethod
     def of(cls, local: Tensor, like: DTensor, pending: PendingInit) -> UninitializedShard:
@@ -206,7 +206,7 @@ class UninitializedShard(Uninitialized, DTensor):
 
 
 class UninitializedTensor(Uninitialized, Tensor):
-    """A parameter without values, of a pipeline stage with one device or of another stage.
+    """An uninitialized parameter of a pipeline stage with one device, or of another stage.
 
     The initialization of a model draws the parameters of all stages one after another, so each
     stage also records the initialization of other stages' parameters. The tensor has no memory

@@ -237,7 +237,7 @@ class PlanData:
 
     @property
     def unused_axes(self) -> tuple[int, ...]:
-        """Indices of the mesh axes that shard no operator, so that devices compute the same."""
+        """Indices of the mesh axes over which all operators are replicated."""
         used = {a for factors in self.cuts.values() for axes in factors.values() for a in axes}
         return tuple(a for a in range(len(self.mesh.device_matrix)) if a not in used)
 

@@ -107,11 +107,11 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """The best plan of each kind, as a table.
+    """The fastest plan for each `PlanKind` (storage, recomputation, stages), as a table.
 
     Args:
-        plans: the best plan of each kind, the fastest first.
-        left_out: the reason why no plan of a kind is in `plans`, by kind.
+        plans: the fastest plans, in order of step time.
+        left_out: the reason why `plans` has no plan, by `PlanKind`.
     """
 
     plans: Mapping[PlanKind, Plan]

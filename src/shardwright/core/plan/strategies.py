@@ -57,7 +57,7 @@ def _shortest_strategy(
     layouts = OperatorStrategy(
         tuple(_without_partial(layout) for layout in row.input_layouts), outputs
     )
-    return counts if not row.cuts or _counts_give_cuts(row, counts, on_primes) else layouts
+    return counts if not row.cuts or _strategy_matches_cuts(row, counts, on_primes) else layouts
 
 
 def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
@@ -93,7 +93,7 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
     return Partitioned(plan.graph, mesh, decisions)
 
 
-def _counts_give_cuts(
+def _strategy_matches_cuts(
     row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None
 ) -> bool:
     """Whether a strategy of numbers of shards resolves to the planned cuts; False if unknown.

@@ -69,7 +69,7 @@ class TensorSlots:
         return cls(owners, recurrent)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that the attributes hold now, in the order of `owners`."""
+        """Return the current tensors of the parameters and buffers in `owners`, in order."""
         first_owners = (owners[0] for owners in self.owners)
         return [{**owner._parameters, **owner._buffers}[name] for owner, name in first_owners]  # type: ignore[misc]
 

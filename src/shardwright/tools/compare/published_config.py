@@ -182,7 +182,10 @@ def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
         raise ConfigError(f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}")
     configuration = Run.from_file(path).for_devices(row.devices)
     if not isinstance(configuration.foreign, MindFormersRun):
-        raise ConfigError(f"{row.file}: not a MindFormers configuration")
+        raise ConfigError(
+            f"{row.file}: not a MindFormers configuration\n"
+            "give a file with the keys of MindFormers, such as `parallel_config` and `model.arch`"
+        )
     figures = row.model_dump(exclude={"file"})
     return ConfiguredRun(
         path.stem, **figures, configuration=configuration, mindformers_run=configuration.foreign

@@ -135,7 +135,7 @@ class _Neighborhood:
         yielded = [current_factors]
         for factors in chain(
             nearby.matching_neighbors(),
-            nearby.with_one_axis_changed(current_factors, self._distinct_axes(cuts)),
+            nearby.with_one_axis_changed(current_factors, self._axes_of_distinct_groups(cuts)),
         ):
             if factors not in yielded:
                 yielded.append(factors)
@@ -143,11 +143,11 @@ class _Neighborhood:
                 # by the items of cuts in order.
                 yield axes_of_factors(factor_of_axis(nearby.divisible(factors)))
 
-    def _distinct_axes(self, cuts: list[Cuts]) -> list[int]:
-        """Return one axis, the last, of each group of axes that are equal for this neighborhood.
+    def _axes_of_distinct_groups(self, cuts: list[Cuts]) -> list[int]:
+        """Return the last axis of each group of interchangeable mesh axes.
 
-        Axes are equal if they have equal links and cut the same factor of the operator and of each
-        of its neighbors.
+        Axes are interchangeable if they have equal links and cut the same factor of the operator
+        and of each of its neighbors.
         """
         model = self.objective.model
         variables = {end.variable for edge in self.edges for end in edge.ends()}
