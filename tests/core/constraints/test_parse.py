@@ -119,15 +119,15 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         r"axis 'dp' shards both factor 'b' and factor 'j' of `b k, j k",
     ),
     (
-        "the axis of a softmax",
-        op_of(aten.softmax.int, of(16, 32), 1),
+        "the dimension of a sort",
+        op_of(aten.argsort.default, of(16, 32), 1),
         ((4, 2),),
         r"dimension 1 of input 0 cannot be sharded \(sharding rule: `b _ -> b _`\)\n"
         r"use 1, the only valid number of shards",
     ),
     (
         "normalized dimensions",
-        op_of(aten.layer_norm.default, of(16, 32), [32], of(32), of(32)),
+        op_of(aten.native_layer_norm.default, of(16, 32), [32], of(32), of(32), 1e-5),
         ((4, 2), (1,), (1,)),
         r"dimension 1 of input 0 cannot be sharded",
     ),
