@@ -65,3 +65,10 @@ def test_pixels_are_shuffled_one_image_at_a_time() -> None:
 def test_channels_are_shuffled_anywhere_in_space() -> None:
     found = check(aten.channel_shuffle.default, image(6, 4, 2, 3), 2)
     assert found.factors == ("b", "s", "t")
+
+
+def test_the_average_of_all_pixels_is_a_partial_sum() -> None:
+    found = check(aten.adaptive_avg_pool2d.default, PLANE, [1, 1])
+    assert str(found) == "b c s t -> b c _ _"
+    assert found.reduced == {"s", "t"}
+    assert check(aten.adaptive_avg_pool1d.default, LINE, [1]).reduced == {"s"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from shardwright.core.graph.graph import Op
@@ -18,7 +19,7 @@ from shardwright.core.rules.rule import (
 from shardwright.core.rules.windowed import SPACE, Windowed, windows_of
 
 POOLS = ("max_pool{}d", "avg_pool{}d")
-GLOBAL_POOLS = ("max_pool{}d_with_indices", "adaptive_avg_pool{}d", "adaptive_max_pool{}d")
+REPLICATED_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
 RESIZES = {
     1: ("upsample_linear1d",),
     2: (
@@ -100,10 +101,34 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
+def adaptive_average_rule(num_spatial: int) -> RuleMaker:
+    """Make a builder of rules `b c s t -> b c _ _` of averages: those of all pixels are partial
+    sums if space is sharded; of other averages space cannot be sharded."""
+
+    def rule(op: Op) -> ShardingRule | None:
+        count = len(op.output.shape) - num_spatial
+        if any(size != 1 for size in op.output.shape[count:]):
+            return leading_dims_rule(num_spatial)(op)
+        leading: Dims = ("c",) if count == 1 else ("b", "c")
+        space = SPACE[:num_spatial]
+
+        def kernel(op: Op, local: Local) -> Callable[..., Any]:
+            num_shards = prod(local.shard_counts.get(factor, 1) for factor in space)
+            if num_shards == 1:
+                return op.target
+            return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
+
+        output = (*leading, *(None,) * num_spatial)
+        return sharding_rule(op, ((*leading, *space),), (output,), reduced=space, kernel=kernel)
+
+    return rule
+
+
 for _spatial, _resizes in RESIZES.items():
-    _pools = (name.format(_spatial) for name in GLOBAL_POOLS)
+    _pools = (name.format(_spatial) for name in REPLICATED_POOLS)
     rule_for(*overloads(*_pools, *_resizes))(leading_dims_rule(_spatial))
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
+    rule_for(*overloads(f"adaptive_avg_pool{_spatial}d"))(adaptive_average_rule(_spatial))
     rule_for(*overloads(*NEAREST[_spatial]))(nearest_rule(_spatial))
 
 
