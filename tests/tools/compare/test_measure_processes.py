@@ -120,5 +120,5 @@ def test_calibration_measures_processes_and_keeps_what_it_found(
 
 
 def test_one_process_alone_measures_no_links() -> None:
-    with pytest.raises(ValueError, match="at least 2 processes, got processes=1"):
+    with pytest.raises(ValueError, match="at least 2 processes, got 1"):
         measure_cluster(1)
