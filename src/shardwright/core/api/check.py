@@ -256,23 +256,8 @@ def _compare_training(
     micro_batch_leaves = [
         micro_batch(leaves, number, count, pipeline.batch_dims) for number in range(count)
     ]
-    # Raises an error unless there is one loss, which micro-batches need.
-    if count > 1:
-        loss_of(graph)
-    # The reference is the whole batch: micro-batches must not change the loss.
-    shards = count_local_batches(partitioned)
-    of_ranks = micro_batches_of_ranks(leaves, shards, pipeline)
-    calls = of_ranks if pipeline.loss_reduction == "sum" else [leaves]
-    splits_batch_norms = pipeline.averages_micro_batches and pipeline.batch_norm == PER_MICRO_BATCH
-    eager = EagerTraining(
-        module,
-        graph,
-        calls,
-        trains_loss=count > 1,
-        batch_norm_calls=of_ranks if splits_batch_norms else (),
-        shards=shards,
-    )
-    with _convert_float64_errors(len(calls)):
+    eager = _eager_training(partitioned, module, leaves)
+    with _convert_float64_errors(len(eager.calls)):
         random_names = _names_of_random_ops(eager)
         eager_steps, output_gradients = eager.run()
     outcomes: list[Outcome] = []
@@ -333,6 +318,29 @@ def _compare_training(
     cause = "capture" if capture_difference > differences.largest / 2 else "split"
     result = replace(result, rounding=rounding)
     return result if result.passes() else replace(result, cause=cause)
+
+
+def _eager_training(
+    partitioned: Partitioned, module: nn.Module, leaves: list[Any]
+) -> EagerTraining:
+    """Return the training of the module itself on the global batch."""
+    graph, pipeline = partitioned.graph, partitioned.pipeline
+    trains_loss = pipeline.micro_batches > 1
+    # Raises an error unless there is one loss, which micro-batches need.
+    if trains_loss:
+        loss_of(graph)
+    # The reference is the whole batch: micro-batches must not change the loss.
+    shards = count_local_batches(partitioned)
+    of_ranks = micro_batches_of_ranks(leaves, shards, pipeline)
+    splits_batch_norms = pipeline.averages_micro_batches and pipeline.batch_norm == PER_MICRO_BATCH
+    return EagerTraining(
+        module,
+        graph,
+        of_ranks if pipeline.loss_reduction == "sum" else [leaves],
+        trains_loss=trains_loss,
+        batch_norm_calls=of_ranks if splits_batch_norms else (),
+        shards=shards,
+    )
 
 
 def _initialized_tensors(net: nn.Module) -> dict[str, Tensor]:
