@@ -12,12 +12,7 @@ from shardwright.core.rules.rule import Main
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def test_linear_is_a_main_operator_with_rows_columns_and_a_sum() -> None:

@@ -12,12 +12,7 @@ from shardwright.core.rules.rule import Local
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def test_negative_indices_count_from_the_end_of_all_shards() -> None:

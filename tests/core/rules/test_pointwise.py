@@ -11,12 +11,7 @@ from shardwright.core.rules import rule_of
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def test_inputs_are_whole_where_they_are_broadcast() -> None:

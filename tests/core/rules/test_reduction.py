@@ -10,12 +10,7 @@ from core.rules.oracle import check
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize("target", [aten.sum, aten.mean])

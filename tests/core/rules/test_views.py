@@ -16,12 +16,7 @@ from shardwright.core.rules.views import reshape_segments
 
 aten = torch.ops.aten
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize(

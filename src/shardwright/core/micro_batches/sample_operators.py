@@ -170,12 +170,7 @@ def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) ->
 
     factors = {name for place in (*rule.inputs, *rule.outputs) for name in place if name}
     counts = {name: flow.count if name == factor else 1 for name in factors}
-    pairs = zip(op.outputs, rule.outputs, strict=True)
-    shapes = tuple(
-        tuple(n // counts.get(name or "", 1) for n, name in zip(v.shape, place, strict=True))
-        for v, place in pairs
-    )
-    kernel = rule.kernel(op, Local(counts, index, shapes))
+    kernel = rule.kernel(op, Local(counts, index, rule.local_output_shapes(op, counts)))
     if not isinstance(kernel, WithArguments):
         return {}
     arguments = call_arguments(op)

@@ -85,7 +85,7 @@ def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
             # Inputs and outputs of a group must be on one device, so shards end between groups.
             capacity={"g": groups, **space_capacity},
             main=Main({"b": "I", "g": "J", **spatial_labels}, weight=1),
-            kernel=windowed.kernel(),
+            kernel=windowed.kernel,
             reductions=windowed.reductions,
         )
     k = "k" if arguments["bias"] is None else None
@@ -100,7 +100,7 @@ def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         main=Main(
             {"b": "I", "j": "J", "k": "K", **spatial_labels}, weight=1, exclusive=(("j", "k"),)
         ),
-        kernel=windowed.kernel() if windows else None,
+        kernel=windowed.kernel if windows else None,
         reductions=windowed.reductions if windows else no_reductions,
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import cross_entropy
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.embedding import in_other_blocks
+from shardwright.core.rules.indexed import in_other_blocks
 from shardwright.core.rules.loss import (
     SUM,
     accumulation_dtype,

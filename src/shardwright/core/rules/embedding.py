@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import MEAN, embedding_bag
 from shardwright.core.graph.graph import Op
+from shardwright.core.rules.indexed import in_other_blocks
 from shardwright.core.rules.notation import binder, call_arguments, input_dims, names, sharding_rule
 from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
 
@@ -43,19 +44,6 @@ def embedding(op: Op) -> ShardingRule:
         main=Main(letters, weight=0),
         kernel=_embedding_kernel,
     )
-
-
-def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
-    """Return a mask of the indices in other devices' blocks of a dimension of size `total`.
-
-    An index out of range is not masked, so that every device raises the error of the lookup.
-
-    Args:
-        first, size: first index and size of this device's block.
-    """
-    in_this_block: Tensor = (indices >= first) & (indices < first + size)
-    in_range: Tensor = (indices >= 0) & (indices < total)
-    return in_range & ~in_this_block
 
 
 def _local_rows(op: Op, local: Local) -> tuple[Any, int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import NAMES, binder, call_arguments, sharding_rule
-from shardwright.core.rules.rule import GATHER, Dims, Kernel, Local, Reduction, ShardingRule
+from shardwright.core.rules.rule import GATHER, Dims, Local, Reduction, ShardingRule
 
 
 @dataclass(frozen=True)
@@ -90,40 +90,30 @@ class Combination:
             inputs,
             outputs,
             complete=frozenset() if self.keeps_dims else frozenset(filter(None, worked_along)),
-            kernel=self.kernel(dims),
-            reductions=self.reductions(dims),
+            kernel=lambda op, local: self._kernel(op, local, dims),
+            reductions=lambda op, shard_counts: self._reductions(op, shard_counts, dims),
         )
 
-    def kernel(self, dims: tuple[int, ...]) -> Kernel:
-        """Return the builder of the kernel of an operator that works along `dims`."""
-        return lambda op, local: self._kernel(op, local, dims)
-
-    def reductions(
-        self, dims: tuple[int, ...]
-    ) -> Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]]:
-        """Return `ShardingRule.reductions` of an operator that works along `dims`."""
-
-        def gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-            x = op.inputs[0]
-            factors = _sharded_factors(dims, shard_counts)
-            if not factors:
-                return ()
-            rows = [
-                1 if dim in dims else size // shard_counts.get(NAMES[dim], 1)
-                for dim, size in enumerate(x.shape)
-            ]
-            count = prod(shard_counts[factor] for factor in factors)
-            values = Reduction(
-                *(factors, GATHER, (count, self.num_values, *rows), self._dtype(op)),
-                varying=self.keeps_dims,
-                differentiable=x.differentiable and op.outputs[0].dtype.is_floating_point,
-            )
-            if not self.num_indices:
-                return (values,)
-            indices = (count, self.num_indices, *rows)
-            return values, Reduction(factors, GATHER, indices, torch.int64, differentiable=False)
-
-        return gathers
+    def _reductions(
+        self, op: Op, shard_counts: Mapping[str, int], dims: tuple[int, ...]
+    ) -> tuple[Reduction, ...]:
+        x, factors = op.inputs[0], _sharded_factors(dims, shard_counts)
+        if not factors:
+            return ()
+        rows = [
+            1 if dim in dims else size // shard_counts.get(NAMES[dim], 1)
+            for dim, size in enumerate(x.shape)
+        ]
+        count = prod(shard_counts[factor] for factor in factors)
+        values = Reduction(
+            *(factors, GATHER, (count, self.num_values, *rows), self._dtype(op)),
+            varying=self.keeps_dims,
+            differentiable=x.differentiable and op.outputs[0].dtype.is_floating_point,
+        )
+        if not self.num_indices:
+            return (values,)
+        indices = (count, self.num_indices, *rows)
+        return values, Reduction(factors, GATHER, indices, torch.int64, differentiable=False)
 
     def _dtype(self, op: Op) -> torch.dtype:
         if self.statistic_dtype is not None:

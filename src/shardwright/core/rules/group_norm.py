@@ -18,6 +18,7 @@ from shardwright.core.rules.notation import (
     sharding_rule,
 )
 from shardwright.core.rules.rule import GATHER, Dims, Local, Reduction, ShardingRule, rule_for
+from shardwright.core.rules.statistics import combine_moments
 from shardwright.core.rules.windowed import SPACE
 
 aten = torch.ops.aten
@@ -88,9 +89,8 @@ def _kernel(op: Op, local: Local) -> Callable[..., Any]:
         mean = flat.mean(-1)
         squares = (flat - mean.unsqueeze(-1)).square().sum(-1)
         means, squares = gather(torch.stack((mean, squares)).unsqueeze(0)).unbind(1)
-        mean, size = means.mean(0), flat.shape[-1]
-        # As in `combine_moments`.
-        squares = squares.sum(0) + size * (means - mean).square().sum(0)
+        size = flat.shape[-1]
+        mean, squares = combine_moments(means, squares, size)
         scale = torch.rsqrt(squares / (size * means.shape[0]) + arguments["eps"])
         y = ((flat - mean.unsqueeze(-1)) * scale.unsqueeze(-1)).reshape(x.shape)
         if arguments["weight"] is not None:

@@ -19,6 +19,19 @@ from shardwright.core.rules.notation import binder
 from shardwright.core.rules.rule import Kernel, Local
 
 
+def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
+    """Return a mask of the indices in other devices' blocks of a dimension of size `total`.
+
+    An index out of range is not masked, so that every device raises the error of the lookup.
+
+    Args:
+        first, size: first index and size of this device's block.
+    """
+    in_this_block: Tensor = (indices >= first) & (indices < first + size)
+    in_range: Tensor = (indices >= 0) & (indices < total)
+    return in_range & ~in_this_block
+
+
 @dataclass(frozen=True)
 class Indexed:
     """The dimensions of an operator's first input that its indices select.
@@ -123,10 +136,10 @@ class _OwnBlock:
         index = index.long()
         if self.wraps:
             index = torch.where(index < 0, index + self.total, index)
-        in_range = (index >= 0) & (index < self.total)
-        is_own = (index >= self.first) & (index < self.first + self.size)
-        local = (index - self.first).masked_fill(~is_own, self.size)
-        return local.masked_fill(~in_range, self.size + 1), in_range & ~is_own
+        elsewhere = in_other_blocks(index, self.first, self.size, self.total)
+        local = (index - self.first).masked_fill(elsewhere, self.size)
+        out_of_range = (index < 0) | (index >= self.total)
+        return local.masked_fill(out_of_range, self.size + 1), elsewhere
 
 
 def one_hot_kernel(factor: str) -> Kernel:

@@ -94,7 +94,7 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
             (dims,),
             (dims,),
             capacity=windowed.capacity,
-            kernel=windowed.kernel() if windows else None,
+            kernel=windowed.kernel if windows else None,
             reductions=windowed.reductions if windows else no_reductions,
         )
 

@@ -324,6 +324,15 @@ class ShardingRule:
         )
         return inputs, outputs
 
+    def local_output_shapes(
+        self, op: Op, shard_counts: Mapping[str, int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the local outputs of `op`, given the shard count of each factor."""
+        return tuple(
+            tuple(n // shard_counts.get(f or "", 1) for n, f in zip(value.shape, dims, strict=True))
+            for value, dims in zip(op.outputs, self.outputs, strict=True)
+        )
+
     def shard_counts(self, mesh: DeviceMatrix, cuts: Cuts) -> dict[str, int]:
         """Return the number of shards of each factor of the rule, 1 for factors not in `cuts`."""
         return {f: prod(mesh.device_matrix[a] for a in cuts.get(f, ())) for f in self.factors}
@@ -341,11 +350,7 @@ def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
         return 0
 
     counts = {name: 2 if name == factor else 1 for name in rule.factors}
-    shapes = tuple(
-        tuple(n // counts.get(name or "", 1) for n, name in zip(v.shape, dims, strict=True))
-        for v, dims in zip(op.outputs, rule.outputs, strict=True)
-    )
-    rule.kernel(op, Local(counts, index, shapes))
+    rule.kernel(op, Local(counts, index, rule.local_output_shapes(op, counts)))
     return bool(positions)
 
 

@@ -91,24 +91,30 @@ def moments(shard: InputShard) -> Statistics:
     return mean, (shard.x - mean).square().sum(shard.dims, keepdim=True)
 
 
-def combine_moments(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sum of squared deviations from it, of all elements.
+def combine_moments(means: Tensor, squares: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the mean and the sum of squared deviations from it, of the elements of all shards.
 
-    Shards have equal numbers of elements. Chan, Golub and LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances" (1979), equation 2.1; unlike E[x²] - E[x]²
-    it does not cancel.
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances" (1979), equation 2.1; unlike E[x²] - E[x]² it does not cancel.
+
+    Args:
+        means, squares: these numbers of each shard, along dimension 0.
+        size: number of elements of a shard.
     """
-    means, squares = gathered
     mean = means.mean(0)
-    size = prod(shard.x.shape[dim] for dim in shard.dims)
     return mean, squares.sum(0) + size * (means - mean).square().sum(0)
+
+
+def _moments_of_all_shards(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
+    means, squares = gathered
+    return combine_moments(means, squares, prod(shard.x.shape[dim] for dim in shard.dims))
 
 
 def variance(*, root: bool, with_mean: bool) -> Combination:
     """Return the combination for `var` and `var_mean` or, with `root`, for `std` and `std_mean`."""
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
-        mean, squares = combine_moments(shard, gathered)
+        mean, squares = _moments_of_all_shards(shard, gathered)
         size = prod(shard.shape[dim] for dim in shard.dims)
         result = squares / max(size - _correction(shard.arguments), 0)
         if root:
@@ -242,7 +248,7 @@ CUMULATIVE_PRODUCT = Combination(
 
 
 def _layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
-    mean, squares = combine_moments(shard, gathered)
+    mean, squares = _moments_of_all_shards(shard, gathered)
     variance = squares / prod(shard.shape[dim] for dim in shard.dims)
     normalized = (shard.x - mean) * torch.rsqrt(variance + shard.arguments["eps"])
     return _affine(normalized, shard.arguments)

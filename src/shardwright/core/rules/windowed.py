@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import WithArguments, binder, call_arguments
-from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Kernel, Local, Reduce, Reduction
+from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
 
 SPACE = ("s", "t", "u")
 """Factors of the spatial dimensions of an image."""
@@ -172,14 +172,11 @@ class Windowed:
             shape[window.dim] += window.before + window.after
         return tuple(exchanges)
 
-    def kernel(self) -> Kernel:
-        """Return the builder of the kernel."""
-        return self._kernel
-
     def _sharded(self, shard_counts: Mapping[str, int]) -> list[Window]:
         return [window for window in self.windows if shard_counts.get(window.factor, 1) > 1]
 
-    def _kernel(self, op: Op, local: Local) -> Callable[..., Any]:
+    def kernel(self, op: Op, local: Local) -> Callable[..., Any]:
+        """Build the kernel, for `ShardingRule.kernel`."""
         windows, bind = self._sharded(local.shard_counts), binder(op)
         replaced = self.replace(op, local)
         if not windows:
