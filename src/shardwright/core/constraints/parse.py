@@ -249,7 +249,8 @@ class StrategyParser:
         if capacity % request.num_shards:
             raise self.error(
                 f"the number of shards of {location} must divide {capacity}, because the operator"
-                " splits or merges this dimension\n"
+                " splits or merges this dimension, or its windows reach at most into the next shard"
+                "\n"
                 f"valid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
             )
 
