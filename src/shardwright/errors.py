@@ -72,7 +72,7 @@ class CaptureError(ShardwrightError):
 
 class PlanError(ShardwrightError):
     """A plan that cannot be used, for example because it is for another model or another number of
-    devices, or has an unknown version."""
+    devices, or has an unsupported version."""
 
 
 class MixedTensorsError(PlanError, RuntimeError):
@@ -93,7 +93,7 @@ class NonFiniteError(ShardwrightError):
 
 
 class CheckpointError(ShardwrightError):
-    """A checkpoint that is missing, belongs to another model, or has an unknown version."""
+    """A checkpoint that is missing, belongs to another model, or has an unsupported version."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -105,8 +105,8 @@ class LockError(ShardwrightError):
 
 
 class DeferredError(ShardwrightError):
-    """A parameter created inside `no_init_parameters` that has no values, or whose values cannot be
-    initialized."""
+    """A tensor created inside `no_init_parameters` that is used before it is initialized, or that
+    cannot be initialized."""
 
 
 class CommunicationError(RuntimeError):
@@ -118,7 +118,7 @@ class IndivisibleError(StrategyError):
 
 
 class MixedSamplesError(StrategyError):
-    """A loss that is neither the sum nor the mean of the losses of several micro-batches."""
+    """A loss that is neither the sum nor the mean of the losses of its micro-batches."""
 
 
 class MemoryLimitError(ShardwrightError):

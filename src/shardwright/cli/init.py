@@ -1,4 +1,4 @@
-"""The command `init`: copies configurations and examples of the package."""
+"""The command `init`, which copies a packaged configuration or example."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def run_of(
         on_progress: called before each phase of planning.
 
     Raises:
-        ConfigError: the file does not exist or is invalid.
+        ConfigError: if the file does not exist or is invalid.
     """
     run = Run.from_file(config)
     _print_foreign_keys(run, config)

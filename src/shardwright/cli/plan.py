@@ -175,7 +175,7 @@ def _check_planning_options(source: Path, devices: int | None, planning: Sequenc
 
     Args:
         source: a saved plan (`.json`), or a configuration, which needs `devices`.
-        planning: values of further planning options; None where not given.
+        planning: values of further planning options, such as `--cluster`; None where not given.
     """
     if source.suffix == ".json":
         if any(each is not None for each in (devices, *planning)):

@@ -435,7 +435,8 @@ def _write_profile(plan: Plan, measured: Measured, logs: LogFolder) -> None:
 
 @contextmanager
 def _print_checkpoint_warnings(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Context that passes checkpoint warnings to `print_line`; others are shown as usual."""
+    """Context that passes checkpoint warnings to `print_line`; other warnings are shown as
+    usual."""
     with warnings.catch_warnings():
         show_other = warnings.showwarning
 

@@ -17,7 +17,7 @@ from shardwright.errors import PlanError
 Sent = TypeVar("Sent")
 
 PIECE = 64 * 2**20
-"""Maximal bytes per broadcast, which bounds the copy of a tensor on the group's device."""
+"""Maximum bytes per broadcast, which bounds the copy of a tensor on the group's device."""
 
 
 def has_other_ranks() -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 CONTEXTS = (8, 4, 2, 1)
-"""Numbers of last calls that predict the next call; the longest sequence seen before is used."""
+"""Lengths of the call sequences that predict the next call; the longest sequence that the history
+contains decides."""
 
 MAX_CONTEXTS = 4096
-"""Maximal number of call sequences in the history, which is cleared beyond."""
+"""Maximum number of call sequences in the history; a larger history is cleared."""
 
 
 class ExpectedCalls:
-    """Predicts that the last calls are followed by the same call as when they occurred before.
+    """Predictor of the next collective call: the call that followed the same last calls before.
 
     Ranks with equal call histories expect the same next call. If two ranks then make different
     calls, at least one of the two calls is unexpected. So if unexpected calls wait for all ranks
@@ -32,7 +33,7 @@ class ExpectedCalls:
         """Record a call, and return whether the history predicted this call.
 
         Args:
-            kind: what is called, such as "step".
+            kind: name of the call, such as "step".
         """
         if len(self._next) > MAX_CONTEXTS:
             self._next.clear()
@@ -47,7 +48,8 @@ class ExpectedCalls:
         return kind == expected
 
     def undo(self) -> None:
-        """Remove the last call, which raised an error on this rank before it communicated."""
+        """Remove the last call from the history: it raised an error on this rank before it
+        communicated."""
         self._last = self._before
         for context, previous in self._replaced.items():
             if previous is None:

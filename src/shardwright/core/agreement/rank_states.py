@@ -28,7 +28,8 @@ class RankState:
         waits_in: the collective of all ranks that user code has called and that has not returned,
             such as "barrier"; empty if there is none.
         line: the line of the user's program in which the rank waits; empty if it does not wait.
-        is_again: whether the rank was refused the call before, in which others may still wait.
+        is_again: whether the rank's previous call raised an error on this rank only, so that other
+            ranks may still wait in that call.
         exception: the exception that ended the rank; empty if the rank runs or has ended without
             an exception.
     """
@@ -51,7 +52,8 @@ class RankState:
         return RankState(**{**fields, "calls": tuple(fields["calls"])})
 
     def call(self, number: int) -> str | None:
-        """Return call `number`, counted from 1; None if not begun or no longer in `calls`."""
+        """Return the rank's call of index `number`, counted from 1; None if it has not begun or is
+        older than `calls`."""
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
@@ -65,10 +67,11 @@ class RankState:
 
 
 def difference_of_calls(states: Sequence[RankState]) -> str:
-    """Return an error message if ranks wait for each other forever; empty if some may be slow only.
+    """Return an error message if ranks are deadlocked; empty if some ranks may only be slow.
 
-    Ranks wait forever if two have made different calls, or if one is inside a call that another
-    has not begun while the other waits in a collective of all ranks, or that another begins again.
+    Ranks are deadlocked if two of them have made different calls, if a rank is inside a call that
+    another rank, waiting in a collective of all ranks, has not begun, or if another rank begins
+    that call again.
 
     Args:
         states: the last state of each rank.
@@ -85,7 +88,8 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
 
 
 def _first_difference(states: Sequence[RankState]) -> str:
-    """Describe the first calls that differ between ranks, which now are in calls of one name."""
+    """Describe the first call at which the histories of ranks differ, for ranks whose current calls
+    have equal names."""
     for number in range(1, min(state.count for state in states) + 1):
         calls = {state.call(number): state.rank for state in reversed(states)}
         if len(calls) > 1 and None not in calls:
@@ -95,8 +99,8 @@ def _first_difference(states: Sequence[RankState]) -> str:
 
 
 def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
-    """Return an error message if ranks have ended before a call in which another rank waits; empty
-    if none has.
+    """Return an error message if ranks ended before they made the call in which another rank waits;
+    empty if none did.
 
     Args:
         waiting: the state of the rank that waits.
@@ -122,7 +126,8 @@ def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
 
 
 def store_has_ended(waiting: RankState) -> str:
-    """Return an error message for a rank that waits in a call, without the store of all ranks."""
+    """Return the error message of a rank that waits in a call after the rendezvous store has
+    ended."""
     return (
         "rank 0, or the launcher that serves the store of the process group, has ended, but rank"
         f" {waiting.rank} waits {waiting}\nsee the log of rank 0 for its error"
@@ -130,8 +135,8 @@ def store_has_ended(waiting: RankState) -> str:
 
 
 def _state_pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
-    """Return pairs of different states. Ranks in equal states are represented by one of them, as a
-    large run has too many pairs of ranks."""
+    """Return pairs of different states. One rank represents all ranks in an equal state, as a large
+    run has too many pairs of ranks."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_again) for s in states]
     different = list(dict(zip(keys, states, strict=True)).values())
     return [(a, b) for a in different for b in different if a is not b]
@@ -152,7 +157,8 @@ def _begin_again(a: RankState, b: RankState) -> bool:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """
+    """Format ranks for a message, consecutive ranks as a range.
+
     >>> _format_ranks([0]), _format_ranks([1, 2, 3, 5])
     ('rank 0', 'ranks 1-3, 5')
     """

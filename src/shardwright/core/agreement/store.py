@@ -34,14 +34,14 @@ PATIENCE = 60.0
 """Seconds that other ranks wait for rank 0 to make the same call, and for its next heartbeat."""
 
 WARN_AFTER = 10.0
-"""Seconds after which a rank says that it waits for rank 0's call."""
+"""Seconds after which a rank warns that it waits for rank 0's call."""
 
 FAREWELL = 10.0
-"""Maximal seconds that rank 0, whose process may serve the store, waits for the other ranks' reads.
-"""
+"""Maximum seconds that rank 0, whose process may serve the store, waits until the other ranks have
+read its result."""
 
 PIECE = 4 * 2**20
-"""Maximal bytes per entry of the store; `TCPStore` accepts at most 8 MiB."""
+"""Maximum bytes per entry of the store; `TCPStore` accepts at most 8 MiB."""
 
 
 def check_same_facts(
@@ -160,7 +160,10 @@ def _send_heartbeats(store: Store) -> Iterator[None]:
 
 def _wait_for_key(store: Store, key: str, expected: str = "") -> bool:
     """Wait for `key` until `PATIENCE` seconds after the last heartbeat of rank 0; return whether
-    `key` exists. Warns once after `WARN_AFTER` seconds of what is `expected`, if given."""
+    `key` exists.
+
+    After `WARN_AFTER` seconds, warns once that the rank waits for `expected`, if given.
+    """
     beats, deadline = 0, time.monotonic() + PATIENCE
     warns_at = time.monotonic() + WARN_AFTER
     while not store.check([key]):
@@ -232,7 +235,8 @@ def _fact_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> s
 
 
 def _device_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
-    """Return an error message about the first accelerator that two ranks use; empty if none.
+    """Return an error message about the first accelerator that two ranks use; empty if each rank
+    has its own.
 
     Args:
         ranks: host, settings by name, and unique value of each rank, as in `check_same_facts`.

@@ -129,11 +129,13 @@ class Device:
         return self.memory_bandwidth * self.memory_efficiency
 
     def shared(self, devices: int) -> bool:
-        """Whether `devices` devices exceed `at_full_rate`, and slow down each other."""
+        """Whether the CPU cannot run `devices` processes at full rate, so that they slow each other
+        down."""
         return self.at_full_rate is not None and devices > self.at_full_rate
 
     def among(self, devices: int) -> Device:
-        """Return a copy with the rates of each device while `devices` devices compute."""
+        """Return a copy with the rates of each device while `devices` devices compute at the same
+        time."""
         if self.at_full_rate is None or not self.shared(devices):
             return self
         processor_share = self.at_full_rate / devices
@@ -156,7 +158,8 @@ class Cluster:
     levels: tuple[LinkLevel, ...]
 
     def among(self, devices: int) -> Cluster:
-        """Return a copy with the rates of devices and links while `devices` devices compute."""
+        """Return a copy with the rates of devices and links while `devices` devices compute at the
+        same time."""
         if self.device.at_full_rate is None or not self.device.shared(devices):
             return self
         # To send a message, a process has to wait for its turn on the processor.
@@ -311,7 +314,7 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 
 
 def _non_default_fields(part: Device | LinkLevel) -> dict[str, Any]:
-    """Return the fields of `part` that differ from their defaults, by name."""
+    """Return the fields of a device or link level that differ from their defaults, by name."""
     values = ((each, getattr(part, each.name)) for each in fields(part))
     return {
         each.name: dict(value) if isinstance(value, Mapping) else value
@@ -386,7 +389,8 @@ class _MappingReader:
         return share
 
     def one_of(self, key: str, valid: tuple[str, ...]) -> str:
-        """Return the value of `key`, one of `valid`; the first of `valid` if the key is missing."""
+        """Return the value of a key that must be one of `valid`; `valid[0]` if the key is
+        missing."""
         choice = self.mapping.get(key, valid[0])
         if choice not in valid:
             raise ConfigError(

@@ -1,6 +1,7 @@
-"""Count, bytes and seconds of the collectives of a stage in one step, by kind and mesh axes.
+"""Count, bytes and seconds of the collectives of a stage in one step, by type of collective and
+mesh axes.
 
-The bytes add up to `Partitioned.step_bytes` without the transfers between stages.
+Their bytes add up to `Partitioned.step_bytes`, without the transfers between stages.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from shardwright.core.partition.transfer import Transfer
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """Totals of the collectives of one kind over the same mesh axes, for one device and step.
+    """Totals of one type of collective over the same mesh axes, for one device in one step.
 
     Args:
-        kind: kind of collective, one of `COLLECTIVES`.
+        kind: type of collective, one of `COLLECTIVES`.
         over: names of the mesh axes.
         count: number of calls.
         bytes: bytes that the device sends in all calls.
@@ -39,7 +40,7 @@ class CollectiveTotal:
 
 
 _Calls = tuple[str, Axes, int, int]
-"""(kind of collective, mesh axes, calls per step, bytes of the local input or output, whichever is
+"""(type of collective, mesh axes, calls per step, bytes of the local input or output, whichever is
 larger)."""
 
 

@@ -47,7 +47,7 @@ class Links:
         """Return the seconds of one collective over the flattened mesh `axes`.
 
         Args:
-            collective: kind of collective, one of `COLLECTIVES`.
+            collective: type of collective, one of `COLLECTIVES`.
             num_bytes: bytes of the local input or output, whichever is larger: the output of an
                 all-gather, the input of a reduce-scatter.
             bucketed: whether the collective is coalesced with others into a bucket, which sends
@@ -79,7 +79,8 @@ class Links:
 
         Args:
             levels_of_group: (link level, number of devices or inner groups joined).
-            may_skip_parts: whether devices skip sending the empty parts of a small tensor.
+            may_skip_parts: whether a tensor with fewer elements than devices leaves devices without
+                a part to send.
         """
         seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
         for level, size in levels_of_group:

@@ -65,13 +65,13 @@ activations, flat buffers of collectives, intermediate results."""
 
 @dataclass(frozen=True)
 class Phase:
-    """Memory of one action of a step, relative to the start of the action.
+    """Memory of one action (forward or backward of a micro-batch), relative to its start.
 
     Args:
-        peak: change in bytes from the start of the action to its peak.
-        change: change in bytes from the start of the action to its end.
-        largest: (kind, index of the operator that produces or first reads the tensor, bytes) of the
-            largest tensors of the micro-batch at the peak, in descending order.
+        peak: change in bytes from the start of the action to its memory peak, by kind of tensor.
+        change: change in bytes from the start of the action to its end, by kind of tensor.
+        largest: (kind of tensor, index of the operator that produces or first reads the tensor,
+            bytes) of the largest tensors of the micro-batch at the peak, in descending order.
     """
 
     peak: Kinds
@@ -84,9 +84,10 @@ class DryRun:
     """Memory of one chunk on one device over a step.
 
     Args:
-        stock: bytes before the step, with the inputs of one micro-batch.
+        stock: bytes allocated before the step, including the inputs of one micro-batch, by kind of
+            tensor.
         begin: memory of the start of the step, when parameters may be gathered.
-        first: memory of each action of the first micro-batch, by kind of action.
+        first: memory of each action of the first micro-batch, by action (`F`, `B`, `I`, `W`).
         later: memory of each action of later micro-batches, which accumulate into existing
             gradients.
         end: memory of the end of the step, when gradients are reduced.
@@ -109,7 +110,7 @@ def dry_run_chunk(
     """Return the memory of one chunk of a model, measured by a dry run.
 
     Args:
-        kinds: kinds of the actions of one micro-batch, in order.
+        kinds: actions of one micro-batch (`F`, `B`, `I`, `W`), in order.
         cached_results: cache of results of operators by their arguments; see `DryRunMode`.
         on_share: called with the completed fraction of lowering and actions.
     """
@@ -139,7 +140,8 @@ class _MetaChunk:
         inputs, outputs: inputs and outputs of the current micro-batch.
         groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
         reduced: gradients of stored parameters after the step.
-        added: (length of the history, gradient) for each gradient that this pass accumulates.
+        added: (length of the allocation history, gradient) of each gradient that the current
+            backward pass adds to an existing one.
     """
 
     module: StageModule
@@ -207,12 +209,13 @@ class _MetaChunk:
         return run
 
     def label_live_tensors(self, kind: str) -> int:
-        """Label all unlabeled live tensors with `kind`, and return the length of the history."""
+        """Label all unlabeled live tensors with `kind`, and return the length of the allocation
+        history."""
         self.live.label(kind)
         return len(self.live.history)
 
     def phase(self, function: Callable[[], None], kind: str) -> Phase:
-        """Run `function` and return its memory; label the tensors that stay alive with `kind`."""
+        """Run `function`, label the tensors it leaves alive with `kind`, and return its memory."""
         start = len(self.live.history)
         function()
         end = self.label_live_tensors(kind)
@@ -226,7 +229,8 @@ class _MetaChunk:
     def actions(
         self, kinds: Sequence[str], has_several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
-        """Return the memory of each action in the first and in a later micro-batch, by kind.
+        """Return the memory of each action in the first and in a later micro-batch, by action (`F`,
+        `B`, `I`, `W`).
 
         With several micro-batches, usually only a later micro-batch runs, and
         `_first_phase_from_later` derives the first, which halves the time of a dry run.
@@ -256,7 +260,7 @@ class _MetaChunk:
         first micro-batch keeps its gradients, so an allocation is inserted at each accumulation.
 
         Args:
-            start: length of the history at the start of the action.
+            start: length of the allocation history at the start of the action.
             later: memory of the same action of a later micro-batch.
         """
         events = self.live.history[start:]
@@ -282,8 +286,8 @@ class _MetaChunk:
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """Return (kind, operator index, bytes) of the largest live tensors after `num_events`
-        events, summed by kind and operator."""
+        """Return (kind, operator index, bytes) of the largest live tensors after the first
+        `num_events` allocations and frees, summed by kind of tensor and operator."""
         sizes: dict[tuple[str, int], int] = {}
         for (kind, line), size in self.live.bytes_by_line(num_events).items():
             if line in self._operator_of_line and size:
@@ -396,13 +400,14 @@ def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
 
 
 def plus(kinds: Kinds, *others: Kinds) -> Kinds:
-    """Return the sum of bytes of each kind."""
+    """Add up bytes by kind of tensor."""
     names = {name for each in (kinds, *others) for name in each}
     return {name: sum(each.get(name, 0) for each in (kinds, *others)) for name in names}
 
 
 class DryRunCache:
-    """Cache of dry runs by chunk, so that equal chunks of all candidates run once."""
+    """Cache of dry runs by chunk, so that chunks that are equal in several candidate plans run
+    once."""
 
     def __init__(self) -> None:
         self._runs: dict[object, DryRun] = {}
@@ -418,7 +423,7 @@ class DryRunCache:
         """Return the memory of `chunk` from a dry run, or from the cache.
 
         Args:
-            kinds: kinds of the actions of one micro-batch, in order.
+            kinds: actions of one micro-batch (`F`, `B`, `I`, `W`), in order.
             on_share: called with the completed fraction of the dry run.
         """
         # Gradients accumulate if there are several micro-batches, whatever their number.

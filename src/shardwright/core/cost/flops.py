@@ -55,7 +55,7 @@ class Work:
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
             other operators.
-        kind: kind of operator to which the FLOPs are attributed.
+        kind: type of operator, such as attention, under which reports list the FLOPs.
     """
 
     dtype: torch.dtype
@@ -150,7 +150,8 @@ def _compute_work(
 def _matmul_dims(
     op: Op, rule: ShardingRule | None, flops: float
 ) -> tuple[tuple[float, frozenset[str]], ...]:
-    """Return (size, factors) of m, n and k of a matrix product, or of a convolution as im2col.
+    """Return (size, factors) of m, n and k of a matrix product, or of a convolution lowered to one
+    (im2col).
 
     Returns () for other operators.
     """

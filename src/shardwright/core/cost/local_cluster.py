@@ -29,8 +29,8 @@ logger = logging.getLogger("shardwright.cost")
 
 ASSUMED_LINK = LinkLevel("processes", bandwidth=1e9, latency=8.5e-5, call=2.4e-4, collectives=GLOO)
 PASS_OVERHEAD = 7.5e-4
-"""Defaults without calibration: gloo over loopback, and seconds of overhead per pass of a pipeline
-stage. Both were measured with 8 processes on two cores."""
+"""Defaults without calibration: the link between processes (gloo over loopback), and seconds of
+overhead per pass of a pipeline stage. Both were measured with 8 processes on two cores."""
 
 
 def cache_file() -> Path:

@@ -17,8 +17,8 @@ from shardwright.core.cost.cluster import Device
 from shardwright.core.runtime.accelerator import CPU, device_memory, seconds_of
 
 MATRIX, STREAM = 768, 1 << 23
-"""Rows of the square matrices, and elements of the vectors, that are timed on a CPU: a product
-takes some milliseconds, and vectors of 32 MB are larger than the cache."""
+"""Rows of the square matrices and elements of the vectors that are timed on a CPU. A matrix product
+takes some milliseconds; a vector of 32 MB is larger than the cache."""
 
 LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
 """Rows of the matrices and elements of the vectors that are timed on an accelerator, which reaches
@@ -28,7 +28,8 @@ ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
 """Sizes of a transformer small enough that each operator takes only its launch overhead."""
 
 OPERATORS = 22 + 38
-"""Number of operators of one block of `SmallTransformer` in the time model: forward + backward."""
+"""Number of operators of one block of `SmallTransformer` as the time model counts them: forward +
+backward."""
 
 CORES = os.cpu_count() or 1
 
@@ -83,7 +84,8 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
     clock = clock or Clock()
 
     def seconds(work: Callable[[], object]) -> float:
-        """Return the seconds of `work`; on a CPU, of one process that uses all cores."""
+        """Return the seconds of `work` on `device`; on a CPU, of one process that uses all
+        cores."""
         # An accelerator is timed by events, as its kernels run after the call has returned.
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
@@ -145,6 +147,6 @@ class _SmallBlock(nn.Module):
 
 
 def _rope(x: Tensor) -> Tensor:
-    """Return `x` with a rotary position embedding of a constant angle."""
+    """Apply a rotary position embedding with a constant angle to `x`."""
     half = x.shape[-1] // 2
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

@@ -105,7 +105,7 @@ class StageMemory:
 
     @property
     def in_a_pass(self) -> bool:
-        """Whether the peak is in a forward or backward pass."""
+        """Whether memory peaks in a forward or backward pass, not in a moment of `OUTSIDE`."""
         return self.moment not in OUTSIDE
 
     @property
@@ -209,7 +209,8 @@ def memory(
 
 
 def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
-    """Return for each stage a lower bound on its peak memory in bytes, whatever is recomputed.
+    """Return for each stage a lower bound on its peak memory in bytes, valid for any choice of
+    recomputed operators.
 
     The bound needs no dry run. It is the sum of stored parameters, their gradients, optimizer
     state, the parameters and gradients that the ZeRO level leaves unsharded over the micro-batches
@@ -304,9 +305,9 @@ class _StepMoment:
 
     Args:
         name: name of the action for users.
-        kinds: bytes by kind.
+        kinds: bytes by kind of tensor.
         chunk: index of the chunk.
-        largest: (kind, operator index, bytes) of the largest tensors.
+        largest: (kind of tensor, operator index, bytes) of the largest tensors.
     """
 
     name: str
@@ -379,11 +380,11 @@ def _action_name(action: Action, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """Bytes per micro-batch of values that cross the borders of a chunk and stay alive.
+    """Bytes per micro-batch of values passed between chunks that stay alive.
 
     Args:
-        shared: bytes of outputs that are the input buffers of the next chunk on the same stage, and
-            count there.
+        shared: bytes of outputs that are the input buffers of the next chunk on the same stage,
+            where they are counted.
         sent: bytes of outputs that stay alive after the backward pass.
         returned: bytes of gradients of inputs that stay alive after the backward pass.
         reuses_messages: whether sent tensors of only one micro-batch stay alive.
@@ -398,8 +399,8 @@ class BorderBytes:
         """Return the change of live bytes by an action, in addition to the change in its dry run.
 
         Args:
-            kind: kind of action.
-            repeats_kind: whether the chunk has run an action of this kind before.
+            kind: action, one of `F`, `B`, `I`, `W`.
+            repeats_kind: whether the chunk has run this action before, for an earlier micro-batch.
         """
         border_change, sends = 0, not (self.reuses_messages and repeats_kind)
         if kind == FORWARD:
@@ -412,8 +413,7 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the bytes per micro-batch of values that cross the borders of `chunk` and stay
-    alive."""
+    """Return the bytes per micro-batch of values sent to and from `chunk` that stay alive."""
     sent, returned = chunk.border_bytes
 
     def on_same_stage(number: int) -> bool:

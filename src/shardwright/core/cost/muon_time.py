@@ -23,7 +23,7 @@ ITERATIONS = 5
 """Newton-Schulz iterations of `torch.optim.Muon` by default."""
 
 ITERATION_OPERATORS = 3
-"""Matrix products of an iteration."""
+"""Matrix products of a Newton-Schulz iteration."""
 
 
 def orthogonalization_seconds(

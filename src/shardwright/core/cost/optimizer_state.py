@@ -65,8 +65,8 @@ class NamedOptimizer:
     required: Mapping[str, float] = field(default_factory=dict)
 
     def example(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer of this class with example arguments, which do not affect the shapes
-        and dtypes of its state."""
+        """Create an optimizer with example arguments, which do not affect the shapes and dtypes of
+        its state."""
         return self.constructor(parameters, lr=1e-3, **self.required)
 
 
@@ -144,8 +144,8 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
 
 
 def _exchange_bytes(shard: TrainedShard) -> int:
-    """Return the bytes that a sharded matrix needs in addition to an update of a full one: two
-    bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
+    """Return the bytes that updating a sharded matrix takes in addition to a full one: two bfloat16
+    buffers of the full matrix, minus the momentum of the other shards."""
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
 
@@ -181,7 +181,8 @@ StateFactory = str | MakeOptimizer
 def _factories_by_shard(
     optimizer: str | torch.optim.Optimizer, shards: Sequence[TrainedShard]
 ) -> list[StateFactory | None]:
-    """Return the name or constructor of each parameter's optimizer; None without an optimizer."""
+    """Return the name or constructor of each parameter's optimizer; None for a parameter that the
+    optimizer does not update."""
     if isinstance(optimizer, str):
         _optimizer_factory(optimizer)
         by_name: list[StateFactory | None] = [optimizer] * len(shards)
@@ -252,7 +253,7 @@ def _named_optimizer_bytes(
 
 
 class _DerivedTensor(Tensor):
-    """A parameter, or a tensor computed from a parameter; on devices, a DTensor."""
+    """A parameter, or a tensor computed from a parameter; both are DTensors on real devices."""
 
 
 def _bytes_for_parameter(

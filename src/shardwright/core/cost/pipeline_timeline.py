@@ -43,7 +43,7 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     micro-batches.
 
     Raises:
-        PlanError: if the schedule cannot; the message contains valid numbers.
+        PlanError: if the schedule cannot run them; the message contains valid numbers.
     """
     stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
@@ -168,7 +168,7 @@ class ChunkSeconds:
     send: float = 0.0
 
     def of(self, kind: str) -> float:
-        """Return the seconds of an action of kind `F`, `B`, `I` or `W`."""
+        """Return the seconds of action `F`, `B`, `I` or `W` (see `FORWARD`)."""
         # A linear layer has two matrix products of the same size, one for each gradient.
         weight = self.backward / 2 if self.of_weight is None else self.of_weight
         return {
@@ -272,7 +272,7 @@ def _arrival_seconds(
     """Return the seconds at which the inputs of `action` have arrived, from the start of the step.
 
     Args:
-        ends: end of each simulated action, in seconds.
+        ends: end of each simulated action, in seconds from the start of the step.
 
     Returns:
         None if the action that sends the inputs is not simulated yet.

@@ -11,7 +11,7 @@ collectives. Communication overlaps computation as follows:
 - Gathers of sharded parameters overlap the forward computation in the same way.
 - Overlapped communication slows computation down by a fraction of the seconds of the communication
   (`overlap_slowdown`).
-- There is no overlap where devices are processes that share a processor: a core that copies the
+- Nothing overlaps where devices are processes that share a processor: a core that copies the
   messages of one process does not compute for another.
 """
 
@@ -91,8 +91,8 @@ class StepTime:
 
     @property
     def exposed_per_micro_batch(self) -> ForwardBackward:
-        """Exposed seconds (forward, backward) of communicating parameters and gradients in each
-        micro-batch."""
+        """Exposed seconds (forward, backward) of gathering parameters and reducing gradients in
+        each micro-batch."""
         return (
             self._exposed_seconds(self.gathers_per_micro_batch, self.forward - self.forward_hidden),
             self._exposed_seconds(
@@ -102,8 +102,8 @@ class StepTime:
 
     @property
     def exposed_per_step(self) -> ForwardBackward:
-        """Exposed seconds (forward, backward) of communicating parameters and gradients once per
-        step."""
+        """Exposed seconds (forward, backward) of gathering parameters and reducing gradients once
+        per step."""
         # Gathers overlap the forward pass of the first micro-batch, and reductions the backward
         # pass of the last.
         forward = max(0.0, self.forward - self.forward_hidden - self.gathers_per_micro_batch)
@@ -203,7 +203,8 @@ def hidden_seconds(
 ) -> dict[Transfer, ForwardBackward]:
     """Return the overlapped seconds (forward, backward) of each redistribution of an activation.
 
-    An operator that several redistributions overlap hides at most its own seconds in total.
+    An operator hides at most its own seconds of communication, even if several redistributions
+    overlap it.
     """
     delayed = {op for overlap in overlaps.values() for op in overlap.delayed_linears}
     spare_seconds: dict[tuple[str, str], float] = {}
@@ -268,8 +269,8 @@ def bucket_seconds(
     """Yield (bucket, data, once per step, direction, seconds) for each gather and reduction of a
     bucket.
 
-    The data is `parameters` or `gradients`; `once per step` is False for once per micro-batch; the
-    direction is 0 for forward and 1 for backward.
+    `data` is `parameters` or `gradients`; `once per step` is False if the collective runs once per
+    micro-batch; `direction` is 0 for forward and 1 for backward.
     """
     for bucket in flow.buckets:
         gather, reduce = _bucket_seconds(bucket, model)

@@ -23,16 +23,16 @@ from shardwright.core.torch_internals.operators import schema_of, unregister
 from shardwright.core.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
-"""Kinds of storages: stored parameters, and tensors computed only from parameters, such as
+"""Labels of storages: stored parameters, and tensors computed only from parameters, such as
 gathered, cast or concatenated parameters."""
 
 
 class TrackedStorage:
-    """A storage: its size, the kind of its tensor, and the program line that allocated it.
+    """The storage of a live tensor, with its size, label and origin.
 
     Args:
-        size: size in bytes.
-        kind: kind of tensor, such as `PARAMETERS`; empty if it is not known yet.
+        size: bytes of the storage.
+        kind: label of the tensor, such as `PARAMETERS`; empty before it is labeled.
         line: line of the program that allocated the storage; 0 if it was allocated elsewhere.
     """
 
@@ -49,7 +49,7 @@ Event = tuple[TrackedStorage, bool]
 
 
 def events_at_peak(events: Iterable[Event]) -> int:
-    """Return the number of events up to the first peak of live bytes, that event included."""
+    """Return the number of events up to and including the one at which live bytes first peak."""
     live, peak, num_events = 0, 0, 0
     for number, (storage, allocated) in enumerate(events, start=1):
         live += storage.size if allocated else -storage.size
@@ -59,7 +59,7 @@ def events_at_peak(events: Iterable[Event]) -> int:
 
 
 def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
-    """Return the change of live bytes of each kind over `events`."""
+    """Return the change of live bytes over `events`, by kind of tensor."""
     totals: dict[str, int] = {}
     for storage, allocated in events:
         change = storage.size if allocated else -storage.size
@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         history: allocations and frees in order.
-        now: current live bytes.
+        now: bytes that are live at present.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
     def watch(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Track the storages of existing tensors, and set their kind to `kind`."""
+        """Track the storages of existing tensors, labeled `kind`."""
         for tensor in tensors:
             self._track_storage(tensor, kind)
             self.storage_of(tensor).kind = kind
@@ -93,22 +93,22 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._storages[storage_id(tensor)][1]
 
     def label(self, kind: str) -> None:
-        """Set the kind of all live storages without a kind to `kind`."""
+        """Label all live storages that have no label with `kind`."""
         for _, storage in self._storages.values():
             storage.kind = storage.kind or kind
 
     def peak(self, start: int = 0, end: int | None = None) -> int:
-        """Return the length of the history at the peak of live bytes between `start` and `end`."""
+        """Return the length of the allocation history at the peak of live bytes between events
+        `start` and `end`."""
         return start + events_at_peak(self.history[start:end])
 
     def bytes_between(self, end: int, start: int = 0) -> dict[str, int]:
-        """Return the change of live bytes of each kind over events `start` to `end - 1` of the
-        history."""
+        """Return the change of live bytes over events `start` to `end - 1`, by kind of tensor."""
         return bytes_by_kind(self.history[start:end])
 
     def bytes_by_line(self, end: int) -> dict[tuple[str, int], int]:
-        """Return the live bytes after the first `end` events, by (kind, allocating program
-        line)."""
+        """Return the live bytes after the first `end` events, by (kind of tensor, allocating
+        program line)."""
         totals: dict[tuple[str, int], int] = {}
         for storage, allocated in self.history[:end]:
             key = storage.kind, storage.line
@@ -116,8 +116,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and return its result; subclasses may return an equivalent result
-        instead."""
+        """Run an operator and return its result; subclasses may return an equal one from a
+        cache."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
@@ -128,7 +128,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def track_results(self, out: Any, args: tuple[Any, ...]) -> None:
-        """Track the result `out` of an operator that was called with `args`."""
+        """Track the tensors that an operator returned for the arguments `args`."""
         if isinstance(out, Tensor):
             self._track_result(out, args)
         elif isinstance(out, list | tuple):
@@ -295,8 +295,8 @@ class _TensorKey(tuple[Any, ...]):
 
 
 def _results_from_key(described: Any) -> Any:
-    """Return the results of an operator that the cached key `described` stands for, with empty
-    tensors on the meta device."""
+    """Create the cached results of an operator as empty tensors on the meta device, from their
+    description (shapes, strides, dtypes)."""
     if isinstance(described, _TensorKey):
         shape, stride, dtype, _ = described
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)

@@ -27,8 +27,8 @@ recomputed operator. Added only on CPUs, since accelerators compute meanwhile. M
 of a small model on 8 processes."""
 
 RING_OPERATORS = 20
-"""Number of operators launched per step of ring attention, for attention on two parts of the
-sequence and for merging both results."""
+"""Operators launched per step of ring attention: attention on two parts of the sequence, and the
+merge of both results."""
 
 ForwardBackward = tuple[float, float]
 """(seconds of the forward pass, seconds of the backward pass)."""

@@ -1,4 +1,5 @@
-"""Breakdown of a predicted step: computation by kind, communication by kind and mesh axes."""
+"""Breakdown of a predicted step: computation by type of operator, communication by data sent and
+mesh axes."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ KINDS = (*COMPUTATION, *COMMUNICATION, WAITING)
 
 @dataclass(frozen=True)
 class TimePart:
-    """Seconds of one kind of computation or communication in a step.
+    """Seconds of one type of computation or communication in a step.
 
     Args:
-        kind: one of `KINDS`; communication is distinguished by the kind of data sent.
+        kind: one of `KINDS`: a type of operator, or the data that is sent, such as gradients.
         axes: names of the mesh axes over which data is sent; empty for computation.
         seconds: exposed seconds, which lengthen the step.
         hidden: seconds of communication that overlap computation.
@@ -44,7 +45,7 @@ class TimePart:
 
 
 _Parts = dict[tuple[str, Axes, bool], float]
-"""Seconds by (kind of `TimePart`, mesh axes, whether the seconds overlap computation)."""
+"""Seconds by (`TimePart.kind`, mesh axes, whether the seconds overlap computation)."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:

@@ -20,7 +20,8 @@ def records_of(tensors: Iterable[Tensor]) -> list[Record]:
 
 
 def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """Yield one line per operation recorded for deferred tensors among `tensors`, to compare ranks.
+    """Yield one line per operation recorded for deferred tensors among `tensors`, for a comparison
+    between ranks.
 
     Generator states are left out: ranks may have different seeds, and use rank 0's states.
     """

@@ -135,8 +135,7 @@ class Record:
     _draws_by_state: dict[torch.Generator, dict[bytes, int]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
-        """Return this record itself, to which operators on copies of deferred tensors are added
-        too."""
+        """Return this record itself: a copy of a deferred tensor has the record of the original."""
         return self
 
     def storage_view(self, tensor: Tensor) -> StorageView:
@@ -212,8 +211,8 @@ class Record:
         return reads, updates, fills
 
     def last_draw(self, generator: torch.Generator) -> int | None:
-        """Return the index of the operation whose draw left `generator` in its current state, or
-        None.
+        """Return the index of the operation whose draw left `generator` in its current state; None
+        if no recorded draw did.
 
         Each recorded draw advances the real generator by one random number, so that the generator's
         state identifies the draw.
@@ -270,7 +269,8 @@ OVERWRITING = frozenset(
         aten.zero_,
     }
 )
-"""In-place operators that do not read the values that they overwrite, which schemas do not show."""
+"""In-place operators that overwrite a tensor without reading its values; operator schemas do not
+say so."""
 
 
 def bind_arguments(
@@ -321,10 +321,10 @@ def _state_digest(state: Tensor) -> bytes:
 
 
 def check_unchanged(data: TensorVersion) -> Tensor:
-    """Return the tensor of `data`, and check that it has not been modified.
+    """Return a recorded tensor, after checking that it has not been modified since it was recorded.
 
     Raises:
-        DeferredError: if the tensor was modified in place after it was recorded.
+        DeferredError: if the tensor was modified in place.
     """
     if version(data.tensor) != data.version:
         raise DeferredError(

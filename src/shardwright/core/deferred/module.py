@@ -22,8 +22,8 @@ def materialize(module: nn.Module) -> nn.Module:
         `module`.
 
     Raises:
-        DeferredError: if a tensor depends on a meta tensor that never had values, or on data that
-            has been modified.
+        DeferredError: if a tensor depends on a meta tensor that was never initialized, or on data
+            that has been modified.
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     # `swap_tensors` rejects weights with weak references, which recurrent modules hold.

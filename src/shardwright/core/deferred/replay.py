@@ -40,8 +40,8 @@ def replay(
         on_finished: called with the name and value of each tensor.
 
     Raises:
-        DeferredError: if a tensor depends on a meta tensor that never had values, or on data that
-            has been modified.
+        DeferredError: if a tensor depends on a meta tensor that was never initialized, or on data
+            that has been modified.
     """
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
@@ -111,8 +111,8 @@ def plan_replay(
 
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Return the storages, among `storages`, that each operation is the last to write, by index of
-    the operation."""
+    """Return, by index of the operation, the storages that no later operation writes; only of those
+    in `storages`."""
     # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
@@ -199,7 +199,7 @@ def _checked_storage(
 
 @contextmanager
 def _preserve_state(record: Record) -> Iterator[None]:
-    """Context without the caller's dispatch and function modes and without gradients, which
+    """Context that disables the caller's dispatch and function modes and gradients, and at its end
     restores the record's generators and the default dtype."""
     states = [(generator, generator.get_state()) for generator in record.generators()]
     dtype = torch.get_default_dtype()
@@ -213,7 +213,7 @@ def _preserve_state(record: Record) -> Iterator[None]:
 
 
 def _no_values_message(record: Record, requested: Mapping[str, StorageView]) -> str:
-    """Return the error message for the first requested tensor that cannot be initialized."""
+    """Return the error message for the first requested tensor that was never initialized."""
     # One tensor at a time: a plan for all tensors does not tell which one lacks values.
     name = next(
         name for name, view in requested.items() if plan_replay(record, {name: view}, ()).missing

@@ -89,8 +89,8 @@ def no_init_parameters() -> Iterator[None]:
     computed.
 
     Raises:
-        DeferredError: if a random operator writes into a tensor that has values, or if an operator
-            has no meta kernel.
+        DeferredError: if a random operator writes into a tensor that was created from data, or if
+            an operator has no meta kernel.
     """
     if any(isinstance(mode, _RecordingMode) for mode in dispatch_modes()):
         yield  # The outer context records.
@@ -144,8 +144,8 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _DeviceQueryMode(TorchFunctionMode):
     """Function mode for functions that read a tensor's device before they call an operator.
 
-    For a deferred tensor `new_tensor` would create its result on the meta device, and assigning a
-    CPU tensor to `data` would fail, as the devices differ.
+    Without this mode, `new_tensor` of a deferred tensor would create its result on the meta device,
+    and assigning a CPU tensor to its `data` would fail, as the devices differ.
     """
 
     def __init__(self, record: Record) -> None:
@@ -261,8 +261,8 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
         The results of `on_finished` by name.
 
     Raises:
-        DeferredError: if a tensor depends on a meta tensor that never had values, or on data that
-            has been modified.
+        DeferredError: if a tensor depends on a meta tensor that was never initialized, or on data
+            that has been modified.
     """
     requested: dict[Record, dict[str, StorageView]] = {}
     # Record by record, as operations of several contexts are independent.
@@ -278,7 +278,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
 
 
 def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with which `function` creates its results on the meta device."""
+    """Return the keyword arguments that make `function` create its results on the meta device."""
     names = {argument.name for argument in schema_of(function).arguments}
     keywords: dict[str, Any] = {}
     if "device" in names:
@@ -326,7 +326,8 @@ def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplement
 def _refuse_computation(
     record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
 ) -> None:
-    """Reject an operator call after the context that computes with deferred tensors.
+    """Reject operator calls that compute with deferred tensors after `no_init_parameters` has
+    ended.
 
     Copies and casts of deferred tensors, and writes to them, are allowed.
 
@@ -337,7 +338,7 @@ def _refuse_computation(
         targets: the arguments that the call mutates.
 
     Raises:
-        DeferredError: if deferred and ordinary tensors are combined.
+        DeferredError: if the call combines deferred and ordinary tensors, as a forward pass does.
     """
     # A call with ordinary tensors is the forward pass of a model without values.
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):

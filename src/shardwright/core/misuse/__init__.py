@@ -45,8 +45,8 @@ At each backward pass:
 At each operator on an output, if ranks pass local batches:
 
 - `whole_batch`, `paired_batch`: an output of the global batch is paired with a rank's local batch.
-  0.02 ms for a scalar such as a loss, about 0.4 ms for a tensor, on which the operator also runs
-  without data.
+  0.02 ms for a scalar such as a loss, about 0.4 ms for a tensor, for which the operator also runs
+  on the meta device.
 
 **Not checked.** Any use on one device or inside `sw.whole`; writes to the memory of a local shard;
 calls that a periodic check skips. `core/capture` rejects changes of Python state in `forward`.

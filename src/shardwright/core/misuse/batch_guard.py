@@ -34,7 +34,7 @@ from shardwright.errors import DataError
 log = logging.getLogger(__name__)
 
 FIRST_CALLS = 10
-"""Number of first calls, all of which compare the full contents of the batch."""
+"""Number of calls at the start of a run that all compare the full contents of the batch."""
 
 PERIOD = 100
 """Number of calls between comparisons of the full contents, after the first `FIRST_CALLS` calls."""

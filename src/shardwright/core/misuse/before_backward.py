@@ -1,4 +1,4 @@
-"""Reject derivatives of a planned model other than those of one ordinary backward pass."""
+"""Reject derivatives of a planned model that are not computed by an ordinary backward pass."""
 
 from __future__ import annotations
 

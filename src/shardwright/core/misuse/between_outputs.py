@@ -39,7 +39,7 @@ class OutputMark:
         name: path of the output in the returned structure, such as `output['loss']`.
         source: the user's line that computes the output; empty if unknown.
         computed_from: off-path outputs from which this output is computed. The gradient of this
-            output does not reach the tensors that are returned for them.
+            output does not reach the tensors that are returned for these off-path outputs.
     """
 
     name: str
@@ -65,7 +65,7 @@ class WatchedOutput:
 
     @classmethod
     def of(cls, mark: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
-        """Watch `tensor`, one of the `outputs`.
+        """Watch `tensor`, one of `outputs`, for hooks that the user registers.
 
         Hooks of the tensor's autograd node are watched only if the node computes no other output,
         to which the hooks may belong.
@@ -181,7 +181,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
 
 
 def _dependent_outputs(graph: Graph, value: Value) -> list[int]:
-    """Return the indices of the outputs from which a gradient flows to `value`, itself included."""
+    """Return the indices of output `value` and of all outputs computed from `value`."""
     dependents = {value}
     for op in graph.ops:
         if not dependents.isdisjoint(op.inputs):

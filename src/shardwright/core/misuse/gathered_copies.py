@@ -61,7 +61,7 @@ class GatheredCopy(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> GatheredCopy:
-        """Wrap `tensor`, sharing its memory."""
+        """Return a read-only `GatheredCopy` that shares the memory of `tensor`."""
         result = as_subclass(cls, tensor)
         result.tensor = tensor
         return result

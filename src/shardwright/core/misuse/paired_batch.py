@@ -219,7 +219,7 @@ def dim_of_size(shape: Sequence[int], batch_size: int) -> BatchDims:
 
 
 def _call_with_shapes(call: BatchCall, shapes: Mapping[int, tuple[int, ...]]) -> list[Any] | None:
-    """Repeat a call with other shapes, without data.
+    """Repeat a call with other shapes, on meta tensors or zeros.
 
     Args:
         call: the call to repeat.

@@ -20,9 +20,11 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import PlanError
 
 FIRST_CALLS, PARTS = 10, 8
-"""The first `FIRST_CALLS` calls check the memory of all parameters, later calls that of
-one in `PARTS` parameters. The check is slow, and code that replaces `.data` usually does so in
-every step."""
+"""The first `FIRST_CALLS` calls check the memory of all parameters; each later call checks one in
+`PARTS` parameters.
+
+The check is slow, and code that replaces `.data` usually does so in every step.
+"""
 
 
 class PlannedParameter(NamedTuple):
@@ -43,7 +45,8 @@ class PlannedParameter(NamedTuple):
 
 
 class PlannedParameters:
-    """The parameters of a planned module, with checks that they are those of the plan.
+    """The parameters of a planned module, with checks that they have not been replaced since
+    planning.
 
     Args:
         module: the planned module.

@@ -17,7 +17,7 @@ def is_due(number: int, first: int, period: int) -> bool:
 
     Args:
         number: the number of the call, from 1.
-        first: number of first calls, all of which are checked.
+        first: number of calls at the start of the run that are all checked.
         period: number of calls between later checks.
     """
     return number <= first or number % period == 0

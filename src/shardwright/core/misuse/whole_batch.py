@@ -224,7 +224,7 @@ def _refuse_shards(call: BatchCall, arguments: Sequence[Tensor]) -> None:
     """Check that a call does not pair samples of the global batch with samples of a local batch.
 
     Raises:
-        DataError: if the call pairs them.
+        DataError: if the call pairs samples of the two batches.
     """
     with without_torch_function_of_subclasses():
         shards = call.paired_shards() or _shards_used_as_indices(call)

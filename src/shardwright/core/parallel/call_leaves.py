@@ -43,7 +43,8 @@ class CallLeaves:
         """Return the leaves with global shapes; inputs that arrive sharded become meta tensors.
 
         Args:
-            planned_indices: index of each leaf in the planned call; None if that lacks the leaf.
+            planned_indices: index of each leaf in the planned call; None for a leaf that the
+                planned call does not have.
         """
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if index is None else graph.inputs[index] for index in planned_indices]
@@ -54,7 +55,8 @@ class CallLeaves:
         """Return the batch dimension of each leaf of a call; empty if it is dimension 0 for all.
 
         Args:
-            planned_indices: index of each leaf in the planned call; None if that lacks the leaf.
+            planned_indices: index of each leaf in the planned call; None for a leaf that the
+                planned call does not have.
         """
         dims = self.partitioned.pipeline.batch_dims
         if not dims:

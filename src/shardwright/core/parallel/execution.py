@@ -96,12 +96,13 @@ class Execution(Recapture):
         if self._splits_batch and graph.python is not None and graph.python.depends_on_calls:
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Module with the forward hooks, and the `forward` set on the instance, that programs
-        contain."""
+        """Module with the forward hooks, and the `forward` set on the instance, that were captured
+        into programs."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.initialization: Initialization | None = None
-        """Pending initialization of parameters on the meta device; None once all have values."""
+        """Pending initialization of parameters on the meta device; None once all are
+        initialized."""
         self._compiler: Callable[[Program], Program] | None = None
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
@@ -301,12 +302,12 @@ class Execution(Recapture):
             bound.step.compile(self._compiler)
 
     def complete_initialization(self) -> None:
-        """Set the values of parameters that were planned on the meta device. Collective.
+        """Initialize parameters that were planned on the meta device. Collective.
 
-        Returns at once if all parameters have values.
+        Returns at once if all parameters are initialized.
 
         Raises:
-            PlanError: if a parameter or buffer that the program reads has no values.
+            PlanError: if a parameter or buffer that the program reads is uninitialized.
         """
         if self.initialization is None:
             return

@@ -283,7 +283,7 @@ def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[P
 def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `initialize`, a method that initializes the model, so that it sets local shards.
 
-    While parameters have no values, operators of `initialize` are recorded on full tensors and
+    While parameters are uninitialized, operators of `initialize` are recorded on full tensors and
     replayed shard by shard, so that the values are those of one device.
     """
 

@@ -18,8 +18,8 @@ TensorOwner = tuple[str, nn.Module, str]
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """Parameters that a graph reads, by name, and buffers that it reads, with the modules that own
-    them.
+    """Parameters and buffers that a graph reads: parameters by name, buffers with their owner
+    modules.
 
     Buffers are looked up on each call because `forward` may replace them; parameters are looked up
     once.

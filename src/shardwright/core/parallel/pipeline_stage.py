@@ -273,11 +273,11 @@ class RankStages:
         return None
 
     def sample_dim_of(self, value: Value) -> int | None:
-        """Return the dimension in which micro-batches of the output `value` are concatenated; None
-        if they are not.
+        """Return the dimension in which the micro-batches of output `value` are concatenated; None
+        if the output is not concatenated.
 
-        For an output without analysis: dimension 0 if its size is that of dimension 0 of the first
-        input.
+        An output that was not analyzed is concatenated along dimension 0 if its size equals that of
+        dimension 0 of the first input.
         """
         graph = self.partitioned.graph
         outputs = dict(whole_batch_of(graph).outputs)
@@ -428,7 +428,8 @@ def can_split_backward(module: StageModule) -> bool:
 
 
 def _without_weight_pass() -> Any:
-    """Return a W that does nothing: the `dw_builder` of chunks that compute all gradients in I."""
+    """Return a weight-gradient pass (W) that does nothing: the `dw_builder` of chunks that compute
+    all gradients in the input-gradient pass (I)."""
     return _no_op
 
 

@@ -133,11 +133,13 @@ class PythonCalls:
                 raise _capture_error(error, type(module).__name__) from error
 
     def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
-        """Run the captured Python of a call, with `program` in place of its tensor operations."""
+        """Run the captured Python code of a call, with `program` in place of the captured tensor
+        operations."""
         return python.run(program, self._module, *call)
 
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
-        """Return the outputs and the buffers; outputs stored in Python objects as full tensors."""
+        """Return the outputs of a graph and the model's buffers; outputs stored in Python objects
+        are full tensors."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
         kept = [_full_tensor(tensor, copies=True) for tensor in outputs[first:]]

@@ -123,7 +123,7 @@ class PythonState:
 
         Args:
             module: a deep copy of the planned module.
-            inside: module with the root module's forward hooks that the programs contain.
+            inside: module that holds the root module's captured forward hooks.
         """
         result = copy(self)
         result._by_path = dict(module.named_modules())

@@ -60,7 +60,8 @@ class ReachablePython:
         return result
 
     def key(self, situation: tuple[object, ...]) -> tuple[object, ...]:
-        """Return `situation`, extended by the version of the state unless it is the plan's."""
+        """Return `situation`, extended by the version of the Python state unless that is the plan's
+        state."""
         return (*situation, "Python state", self.version) if self.version else situation
 
     def compare(self, situation: Hashable, graph: Graph) -> None:
@@ -104,5 +105,6 @@ class ReachablePython:
 
 
 def _is_same_tensor(before: Tensor, now: Tensor) -> bool:
-    """Whether two tensors are one object; to compare their values would read them in every call."""
+    """Whether two tensors are the same object; comparing values would read both tensors in every
+    call."""
     return before is now

@@ -130,7 +130,8 @@ class StoragePlan:
             yield name, part
 
     def parameter(self, name: str, part: Tensor, given: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that stores `part`, this rank's shard, with the hooks of `given`."""
+        """Return the parameter that stores `part`, this rank's shard, with the hooks of the user's
+        parameter `given`."""
         shard = partial(self.shard, name, is_parameter=True)
         if name in self.initialization.names and self.devices.is_distributed:
             pending = self.initialization.pending
@@ -235,7 +236,7 @@ class _TensorReferences:
         self._tensors_in_attributes = {id(leaf) for leaves in mentioned for leaf in leaves}
 
     def replace(self, tensor: Tensor, new: Tensor | None) -> None:
-        """Replace registered references to `tensor` by `new`; `finish` replaces those in plain
+        """Replace registered references to `tensor` by `new`; `finish` replaces references in plain
         attributes."""
         for registry, name in self._registered.pop(id(tensor)):
             registry[name] = new
@@ -243,7 +244,8 @@ class _TensorReferences:
             self._replaced[id(tensor)] = tensor, new
 
     def finish(self, module: nn.Module) -> None:
-        """Replace tensors in plain attributes of `module`'s submodules by their new tensors."""
+        """Replace tensors in plain attributes of `module`'s submodules by the tensors passed to
+        `replace`."""
 
         def renewed(leaf: Any) -> Any:
             return self._replaced[id(leaf)][1] if id(leaf) in self._replaced else leaf

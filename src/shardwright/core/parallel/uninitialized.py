@@ -1,13 +1,13 @@
-"""Parameters of a model that was planned on the meta device, until they have values.
+"""Parameters of a model that was planned on the meta device, until they are initialized.
 
 `parallelize` gives such a model meta shards. `to_empty` allocates the shards of each rank; from
 then on the model's own initialization is recorded on full tensors, as inside `no_init_parameters`,
 and replayed shard by shard. So the values are those of one device, where an operator on shards
-would draw other random numbers or lose a write to one row. Memory without values is filled with
-NaN, to distinguish it from initialized memory.
+would draw other random numbers or lose a write to one row. Uninitialized memory is filled with NaN,
+to distinguish it from initialized memory.
 
-With pipeline stages the model has placeholders of the tensors of other stages until it has values,
-as its initialization writes to the tensors of all stages.
+With pipeline stages the model has placeholders of the tensors of other stages until it is
+initialized, as the initialization writes to the tensors of all stages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ MAX_LISTED_NAMES = 5
 """Maximum number of parameter names in an error."""
 
 OF_OTHER_STAGE = "of_other_stage"
-"""Attribute that marks former placeholders, to which an optimizer may still refer."""
+"""Attribute that marks a former placeholder of another stage's parameter, to which an optimizer may
+still refer."""
 
 Placeholder = tuple[dict[str, Any], str, str]
 """A registry (`_parameters` or `_buffers`) of a submodule, the key of a tensor in the registry, and
@@ -66,7 +67,7 @@ the tensor's full name."""
 
 
 class Initialization:
-    """The initialization of a planned model whose parameters have no values yet.
+    """The pending initialization of a planned model with uninitialized parameters.
 
     Args:
         devices: this rank's view of the devices.
@@ -86,8 +87,8 @@ class Initialization:
     def add_placeholders(
         self, module: nn.Module, template: nn.Module, left_out: Mapping[str, Tensor]
     ) -> None:
-        """Register placeholders for the tensors of other pipeline stages, until `module` has
-        values.
+        """Register placeholders for the tensors of other pipeline stages, until `module` is
+        initialized.
 
         Args:
             module: the planned model, whose tensors of other stages are None.
@@ -121,7 +122,7 @@ class Initialization:
 
     @property
     def placeholder_names(self) -> set[str]:
-        """Full names of the module's placeholders; empty once the module has values."""
+        """Full names of the module's placeholders; empty once the module is initialized."""
         return {name for _, _, name in self._placeholders}
 
     def _remove_placeholders(self) -> None:
@@ -165,12 +166,12 @@ class Initialization:
     def take_values(self, module: nn.Module, *, alone: bool = False) -> None:
         """Replay the record one parameter at a time; each rank keeps its shards. Collective.
 
-        Random numbers are those of rank 0's generator.
+        Random numbers are drawn from the state of rank 0's generator.
 
         Args:
             module: the planned module.
             alone: whether only this rank makes the call, e.g. in `state_dict()`. Random numbers are
-                then those of this rank's generator, and the next collective call checks that the
+                then drawn from this rank's generator, and the next collective call checks that the
                 generators of all ranks are equal.
 
         Raises:
@@ -227,7 +228,8 @@ class Initialization:
         )
 
     def give_memory(self, module: nn.Module) -> None:
-        """Allocate parameters and buffers that are still on the meta device, to load values into.
+        """Allocate parameters and buffers that are still on the meta device, before a checkpoint is
+        loaded.
 
         Parameters stay the same objects, and become ordinary parameters.
         """
@@ -254,7 +256,7 @@ class Initialization:
         return Initialization(self._devices, self.names)
 
     def end(self, module: nn.Module) -> None:
-        """Make all remaining parameters ordinary: they have values, e.g. from a checkpoint, or no
+        """Make all remaining parameters ordinary: they were set, e.g. from a checkpoint, or no
         program reads them."""
         with _without_weak_references(module):
             self._remove_placeholders()
@@ -272,14 +274,14 @@ class Initialization:
                 mark_uninitialized(tensor)
 
     def check_has_values(self, module: nn.Module, used: set[str]) -> None:
-        """Check that the tensors that the program reads have values. Collective.
+        """Check that all tensors that the program reads are initialized. Collective.
 
         Args:
             module: the planned module.
             used: names of the parameters and buffers that the program reads.
 
         Raises:
-            PlanError: on all ranks, if a tensor has no values on some rank.
+            PlanError: on all ranks, if a tensor is uninitialized on any rank.
         """
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         lacking = [n for n, t in tensors.items() if n in self.names & used and _has_no_value(t)]
@@ -299,7 +301,8 @@ class Initialization:
 
 
 def initialization_of(module: nn.Module) -> Initialization | None:
-    """Return the pending initialization of a planned module; None if all parameters have values."""
+    """Return the pending initialization of a planned model; None if all parameters are
+    initialized."""
     execution = vars(module).get("execution")
     initialization: Initialization | None = getattr(execution, "initialization", None)
     return initialization
@@ -311,8 +314,8 @@ def is_of_other_stage(parameter: nn.Parameter) -> bool:
 
 
 def give_memory(net: nn.Module) -> None:
-    """Allocate the parameters and buffers of `net` that are on the meta device, to load values
-    into.
+    """Allocate the parameters and buffers of `net` that are on the meta device, before a checkpoint
+    is loaded.
 
     Args:
         net: a planned module, or a wrapper of one; other modules are left unchanged.

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class PendingInit:
-    """The recorded initialization of a model whose tensors have no values yet.
+    """The recorded initialization of a model with uninitialized tensors.
 
     Args:
         record: the operators that initialize the model.
@@ -64,8 +64,7 @@ class Uninitialized(Tensor):
     """An uninitialized tensor of a planned model.
 
     Operators on the tensor run on the meta device before `to_empty`; after it they are recorded on
-    the full tensor. When the tensor gets its values, it becomes an ordinary parameter, as the same
-    object.
+    the full tensor. When the tensor is initialized, the same object becomes an ordinary parameter.
     """
 
     pending: PendingInit
@@ -113,11 +112,13 @@ class Uninitialized(Tensor):
         return self.whole is not None and is_initialized(self.whole)
 
     def view_with(self, whole: Deferred | None) -> Self:
-        """Return a tensor that shares the memory of this tensor, and records in `whole`."""
+        """Return a tensor that shares this tensor's memory, and whose operators are recorded in
+        `whole`."""
         raise NotImplementedError
 
     def with_memory(self, device: torch.device) -> Tensor:
-        """Return a replacement of this tensor with memory on `device`, which records operators."""
+        """Return a replacement of this tensor with memory on `device`, whose operators are
+        recorded."""
         raise NotImplementedError
 
     def on_meta(self) -> Tensor:
@@ -144,7 +145,7 @@ class UninitializedShard(Uninitialized, DTensor):
         return result._set_initialization(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
-        """Return this rank's shard with its recorded values, or uninitialized if none are
+        """Return this rank's shard with its recorded values, or uninitialized if no values are
         recorded."""
         self.take_value()
         return self.to_local(**kwargs)
@@ -158,7 +159,7 @@ class UninitializedShard(Uninitialized, DTensor):
         return self.redistribute(*args, **kwargs)
 
     def take_value(self) -> None:
-        """Make this shard an ordinary DTensor, with the recorded values if there are any."""
+        """Make this shard an ordinary DTensor, with the recorded values if any."""
         if self.whole is not None and is_initialized(self.whole):
             self.store(value_of(self.whole))
         self.become_ordinary()
@@ -210,8 +211,8 @@ class UninitializedTensor(Uninitialized, Tensor):
 
     The initialization of a model draws the parameters of all stages one after another, so each
     stage also records the initialization of other stages' parameters. The tensor has no memory
-    until it gets its values. After `to_empty` its `device` is the planned device, as `nn.init`
-    skips tensors on the meta device.
+    until it is initialized. After `to_empty` its `device` is the planned device, as `nn.init` skips
+    tensors on the meta device.
     """
 
     __torch_function__ = plain_torch_function  # type: ignore[assignment]

@@ -73,7 +73,8 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
 
 
 def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | None:
-    """Return the name of an axis that shards dimensions with `meanings`, or None for a letter.
+    """Return the name of an axis that shards dimensions with `meanings`; None if the axis is to be
+    named by a letter.
 
     Args:
         shards_storage: whether the axis shards the storage of a parameter.
@@ -143,8 +144,8 @@ class _MeaningTrace:
 
     @classmethod
     def from_graph(cls, graph: Graph) -> _MeaningTrace:
-        """Return the meanings before propagation, which only the batch dimension of inputs and the
-        dimensions of parameters have."""
+        """Return the meanings before propagation: those of the batch dimension of inputs and of the
+        dimensions of parameters."""
         inputs = graph.input_values
         values: dict[Value, Meanings] = {
             value: (None,) * len(value.shape) for value in graph.values()

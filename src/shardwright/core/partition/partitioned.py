@@ -28,7 +28,7 @@ class Partitioned:
     Args:
         graph: graph of one micro-batch.
         mesh: device matrix of one stage; the device matrices of all stages have the same shape.
-        decisions: decisions for the whole model.
+        decisions: decisions for the full model.
         pipeline: stages, chunks and micro-batches.
     """
 

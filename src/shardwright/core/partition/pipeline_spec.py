@@ -10,7 +10,7 @@ from shardwright.core.micro_batches.batch_norms import WHOLE_BATCH
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 
 AUTO: Literal["auto"] = "auto"
-"""Value of an option that the planner is to choose."""
+"""Value of an option that lets the planner choose."""
 
 REDUCTIONS = ("mean", "sum")
 

@@ -76,7 +76,7 @@ class OperatorTransfers:
 def recompute_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> tuple[Segment, ...]:
-    """Return segments of operators with the same `Recompute`, each of which can run as one
+    """Return the segments of operators with equal `Recompute` decisions; each can run as one
     function.
 
     Other operators between the operators of a segment run before the segment, or after it if they
@@ -108,7 +108,7 @@ class _OpenSegment:
     """A recomputed segment under construction.
 
     Args:
-        recompute: decision that all operators of the segment share.
+        recompute: the `Recompute` decision of all operators of the segment.
         ops: operators of the segment so far, in order.
         results: outputs of `ops`.
         dependent_values: values that skipped operators compute from `results`.
@@ -232,8 +232,8 @@ def _num_saved_steps(route: Sequence[Transfer], segment: Segment) -> int:
     """Return the number of leading transfers of `route`, to an input of `segment`, that are not
     repeated.
 
-    These end with the last transfer that sends data and whose result is no larger than the source
-    of the route and the results of earlier sends.
+    The last of these transfers is the last one that sends data and whose result is no larger than
+    the source of the route and the results of earlier sends.
     """
     previous = route[0].previous if route else None
     # The transfers before `route` are repeated already, so those of `route` must be repeated too.

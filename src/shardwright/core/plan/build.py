@@ -236,7 +236,8 @@ def _operator_row(
 def _returned_rows(
     partitioned: Partitioned, counted_transfers: set[int]
 ) -> tuple[RedistributionRow, ...]:
-    """Return the redistributions of the model's outputs, followed by those of updated buffers."""
+    """Return the redistributions of the model's outputs, followed by the redistributions of updated
+    buffers."""
     routes = [
         (value, chunk.communication.output_routes[value])
         for chunk in partitioned.chunks

@@ -282,7 +282,8 @@ class PlanData:
 
     @property
     def known_memory(self) -> Memory | None:
-        """Predicted memory, for a plan without a graph as saved in its file; None if unknown."""
+        """Predicted memory per device, computed from the graph or, for a plan without a graph, read
+        from its file; None if unknown."""
         return self.memory if self.graph is not None and self.training else self.saved_memory
 
     @property

@@ -19,7 +19,7 @@ class Difference:
     """One property in which two plans differ.
 
     Args:
-        what: name of the property: `step time`, `cuts`, `stage`, …
+        what: name of the property, such as `step time`, `cuts`, `stage`, …
         first, second: value in each plan; `-` if a plan does not have the property.
         names: names of the operators or parameters that differ, with ranges of numbers for repeated
             blocks; empty for a property of the plan itself.

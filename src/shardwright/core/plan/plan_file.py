@@ -44,8 +44,10 @@ FILE_KEYS = {
     "chunk_of": "part_of",
     "saved_gap": "gap",
 }
-"""Keys of the file that differ from the name of the field, by field. Renaming a field must not
-change the file format."""
+"""JSON keys that differ from the name of the dataclass field, by field name.
+
+Renaming a field must not change the file format.
+"""
 
 UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
 """Fields of a plan that are not saved. Without them, a loaded plan cannot predict its memory."""

@@ -151,7 +151,8 @@ class RankedPlans:
         return len({kind.micro_batches for kind in (*self.plans, *self.left_out)}) > 1
 
     def _left_out_in_order(self) -> list[tuple[PlanKind, LeftOut]]:
-        """Return the items of `left_out`, the smallest reason first."""
+        """Return the items of `left_out` in the order of `LeftOut`: slow steps, too much memory,
+        other reasons."""
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
     def _table_row(self, kind: PlanKind) -> tuple[str, ...]:

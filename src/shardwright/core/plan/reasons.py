@@ -1,4 +1,5 @@
-"""Explain an operator's cuts: whether user, search or neighbors decided, and the alternatives."""
+"""Explain an operator's cuts: whether the user, the search or neighbors decided them, and what
+alternatives would cost."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class OperatorRow:
         operator: the ATen operator, such as `aten.linear`.
         rule: the operator's sharding rule as text; None for an operator without a rule, which is
             replicated.
-        inputs: name, shape and kind (`input`, `parameter`, ...) of each tensor input.
+        inputs: name, shape and role (`input`, `parameter`, ...) of each tensor input.
         outputs: shape of each output.
         cuts: the names of the mesh axes that shard each sharded factor, by factor.
         input_layouts: the layout in which the operator reads each input.

@@ -103,7 +103,10 @@ def speed(plan: PlanData, seconds: float) -> str:
 
     Args:
         plan: the plan.
-        seconds: time of a step. The result is empty if the time is 0, or the batch size unknown.
+        seconds: time of a step.
+
+    Returns:
+        An empty string if `seconds` is 0 or the batch size is unknown.
     """
     if plan.global_batch is None or not seconds:
         return ""
@@ -226,7 +229,8 @@ def _split_at_block(name: str) -> tuple[str, str]:
 
 
 def _block_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
-    """Return the lines of the table. Several rows of one block follow a line with its path."""
+    """Return the lines of the summary's table; several rows of one block follow a line with the
+    path of the block."""
     first = blocks[0].phrases if blocks else ()
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
     common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]

@@ -75,7 +75,8 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
 
 
 def _strategy_cell(fold: Fold) -> str:
-    """Format the strategy of sharded or pinned operators, with `pinned` or `recomputed` if true."""
+    """Format the strategy of a sharded or pinned operator as a table cell, followed by `pinned` and
+    `recomputed` where these apply."""
     row = fold.row
     strategy = strategy_text(row.strategy) if row.cuts or row.pinned else ""
     pinned = "pinned" if row.pinned else ""

@@ -160,7 +160,8 @@ class Candidate:
 
     @property
     def communicated_bytes(self) -> int:
-        """Bytes that a device sends per step, in the stage that sends the most bytes."""
+        """Bytes that one device sends per step, on the stage with the largest communication
+        volume."""
         return max(map(sum, self.partitioned.step_bytes))
 
     @property

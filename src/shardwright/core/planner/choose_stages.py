@@ -90,7 +90,7 @@ def _with_stage_counts(options: PlanOptions) -> Iterator[PlanOptions]:
 
 
 def _has_stages_of(candidate: Candidate, options: PlanOptions) -> bool:
-    """Whether `candidate` has the number of stages and the schedule of `options`."""
+    """Whether a candidate has the number of stages and the schedule that `options` requests."""
     pipeline = candidate.pipeline
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 

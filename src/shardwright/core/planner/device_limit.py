@@ -21,7 +21,7 @@ def within_device_memory(
 
     The model is planned without a memory limit. If the result does not fit into the cluster's
     devices, the model is planned again with their memory as the limit. Options with an explicit
-    limit or without a named cluster are planned once, as they are.
+    limit or without a named cluster are planned once, unchanged.
 
     Args:
         decide: function from options to the best candidate with these options.

@@ -92,7 +92,8 @@ class MemorySearch:
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
     def count_entries(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback to also report the numbers of processed and of all entries."""
+        """Wrap a progress callback so that it also reports how many queue entries there are and
+        were processed."""
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
             # One more than in the queue, from which the entry that is being examined was taken.
@@ -282,7 +283,7 @@ class MemorySearch:
         return None
 
     def _measure_candidate(self, queued: QueuedCandidate) -> Memory:
-        """Measure the memory of a candidate by a dry run, without recomputation by the planner."""
+        """Measure the memory of a candidate by a dry run, with only the user's recomputation."""
         memory = queued.candidate.memory()
         log.info("%s: %s of %s", queued.attempt, binary(memory.peak), binary(self.limit or 0))
         self._record_peak(MeasuredDecisions(queued.candidate.decisions, memory), queued.attempt)

@@ -117,7 +117,7 @@ class RecomputeCache:
 
 
 def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
-    """Return a hashable key that is equal for candidates with equal memory and step time."""
+    """Return a hashable key that is equal for candidates with equal memory and equal step time."""
     decisions = candidate.decisions
     # A ZeRO level that shards no parameter, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None

@@ -53,7 +53,8 @@ def loopback_interfaces() -> dict[str, str]:
 
 
 def accelerator_type() -> torch.device | None:
-    """Return the type of this machine's accelerators as a device without index, or None."""
+    """Return the type of this machine's accelerators as a device without index; None without an
+    accelerator."""
     # Without the check, PyTorch built with CUDA returns CUDA on machines without a GPU.
     return torch.accelerator.current_accelerator(check_available=True)
 

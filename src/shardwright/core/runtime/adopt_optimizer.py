@@ -42,7 +42,7 @@ class Origin:
     trained_in_original: bool = False
 
     def parameters_of_models(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of `models` with this origin."""
+        """Yield the parameters of `models` that have this origin."""
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)

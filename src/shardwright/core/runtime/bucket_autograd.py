@@ -1,6 +1,6 @@
 """Autograd functions that gather a bucket of parameters and reduce its gradients.
 
-| line | forward | backward |
+| program line | forward | backward |
 |---|---|---|
 | `enter` | nothing | waits, returns the gradients of the local shards |
 | `start` | starts the gather | waits for the reduce-scatter, starts the sum over the replicas |
@@ -41,8 +41,8 @@ class EnteredBucket(NamedTuple):
 
 
 class StartedGather(NamedTuple):
-    """A bucket whose all-gather has been started; `pending` is the flat result, not yet waited
-    for."""
+    """A bucket whose all-gather has been started; `pending` is its flat result, which has not been
+    waited for."""
 
     token: Tensor
     shards: tuple[Tensor, ...]

@@ -1,7 +1,7 @@
 """Name the redistribution in which communication failed or timed out.
 
-The text of a program names each redistribution and the operator that reads its result. The line of
-the text is in the traceback of an error or, in the backward pass, in the autograd context.
+The generated source of a program names each redistribution and the operator that reads its result.
+The source line is in the traceback of an error or, in the backward pass, in the autograd context.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PROGRAM = "<program>"
 """File name of compiled programs, by which their stack frames are recognized."""
 
 TEXT = "__program__"
-"""Name of the global variable of a program that holds the program's text."""
+"""Name of the global variable of a program that holds its generated source."""
 
 MAX_NAMES = 4
-"""Maximum number of parameters of a bucket in an error."""
+"""Maximum number of a bucket's parameters that an error lists."""
 
 MAX_LENGTH = 120
 """Maximum number of characters of a program line in an error."""
@@ -38,10 +38,10 @@ MAX_FRAMES = 6
 
 @dataclass(frozen=True)
 class ProgramLine:
-    """A line of the text of a generated program.
+    """A line of the generated source of a program.
 
     Args:
-        text: the full text of the program.
+        text: the generated source of the program.
         line: the number of the line in `text`, from 1.
     """
 

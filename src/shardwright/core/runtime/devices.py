@@ -48,8 +48,7 @@ class Group:
         size: number of ranks.
         order: for each block along `axes`, the position in the process group of the rank that owns
             it; the ranks of the process group are in the order of the mesh.
-        model: number of the planned model, in the order of `parallelize`, equal on all ranks.
-        waits: sums up the time spent waiting for collectives.
+        waits: adds up the time spent waiting for collectives.
     """
 
     axes: Axes
@@ -80,7 +79,8 @@ class Devices:
         mesh_axes: for each axis of `mesh`, the axes of `matrix` that are flattened into it.
         mesh_matrix: `mesh` as a device matrix.
         named_ranges: whether programs name their steps in traces of `torch.profiler`.
-        waits: sums up the time spent waiting for collectives.
+        model: number of the planned model, in the order of `parallelize`, equal on all ranks.
+        waits: adds up the time spent waiting for collectives.
     """
 
     matrix: DeviceMatrix

@@ -63,7 +63,7 @@ def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devic
 
 
 def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Replace full tensors in `state`, as saved by one device, by this rank's shards: a pre-hook of
+    """Replace full tensors in `state`, as saved by one device, by this rank's shards; a pre-hook of
     `load_state_dict`.
 
     Raises:
@@ -193,7 +193,7 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
 def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
     """Return DTensor placements for a layout: one for each axis of its device matrix.
 
-    Varying axes are replicated, as DTensor does not distinguish them.
+    Varying axes are replicated, as DTensor does not distinguish the two.
     """
     layout = tensor_layout.layout
     result: list[Placement] = [Replicate()] * len(layout.device_matrix)

@@ -187,7 +187,7 @@ def _orthogonalize_blocks(
 def _exchange_elements(
     flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Exchange elements of `flat` between the ranks of a group, and return those received.
+    """Exchange elements of `flat` between the ranks of a group, and return the received elements.
 
     Args:
         flat: the elements to send, in the order of ranks.

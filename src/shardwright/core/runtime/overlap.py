@@ -1,6 +1,6 @@
 """Redistributions that overlap computation, and linear layers that delay their weight gradients.
 
-| line | forward | backward |
+| program line | forward | backward |
 |---|---|---|
 | `start` | starts the collective | waits for the collective of the gradient |
 | `delay` | nothing | computes the gradient of the weight |
@@ -30,8 +30,8 @@ class Pending(NamedTuple):
     """A redistribution that has been started and not yet waited for.
 
     Args:
-        token: expanded tensor without values, through which the gradient flows; None without a
-            gradient.
+        token: placeholder of the tensor's shape that takes no memory, through which the gradient
+            flows; None without a gradient.
         tensor: the pending result of `Collective.start`.
         dtype: dtype of the redistributed tensor.
     """
@@ -97,8 +97,9 @@ class DelayedWeight(NamedTuple):
 
     Args:
         weight: the weight; detached if its gradient is delayed.
-        gradient, x: tokens, whose "gradients" carry the gradient of the layer's output and the
-            layer's input to `DelayGradient`; None if the weight requires no gradient.
+        gradient, x: placeholders that take no memory. Autograd passes the gradient of the layer's
+            output, and the layer's input, as their gradients to `DelayGradient`. None if the weight
+            requires no gradient.
     """
 
     weight: Tensor

@@ -2,7 +2,7 @@
 
 Every rank counts its collective calls. If a rank begins and ends no call for `PATIENCE` seconds, a
 thread writes the state of the rank to the store of the process group, and rank 0 compares the
-states. If the ranks can never meet, all raise the same error within seconds; each closes its
+states. If the ranks are deadlocked, all raise the same error within seconds; each closes its
 connections to other ranks, so that ranks blocked in a collective wake. Other calls do not access
 the store, except calls that wait for all ranks before they communicate: calls that one rank might
 make alone by mistake, and calls that differ from those predicted by `ExpectedCalls`.
@@ -63,7 +63,8 @@ POLL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
 
 MAX_WAIT = 15.0
-"""Maximum seconds of waiting for others in an asynchronous call; a lone one is named sooner."""
+"""Maximum seconds for which a rank waits for others before an asynchronous call or one with a
+source rank, which other ranks need not begin before this rank goes on."""
 
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
@@ -103,10 +104,12 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_meeting = ""
         self._has_differed = self._is_again = False
-        """Whether the last call, and the one before, was refused while others may be in it yet."""
+        """Whether the last call, and the call before, raised an error on this rank although other
+        ranks may still wait in that call."""
         self._written, self._seen_changes = "", 0
         self._request = 0
-        """Number of the request for current states that rank 0 has made; 0 without a request."""
+        """Number of rank 0's latest request for current states of all ranks; 0 without a
+        request."""
         self._thread_id = threading.main_thread().ident or 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch_calls, args=(ref(world),), daemon=True)
@@ -206,7 +209,7 @@ class RankCalls:
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
     def _meet_other_ranks(self, max_wait: float = math.inf) -> None:
-        """Report to all ranks that this rank has begun the call, and wait until all ranks have."""
+        """Report that this rank has begun the current call, and wait until all ranks have."""
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._size:
             self._meetings.set(f"all have {key}", "")
@@ -301,7 +304,7 @@ class RankCalls:
             close_connections(self._store)
 
     def _compare_states(self) -> None:
-        """Set the common error if the ranks can never meet.
+        """Set the common error if the ranks are deadlocked.
 
         Requests current states first, as the thread of a rank may have been suspended since it
         wrote the state of its rank.
@@ -421,8 +424,9 @@ def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[Non
 
     Args:
         kind: name of the call, equal on all ranks.
-        waits: whether no rank returns before all have begun the call. Other ranks may have to act
-            before they begin one that is asynchronous or has a source.
+        waits: whether no rank returns before all ranks have begun the call. False for an
+            asynchronous call or one with a source rank: a rank may have to return before others can
+            begin.
     """
     world = dist.group.WORLD
     if threading.current_thread() is not threading.main_thread() or world is None:

@@ -1,4 +1,4 @@
-"""Check whether an ordinary tensor is equal on all ranks of a device mesh."""
+"""Detect ordinary tensors that differ between the ranks of a device mesh."""
 
 from __future__ import annotations
 

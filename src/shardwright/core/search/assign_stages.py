@@ -245,8 +245,8 @@ def named_stages(
 ) -> tuple[int, int, dict[str, int]]:
     """Return the number of stages, the number of chunks per stage, and each operator's chunk index.
 
-    The longest configured name that is a prefix of a module's path decides. Operators outside of
-    all named modules go to the chunk of their inputs, or else of their consumers.
+    A module gets the stage of the longest configured name that is a prefix of its path. Operators
+    outside of all named modules go to the chunk of their inputs, or else of their consumers.
 
     Args:
         stage_config: stage index of each module. Stages must ascend in the order of execution. With
@@ -327,7 +327,7 @@ def _num_stages(stage_config: StageConfig) -> int:
 
 def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
     """Return the stage index of the longest key of `stage_config` that is a prefix of the module
-    name `path`, or None."""
+    path `path`; None if no key is."""
     words = path.split(".")
     for length in range(len(words), 0, -1):
         name = ".".join(words[:length])

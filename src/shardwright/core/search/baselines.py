@@ -100,7 +100,7 @@ def _with_batch_dims(
 
 
 def _sharded_elements(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
-    """Return the number of activation elements that a device leaves to other devices."""
+    """Return the number of activation elements that sharding saves a device, over all operators."""
     return sum(
         value.numel * (1 - 1 / _num_shards(cuts.get(op.name, {}), mesh))
         for op in graph.ops

@@ -69,8 +69,8 @@ class NearbyCuts:
     ) -> Iterator[dict[int, str]]:
         """Yield `factors` with one of `axes` changed to another factor, or to none.
 
-        If the new factor is joined with another factor, all axes of the latter change to the new
-        factor too, as the operator must not be cut by both.
+        If the new factor is joined with another factor, all axes of that other factor change to the
+        new factor too, as an operator must not be cut by both.
         """
         for axis in axes:
             for factor in (*self.limits, None):

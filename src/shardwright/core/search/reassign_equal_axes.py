@@ -68,9 +68,9 @@ def _axis_orders(
 ) -> tuple[Axes, Axes, Axes]:
     """Return the order in which each rank (batch, position, other) takes axes.
 
-    The first axis of a rank follows the largest number of axes that lower ranks take in any
-    operator. The last axis is followed by the axes before the first, in reverse. So positions never
-    displace the batch of another operator as long as there are enough axes.
+    A rank begins after the largest number of axes that lower ranks take in any operator, continues
+    to the last axis, and then takes the skipped axes in reverse. So positions never displace the
+    batch of another operator as long as there are enough axes.
 
     Args:
         axes_of_ops: the ranked axes of each operator.

@@ -120,7 +120,8 @@ class SearchMode(ABC):
 
     @abstractmethod
     def search(self, request: SearchRequest) -> Mapping[str, Cuts]:
-        """Return the axes that cut each factor, by operator name; missing operators are replicated.
+        """Return the axes that cut each factor, by operator name; operators that are not in the
+        result are replicated.
 
         Raises:
             StrategyError: if the mode finds no cuts for the model on the request's mesh.

@@ -260,7 +260,7 @@ class _UncostedOps(DecidedLayouts):
 
     def _further_cuts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
         """Yield, for each layout of a shared tensor at a neighbor, the cuts of `op` extended to
-        match that layout, over those of `axes` that do not cut `op` yet."""
+        match that layout, over the `axes` that do not cut `op` yet."""
         cuts, rule = self.cuts[op.name], self.rules[op.name]
         own_factors, neighbors = self.factors_by_axis[op.name], self.neighbor_names[op.name]
         free_axes = [

@@ -47,7 +47,8 @@ FIXED_PER_RETRY = 4
 a table above the size limit."""
 
 Choices = list[list[int]]
-"""Index of the factor that each axis cuts, or `NO_CUT`: `choices[variable][axis]`."""
+"""Index of the factor that each axis cuts in each operator, or `NO_CUT`:
+`choices[variable][axis]`."""
 
 
 @dataclass(frozen=True)
@@ -409,7 +410,8 @@ class AxisTables:
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
-        """Append the tables of one value and a group of consumers that may share redistributions.
+        """Append to `factors` the cost tables of one value, for consumers that may share
+        redistributions.
 
         Args:
             costs: weighted seconds from the layout of each choice of the producer (row) to each

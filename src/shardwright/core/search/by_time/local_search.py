@@ -110,8 +110,8 @@ class _Neighborhood:
     def cost_with_others(
         self, other_cost: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
-        """Return `other_cost` plus `cost(cuts)`, or None if its total is not below `bound`
-        seconds."""
+        """Return `other_cost` plus the cost of the operator and its edges under `cuts`; None if the
+        total is not below `bound` seconds."""
         return self.objective.add_edges(
             self._add_operator(cuts, other_cost), self.edges, cuts, total, bound
         )

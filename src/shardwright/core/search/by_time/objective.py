@@ -109,7 +109,8 @@ class Objective:
         return cost
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the model, or None if its total is not below `bound` seconds.
+        """Return the cost of the model, or None if the total of the cost is not below `bound`
+        seconds.
 
         Args:
             cuts: the cuts of each variable.
@@ -206,7 +207,8 @@ class Objective:
         return self._layouts[key]
 
     def edge(self, edge: TensorEdge, cuts: Sequence[Cuts]) -> ObjectiveCost:
-        """Return the cost of an edge: its redistributions and, for a shared parameter, storage."""
+        """Return the cost of redistributing the value of an edge and, for a shared parameter, of
+        storing it."""
         key, source, targets = self._layouts_of_edge(edge, cuts)
         if key not in self._edges:
             self._edges[key] = self._edge_cost(edge, source, targets)

@@ -99,7 +99,8 @@ class TensorEdge:
         return self.producer[0] if self.producer is not None and self.fixed_axes is None else None
 
     def ends(self) -> list[EdgeEnd]:
-        """Return the ends at the consumers, then the end at the producer if there is one."""
+        """Return the edge's ends: the inputs of its consumers, then the output of its producer, if
+        any."""
         ends = [EdgeEnd(variable, False, input_index) for variable, input_index in self.consumers]
         if self.producer is not None:
             ends.append(EdgeEnd(self.producer[0], True, self.producer[1]))
@@ -214,7 +215,8 @@ def _build_problem(
 
 
 def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
-    """Return a key that is equal for operators of one `OpType` that may share a variable."""
+    """Return a key that is equal for operators that may share a variable, given that their
+    `OpType`s are equal."""
     cuts = pinned.get(op.name)
     pin = None if cuts is None else tuple(cuts.items())
     requires_grad = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))

@@ -98,7 +98,7 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
 
 def cuts_of_graph(graph: Graph, problem: SearchProblem, cuts: Sequence[Cuts]) -> CutsOfGraph:
     """Return the cuts of each operator, by name, given the cuts of each variable; operators without
-    cuts are missing."""
+    cuts are omitted."""
     by_op = {op.name: cuts[n] for op, n in zip(graph.ops, problem.variable_of, strict=True)}
     return {
         name: {factor: tuple(axes) for factor, axes in op_cuts.items() if axes}
@@ -403,7 +403,8 @@ class TimedSearch:
         return self.objective.cost(self._cuts_of_choices(choices))
 
     def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
-        """Return the cost of `choices`, or None if its total is not below `best_total` seconds."""
+        """Return the cost of `choices`, or None if the total of the cost is not below `best_total`
+        seconds."""
         return self.objective.cost_below(
             self._cuts_of_choices(choices), self.total, best_total * (1 - MIN_GAIN)
         )

@@ -206,8 +206,8 @@ class _AxisSwap:
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
     def _cost_of_combination(self, total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the combination in `_cuts`, or None if its total is not below
-        `bound`."""
+        """Return the cost of the current combination of present and swapped cuts; None if its total
+        is not below `bound` seconds."""
         cost = self._unchanged_cost
         for op in self.changed:
             cost = self._add_operator_cost(cost, op, 1)

@@ -188,7 +188,8 @@ class RecomputeBlocks:
     def _recompute_cheap_ops(
         self, block_of: Mapping[str, tuple[int, str]], lean: bool = False
     ) -> dict[str, Recompute]:
-        """Return the recomputation of all operators without matrix products.
+        """Return the decisions that recompute all operators without matrix products, by operator
+        name.
 
         Args:
             block_of: (stage, module call) of each operator that may be recomputed, by name.

@@ -84,23 +84,24 @@ class StageLevels:
 
     @property
     def last_level(self) -> int:
-        """Index of the level that frees the most memory."""
+        """Index of the recomputation level that frees the most memory."""
         return len(self._freed_bytes_and_options) - 1
 
     def freed_share(self, level: int) -> float:
-        """Return the fraction that `level` frees of the bytes that recomputation can free."""
+        """Return the fraction of the freeable activation bytes that a recomputation level frees."""
         return self._freed_bytes_and_options[level][0] / max(self._freeable_bytes, 1)
 
     def first_level_freeing(self, freed_share: float) -> int:
-        """Return the first level that frees at least `freed_share` of the freeable bytes, else the
-        last."""
+        """Return the first recomputation level that frees at least `freed_share` of the freeable
+        bytes; the last level if none does."""
         return next(
             (n for n in range(self.last_level) if self.freed_share(n) >= freed_share),
             self.last_level,
         )
 
     def fully_recomputed_bytes(self, other_bytes: int) -> int:
-        """Return the estimated peak memory of the stage at its last level, in bytes per device.
+        """Return the estimated peak memory of the stage at its last recomputation level, in bytes
+        per device.
 
         Args:
             other_bytes: bytes on a device that are not activations.
@@ -108,8 +109,8 @@ class StageLevels:
         return other_bytes + self.activation_bytes[1] + self._largest_block_bytes
 
     def min_memory(self, other_bytes: int, gradients_present: bool) -> int:
-        """Return a low estimate of the peak memory of the stage at its last level, in bytes per
-        device.
+        """Return a low estimate of the peak memory of the stage at its last recomputation level, in
+        bytes per device.
 
         Args:
             other_bytes: bytes on a device that are not activations.
@@ -126,8 +127,8 @@ class StageLevels:
         )
 
     def expected_level(self, other_bytes: int, limit: int, min_ratio: float = 1.0) -> int:
-        """Return the lowest level whose estimated peak memory is at most `limit`, or the last
-        level.
+        """Return the lowest recomputation level whose estimated peak memory is at most `limit`, or
+        the last level.
 
         Args:
             other_bytes: bytes on a device that are not activations.
@@ -143,15 +144,16 @@ class StageLevels:
         )
 
     def level_freeing_more(self, level: int, missing: int) -> int:
-        """Return the lowest level that frees an estimated `missing` bytes per device more than
-        `level`, or the last level."""
+        """Return the lowest recomputation level that frees an estimated `missing` bytes per device
+        more than `level`, or the last level."""
         largest, smallest = self.activation_bytes
         return self.first_level_freeing(
             self.freed_share(level) + missing / max(MIN_PEAK_RATIO * (largest - smallest), 1)
         )
 
     def recompute_of(self, level: int) -> RecomputeByOp:
-        """Return the recomputation of the stage's operators at a level, by operator name."""
+        """Return the stage's operators that a level recomputes, with their `Recompute`
+        decisions."""
         if level not in self._cached_recompute:
             self._cached_recompute[level] = dict(
                 self._enumerate_recompute(*self._freed_bytes_and_options[level])
@@ -159,11 +161,12 @@ class StageLevels:
         return self._cached_recompute[level]
 
     def _blocks_with_option(self, option: str) -> list[RecomputeBlock]:
-        """Return the blocks that are module calls and have the option named `option`."""
+        """Return the blocks that are module calls and offer the recomputation option named
+        `option`."""
         return [block for block in self._blocks if block.name and option in block.options]
 
     def _enumerate_recompute(self, needed: int, option: str) -> Iterator[tuple[str, Recompute]]:
-        """Yield (operator name, recomputation) of the operators that a level recomputes.
+        """Yield (operator name, `Recompute` decision) for each operator that a level recomputes.
 
         Args:
             needed: bytes to free; ignored unless `option` is "".
@@ -216,8 +219,8 @@ class RecomputeLevels:
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 
     def at_depth(self, depth: int) -> tuple[StageLevels, ...]:
-        """Return the levels of each stage if blocks are the modules at a depth of the module
-        tree."""
+        """Return the recomputation levels of each stage, with the modules at a depth of the module
+        tree as blocks."""
         if depth not in self._by_depth:
             blocks, in_flight = (
                 self._recompute_blocks.blocks(depth),
@@ -246,7 +249,8 @@ class RecomputeLevels:
         )
 
     def min_memory(self, depth: int, other_bytes: Sequence[int]) -> list[int]:
-        """Return a low estimate of each stage's peak memory at its last level, in bytes per device.
+        """Return a low estimate of each stage's peak memory at its last recomputation level, in
+        bytes per device.
 
         Args:
             depth: depth of the module tree at which modules are blocks.
@@ -260,9 +264,9 @@ class RecomputeLevels:
     def expected_decisions(
         self, decisions: Decisions, other_bytes: Sequence[int], limit: int
     ) -> Decisions:
-        """Return `decisions` with the least recomputation with which all stages may fit.
+        """Return `decisions` with the least recomputation at which all stages may fit into memory.
 
-        The memory is a low estimate, so that the result hardly ever recomputes more than necessary.
+        Memory is estimated low, so that the result hardly ever recomputes more than necessary.
 
         Args:
             other_bytes: bytes on a device of each stage that are not activations.
@@ -304,7 +308,7 @@ def _micro_batches_in_flight(pipeline: PipelineSpec) -> list[int]:
 def with_recompute(
     decisions: Decisions, stages: Sequence[StageLevels], levels: Sequence[int]
 ) -> Decisions:
-    """Return `decisions` with the recomputation of each stage's level added.
+    """Return `decisions` with the operators added that each stage recomputes at its level.
 
     Args:
         stages: levels of each stage.

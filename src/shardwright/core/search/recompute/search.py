@@ -46,7 +46,7 @@ Levels = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MeasuredDecisions:
-    """Decisions, and their memory per device as measured by a dry run."""
+    """Decisions, and the memory per device that a dry run measures for them."""
 
     decisions: Decisions
     memory: Memory
@@ -97,8 +97,8 @@ class RecomputeSearch:
 
     @property
     def fully_recomputed(self) -> MeasuredDecisions:
-        """Decisions with all stages at their last levels, and the memory that a dry run
-        measures."""
+        """Decisions with all stages at their last recomputation levels, and their memory in a dry
+        run."""
         if self._fully_recomputed is None:
             self._fully_recomputed = self._measure_levels(self._last_levels)
         return self._fully_recomputed
@@ -109,7 +109,8 @@ class RecomputeSearch:
 
     @cached_property
     def largest_stage(self) -> StageMemory:
-        """Memory, by a dry run at the last levels, of the stage with the largest estimate."""
+        """Memory of the stage with the largest estimate, by a dry run at its last recomputation
+        level."""
         sizes = [
             stage.fully_recomputed_bytes(size)
             for stage, size in zip(self._stages, self._other_bytes, strict=True)
@@ -120,7 +121,7 @@ class RecomputeSearch:
 
     @property
     def can_fit(self) -> bool:
-        """Whether the plan fits at the last levels.
+        """Whether the plan fits into memory at the last recomputation levels.
 
         No dry run is made if `estimate_fits`. If the largest stage does not fit, only this stage
         has a dry run.
@@ -132,18 +133,19 @@ class RecomputeSearch:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all stages were measured at their last levels."""
+        """Whether all stages were measured at their last recomputation levels."""
         return self._fully_recomputed is not None
 
     @property
     def measured_ratio(self) -> float:
-        """Ratio of measured to estimated peak memory of the largest stage at its last level."""
+        """Ratio of measured to estimated peak memory of the largest stage at its last recomputation
+        level."""
         return self.largest_stage.peak / max(self._estimates)
 
     @property
     def peak_outside_passes(self) -> int:
-        """Largest measured peak outside of forward and backward passes at the last levels, in
-        bytes.
+        """Largest measured peak outside of forward and backward passes at the last recomputation
+        levels, in bytes.
 
         0 if the peaks of all measured stages are inside of passes. A peak outside, for example in
         the optimizer's step, is a lower bound on the peak with blocks at any depth.
@@ -152,12 +154,13 @@ class RecomputeSearch:
         return max((stage.peak for stage in stages if not stage.in_a_pass), default=0)
 
     def expected_decisions(self) -> Decisions:
-        """Return decisions with the lowest level at which each stage is expected to fit."""
+        """Return decisions with the lowest recomputation level at which each stage is expected to
+        fit into memory."""
         return self._decisions_at_levels(tuple(map(self._next_level, range(len(self._stages)))))
 
     def run(self) -> MeasuredDecisions:
-        """Return decisions at the lowest level at which each stage fits, or at the last levels if
-        the plan does not fit, with their memory."""
+        """Return decisions with their memory, at the lowest recomputation level at which each stage
+        fits, or at the last levels if the plan does not fit."""
         while True:
             measured = zip(self._last_levels, self._peaks, strict=True)
             # A stage that does not fit at its last level fits at no level.
@@ -180,8 +183,8 @@ class RecomputeSearch:
         return MeasuredDecisions(decisions, memory)
 
     def _next_level(self, stage_index: int) -> int:
-        """Return the level of a stage to measure next, or the lowest fitting level once it is
-        known."""
+        """Return the recomputation level of a stage to measure next; the lowest level that fits
+        once it has been measured."""
         stage, peaks = self._stages[stage_index], self._peaks[stage_index]
         lowest_fitting = min(
             (n for n, peak in peaks.items() if peak <= self._limit), default=stage.last_level

@@ -1,8 +1,7 @@
 """One level of the recursion: the choices on one axis, and how they propagate.
 
 On this axis a decided operator reads and writes each tensor replicated, or sharded along one dim. A
-neighbor without a cost model follows: it is cut on the factor that the shared tensor has on this
-dim.
+neighbor without a cost model follows: its choice is the factor of this dim in the shared tensor.
 
 `relu(linear(x))`, linear cut on J → its output is sharded on dim 1 → relu cuts the factor of dim 1.
 """
@@ -85,7 +84,8 @@ class AxisLevel:
             queue.append(op)
 
     def choice_from_input(self, op: int, input_index: int, dim: int) -> int:
-        """Return the choice of `op` if an input is sharded along `dim`; `NO_CUT` for replicated.
+        """Return the choice of `op` if an input is sharded along `dim`, or replicated if `dim` is
+        `NO_CUT`.
 
         Returns:
             `UNDECIDED` for a replicated input that does not determine the choice, such as a
@@ -99,8 +99,8 @@ class AxisLevel:
         return factor
 
     def choice_from_output(self, op: int, output_index: int, dim: int) -> int:
-        """Return the choice of `op` if an output is read sharded along `dim`; `NO_CUT` for
-        replicated."""
+        """Return the choice of `op` if an output is read sharded along `dim`, or replicated if
+        `dim` is `NO_CUT`."""
         return self._factor_on_dim(op, self.graph.op_types[op].outputs[output_index], dim)
 
     def _factor_on_dim(self, op: int, dims: tuple[int, ...], dim: int) -> int:

@@ -261,7 +261,7 @@ def record_axis(
 
     Args:
         choices: index of the factor that `axis` cuts, or `NO_CUT`, for each operator.
-        cuts: cuts of each operator, by name, changed in place; operators without cuts are missing.
+        cuts: cuts of each operator, by name, changed in place; operators without cuts are omitted.
     """
     for name, op_type, choice in zip(indexed.names, indexed.op_types, choices, strict=True):
         if choice != NO_CUT:
