@@ -1,4 +1,4 @@
-"""Replaces trl's fused language model head with operators that can be captured."""
+"""Replace trl's fused language model head with operators that can be captured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def replace_fused_lm_heads(model: nn.Module) -> None:
     trl's fused head is an autograd function with its own backward pass, which cannot be captured.
 
     Raises:
-        PlanError: a fused head computes outputs that the replacement does not support.
+        PlanError: if a fused head computes outputs that the replacement does not support.
     """
     for module in model.modules():
         forward: Any = vars(module).get("forward")

@@ -35,7 +35,7 @@ random generators."""
 def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Save the optimizer state, both sharded and in full for a plain `Trainer`.
 
-    Every rank must call it.
+    Collective: every rank must call this function.
 
     Args:
         folder: checkpoint of `Trainer`, with the files of the model.
@@ -54,10 +54,10 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Load optimizer state, in place, that `save_optimizer` or a plain `Trainer` has saved.
 
-    Every rank must call it.
+    Collective: every rank must call this function.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state.
+        CheckpointError: if the checkpoint has no optimizer state.
     """
     if value_of_rank((folder / STATE_FOLDER).is_dir()):
         # Not strict: `Trainer` has already loaded most parameters from its own files.

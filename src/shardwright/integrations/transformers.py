@@ -78,7 +78,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             `mem_coeff`.
 
     Raises:
-        ConfigError: the training arguments request another kind of parallelism, such as FSDP.
+        ConfigError: if the training arguments request another kind of parallelism, such as FSDP.
     """
 
     model: Any
@@ -176,8 +176,8 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         with a checkpoint.
 
         Raises:
-            SystemExit: a rank received SIGTERM; the status is 143.
-            KeyboardInterrupt: a rank received SIGINT.
+            SystemExit: if a rank received SIGTERM; the status is 143.
+            KeyboardInterrupt: if a rank received SIGINT.
         """
         if not self._saves_at_signals:
             return super().train(*args, **kwargs)
@@ -373,7 +373,7 @@ def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
     """Read the first `count` samples of an iterable dataset, which training reads again.
 
     Raises:
-        ConfigError: the dataset can be iterated only once.
+        ConfigError: if the dataset can be iterated only once.
     """
     stream = iter(dataset)
     if stream is iter(dataset):

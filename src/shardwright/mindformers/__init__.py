@@ -1,4 +1,4 @@
-"""Reading of MindFormers configuration files, without changes to the files."""
+"""Read MindFormers configuration files as they are published."""
 
 from shardwright.mindformers.run import LanguageRun, language_run
 from shardwright.mindformers.translate import translate_run

@@ -1,4 +1,4 @@
-"""Reads `pet_config` of a MindFormers file: LoRA and prefix tuning."""
+"""Read `pet_config` of a MindFormers file: LoRA and prefix tuning."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
         notes: receives a note if a layer of MindFormers is several layers here.
 
     Raises:
-        ConfigError: `pet_type` is not supported, or a number is missing or invalid.
+        ConfigError: if `pet_type` is not supported, or a number is missing or invalid.
     """
     section, ptuning = config.section("pet_config"), architecture == PTUNING_ARCHITECTURE
     if ptuning and section.text("pet_type", "ptuning2") != "ptuning2":

@@ -42,7 +42,7 @@ def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
         The model family, its position encoding, and the required `model.model_config.type`.
 
     Raises:
-        ConfigError: the architecture is missing or not supported.
+        ConfigError: if the architecture is missing or not supported.
     """
     valid = ", ".join(_ARCHITECTURES)
     if not arch.has("type"):

@@ -32,7 +32,7 @@ class MindFormersRun(LanguageRun):
         """Return `config` with batch size and `max_stages` for `devices` on `servers` servers.
 
         Raises:
-            ConfigError: the parallel degrees of the file do not multiply to `devices`.
+            ConfigError: if the parallel degrees of the file do not multiply to `devices`.
         """
         self.check_devices(devices)
         data = {"batch_size": self.batch.global_batch(devices)}
@@ -71,6 +71,6 @@ def read_run(content: Mapping[str, Any], file: str) -> MindFormersRun:
         file: name of the file, for error messages.
 
     Raises:
-        ConfigError: a key is missing, invalid or contradicts another.
+        ConfigError: if a key is missing, invalid or contradicts another.
     """
     return MindFormersRun(**vars(language_run(content, file)))

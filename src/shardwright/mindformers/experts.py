@@ -1,4 +1,4 @@
-"""Reads `moe_config` of a MindFormers file: mixture of experts (MoE)."""
+"""Read `moe_config` of a MindFormers file: mixture of experts (MoE)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_experts(
         The model family with these experts, and the fields of `Dimensions` for them.
 
     Raises:
-        ConfigError: no supported model has these options.
+        ConfigError: if no supported model has these options.
     """
     num_experts, has_qkv_bias = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
     if has_qkv_bias and family not in ("llama", "qwen"):

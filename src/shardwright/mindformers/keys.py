@@ -17,7 +17,7 @@ _SIZE_PATTERN = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Keys:
-    """Reads the keys of one section.
+    """Reader of the keys of one section.
 
     Values are parsed leniently: `1e-8` is a string in YAML 1.1 but a number here; `None`, `"None"`
     and an empty value count as a missing key.
@@ -35,10 +35,10 @@ class Keys:
     _opened_sections: dict[str, Keys] = field(default_factory=dict)
 
     def section(self, name: str) -> Keys:
-        """Return the subsection `name`; an empty one if it is missing.
+        """Return the subsection `name`; an empty section if the key is missing.
 
         Raises:
-            ConfigError: the value is not a mapping.
+            ConfigError: if the value is not a mapping.
         """
         if name not in self._opened_sections:
             content = self._read_value(name) or {}
@@ -67,7 +67,7 @@ class Keys:
             above, below: exclusive bounds.
 
         Raises:
-            ConfigError: the key is missing, not a number, or out of bounds.
+            ConfigError: if the key is missing, not a number, or out of bounds.
         """
         value = self._read_value(name)
         number = default if value is None else _parse_number(value)
@@ -87,7 +87,7 @@ class Keys:
         """Return the integer at `name`, which must be at least `minimum`.
 
         Raises:
-            ConfigError: the key is missing, not an integer, or less than `minimum`.
+            ConfigError: if the key is missing, not an integer, or less than `minimum`.
         """
         number = float(self.number(name, default))
         if not number.is_integer():
@@ -98,7 +98,7 @@ class Keys:
         """Return the boolean at `name`, which may be written as a string.
 
         Raises:
-            ConfigError: the value is not a boolean.
+            ConfigError: if the value is not a boolean.
         """
         value = self._read_value(name)
         if value is None:
@@ -116,7 +116,7 @@ class Keys:
             valid: valid values; if empty, every string is valid.
 
         Raises:
-            ConfigError: the value is not a string, or not one of `valid`.
+            ConfigError: if the value is not a string, or not one of `valid`.
         """
         value = self._read_value(name)
         if value is None:
@@ -131,7 +131,7 @@ class Keys:
         """Return the size at `name` in bytes; `58GB` is 58 · 2^30. None if missing.
 
         Raises:
-            ConfigError: the value is not a size.
+            ConfigError: if the value is not a size.
         """
         value = self._read_value(name)
         if value is None:
@@ -181,7 +181,8 @@ class Keys:
 
 
 def _parse_number(value: Any) -> float | None:
-    """Return `value` as a finite number; None if it is neither a number nor the text of one."""
+    """Return `value` as a finite number; None if it is neither a number nor a string that contains
+    one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

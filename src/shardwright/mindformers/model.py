@@ -1,4 +1,4 @@
-"""Reads the section `model` of a MindFormers file: architecture, sizes and dtypes."""
+"""Read the section `model` of a MindFormers file: architecture, sizes and dtypes."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     """Read the sections `model` and `moe_config`.
 
     Args:
-        keys: the whole file.
+        keys: all keys of the file.
         notes: receives a note for each setting that differs from the file.
 
     Raises:
-        ConfigError: the architecture is not supported, or a size is missing or invalid.
+        ConfigError: if the architecture is not supported, or a size is missing or invalid.
     """
     section = keys.section("model")
     arch, config = section.section("arch"), section.section("model_config")
@@ -234,7 +234,8 @@ def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
 
 
 def _read_dropout(config: Keys) -> float:
-    """Read the dropout probability of PanguAlpha and GPT; all its keys must be equal."""
+    """Read the dropout probability of PanguAlpha and GPT; the keys that set it must have equal
+    values."""
     names = ("hidden_dropout_rate", "attention_dropout_rate", "embedding_dropout_prob")
     rates = {name: config.number(name, minimum=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:

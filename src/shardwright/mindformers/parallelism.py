@@ -1,4 +1,4 @@
-"""Reads `use_parallel`, `parallel` and `parallel_config` of a MindFormers file."""
+"""Read `use_parallel`, `parallel` and `parallel_config` of a MindFormers file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Parallelism:
         mode: `stand_alone`, `data_parallel`, `semi_auto` (Megatron-style degrees, or a strategy
             file), or one of `SEARCH_MODES`.
         mem_coeff: weight of memory relative to communication in the search; `auto` for the smallest
-            with which the plan fits into memory.
+            value with which the plan fits into memory.
         data_parallel, model_parallel, context_parallel: degrees of data, tensor and context
             parallelism. In a search, only `data_parallel` has an effect, on the batch size.
         expert_parallel: degree of expert parallelism, a divisor of `data_parallel`.
@@ -96,11 +96,11 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
     """Read the sections `parallel` and `parallel_config`.
 
     Args:
-        keys: the whole file.
+        keys: all keys of the file.
         notes: receives a note for each key that the mode overrides.
 
     Raises:
-        ConfigError: the mode or search is not supported, or a degree is not positive.
+        ConfigError: if the mode or search is not supported, or a degree is not positive.
     """
     parallel, config = keys.section("parallel"), keys.section("parallel_config")
     parallelism = Parallelism(

@@ -1,4 +1,4 @@
-"""Reads a MindFormers configuration file, and checks its sections against each other."""
+"""Read a MindFormers configuration file, and check its sections against each other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         file: name of the file, for error messages.
 
     Raises:
-        ConfigError: a key is missing, has the wrong type, or contradicts another.
+        ConfigError: if a key is missing, has the wrong type, or contradicts another.
     """
     keys, notes = Keys(content, "", file), list[str]()
     model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
@@ -111,7 +111,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
     """Check the parallel degrees against each other and the model.
 
     Args:
-        keys: the whole file.
+        keys: all keys of the file.
         parallelism: parallel degrees of the file.
         sizes: dimensions of the model.
 
@@ -119,7 +119,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
         The number of blocks in each stage.
 
     Raises:
-        ConfigError: a degree does not divide the dimension that it shards.
+        ConfigError: if a degree does not divide the dimension that it shards.
     """
     config = keys.section("parallel_config")
     _check_stages(config, parallelism, sizes)
@@ -134,8 +134,8 @@ def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, fil
     """Check that the parallel degrees fit the number of devices.
 
     Raises:
-        ConfigError: the degrees do not multiply to `devices`, or `devices` is not a multiple of the
-            number of stages.
+        ConfigError: if the degrees do not multiply to `devices`, or `devices` is not a multiple of
+            the number of stages.
     """
     section_path = f"{file}: parallel_config"
     if parallelism.shards_by_degrees and parallelism.devices != devices:

@@ -1,4 +1,4 @@
-"""Reads the training options of a MindFormers file: `optimizer`, `lr_schedule`, and others."""
+"""Read the training options of a MindFormers file: `optimizer`, `lr_schedule`, and others."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
     """Read the training options.
 
     Args:
-        keys: the whole file.
+        keys: all keys of the file.
         stages: number of pipeline stages.
         notes: receives a note for each key without effect.
 
     Raises:
-        ConfigError: an optimizer or schedule is not supported, or a number is invalid or
+        ConfigError: if an optimizer or schedule is not supported, or a number is invalid or
             contradicts another.
     """
     keys.text("run_mode", "train", valid=("train", "finetune"))
@@ -161,7 +161,8 @@ def _read_betas(section: Keys) -> list[float]:
 
 
 def _read_learning_rate(optimizer: Keys, schedule: Keys, notes: list[str]) -> float:
-    """Read the peak learning rate; the schedule's overrides the optimizer's, as in MindFormers."""
+    """Read the peak learning rate; a rate in the schedule overrides the rate of the optimizer, as
+    in MindFormers."""
     section = schedule if schedule.has("learning_rate") else optimizer
     rate = section.number("learning_rate", above=0)
     if optimizer.has("learning_rate") and optimizer.number("learning_rate") != rate:
@@ -287,12 +288,12 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
     """Read the factors of the global batch size.
 
     Args:
-        keys: the whole file.
+        keys: all keys of the file.
         parallelism: parallel degrees, which are factors of the batch size.
         notes: receives a note for each key without effect.
 
     Raises:
-        ConfigError: a number is missing or not positive.
+        ConfigError: if a number is missing or not positive.
     """
     runner, dataset = keys.section("runner_config"), keys.section("train_dataset")
     if dataset.flag("eod_reset", False):

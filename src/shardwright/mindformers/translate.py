@@ -1,4 +1,4 @@
-"""Translates a MindFormers file into a Shardwright configuration."""
+"""Translate a MindFormers file into a Shardwright configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
     """Translate a run into a Shardwright configuration for `devices` devices.
 
     Raises:
-        ConfigError: the parallel degrees of the file do not multiply to `devices`.
+        ConfigError: if the parallel degrees of the file do not multiply to `devices`.
     """
     run.check_devices(devices)
     content: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Builds language models by name, from dimensions, or from a `transformers` configuration."""
+"""Build language models by name, from dimensions, or from a `transformers` configuration."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def build(
         dtype: dtype of the parameters.
 
     Raises:
-        ConfigError: the name or family is unknown, the dimensions contradict each other, no module
-            matches `lora`, or the family does not support `prefix`.
+        ConfigError: if the name or family is unknown, the dimensions contradict each other, no
+            module matches `lora`, or the family does not support `prefix`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
     sizes = replace(
@@ -90,7 +90,7 @@ def build_hf(
         lora, attention, dtype: see `build`.
 
     Raises:
-        ConfigError: the file or model does not exist, or no module matches `lora`.
+        ConfigError: if the file or model does not exist, or no module matches `lora`.
     """
     return _add_lora_and_cast(causal_lm(source, _check_attention_name(attention)), lora, dtype)
 

@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         """Add a trained prefix to each layer, and freeze all other weights.
 
         Raises:
-            ConfigError: the model has multi-head latent attention, whose keys and values have
+            ConfigError: if the model has multi-head latent attention, whose keys and values have
                 different sizes.
         """
         config: Any = self.model.config
@@ -63,7 +63,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     query, key and value projections as one tensor.
 
     Raises:
-        ConfigError: `sizes.hf` has an argument that the configuration class does not have.
+        ConfigError: if `sizes.hf` has an argument that the configuration class does not have.
     """
     with needs_extra(
         "transformers", f"the model family {sizes.family} needs `transformers`", ConfigError
@@ -127,7 +127,7 @@ def _config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]
 
 
 def _add_telechat_biases(net: nn.Module) -> None:
-    """Add TeleChat's biases: it is LLaMA with biases in the output projections."""
+    """Add biases to the output projections, by which TeleChat differs from LLaMA."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Linear) and name.endswith(("o_proj", "down_proj")):
             module.bias = nn.Parameter(torch.zeros(module.out_features))

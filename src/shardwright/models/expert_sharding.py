@@ -1,9 +1,10 @@
 """Megatron-LM's data, tensor and pipeline parallelism as pinned strategies.
 
 Tensor parallelism shards the first linear layers of attention and MLP by columns (outputs) and the
-last ones by rows (inputs), so that attention and MLP have one all-reduce each in forward and in
-backward (Shoeybi et al., 2019). Sequence parallelism replaces each all-reduce by a reduce-scatter
-and an all-gather, and shards norms and residuals along the sequence (Korthikanti et al., 2022).
+last linear layers by rows (inputs), so that attention and MLP have one all-reduce each in forward
+and in backward (Shoeybi et al., 2019). Sequence parallelism replaces each all-reduce by a
+reduce-scatter and an all-gather, and shards norms and residuals along the sequence (Korthikanti et
+al., 2022).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def pin_expert(
         vocab_emb_dp: whether to replicate the embedding table, not shard it along the vocabulary.
 
     Raises:
-        ConfigError: the model has no row-parallel layers, or a sharded size is not divisible.
+        ConfigError: if the model has no row-parallel layers, or a sharded size is not divisible.
     """
     mp = model_parallel
     for path, dimension, size in tensor_parallel_dimensions(net, vocab_emb_dp):
@@ -164,8 +165,8 @@ def expert_stages(
         layers: number of blocks in each stage; by default the same number in all.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or `layers` does not add up to the number
-            of blocks.
+        ConfigError: if there are fewer blocks than stages, or `layers` does not add up to the
+            number of blocks.
     """
     blocks = list(paths_of_blocks(net))
     if layers is not None and (len(layers) != stages or sum(layers) != len(blocks)):

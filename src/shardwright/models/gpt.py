@@ -116,7 +116,7 @@ class GPTBackbone(nn.Module):
         """Compute hidden states.
 
         Raises:
-            ConfigError: the sequence is longer than the model's `seq_length`.
+            ConfigError: if the sequence is longer than the model's `seq_length`.
         """
         positions, limit = input_ids.shape[1], self.embed_positions.num_embeddings
         if positions > limit:

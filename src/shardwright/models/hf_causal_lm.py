@@ -35,7 +35,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
         attention: attention implementation, used if the model supports it.
 
     Raises:
-        ConfigError: the file does not exist, or `transformers` does not have the model or cannot
+        ConfigError: if the file does not exist, or `transformers` does not have the model or cannot
             build it with these arguments.
     """
     with needs_extra("transformers", "hf: the model needs `transformers`", ConfigError):
@@ -102,7 +102,8 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
 
 
 def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
-    """Return the compute dtype of a configuration; None for float32, or if it has none.
+    """Return the compute dtype of a configuration; None for float32, or if the configuration names
+    no dtype.
 
     Reads `dtype` (`torch_dtype` in older files). Returns bfloat16 also for float16, which would
     need loss scaling.

@@ -25,8 +25,8 @@ class LoRA:
         trained: name patterns of further parameters to train, for example `*lm_head*`.
 
     Raises:
-        ConfigError: rank or alpha is not positive, dropout is not in [0, 1), or `target_modules` is
-            not a valid regular expression.
+        ConfigError: if rank or alpha is not positive, dropout is not in [0, 1), or `target_modules`
+            is not a valid regular expression.
     """
 
     target_modules: str | Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -55,7 +55,7 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     """Add adapters to the matching linear layers of `net`, in place, and freeze other parameters.
 
     Raises:
-        ConfigError: `target_modules` matches no module, or a pattern in `trained` no parameter.
+        ConfigError: if `target_modules` matches no module, or a pattern in `trained` no parameter.
     """
     with needs_extra("transformers", "LoRA needs `peft`", ConfigError):
         from peft import LoraConfig, inject_adapter_in_model

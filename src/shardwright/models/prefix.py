@@ -24,7 +24,7 @@ class PrefixTuning:
         dropout: dropout probability of keys and values.
 
     Raises:
-        ConfigError: a number is not positive, or dropout is not in [0, 1).
+        ConfigError: if a number is not positive, or dropout is not in [0, 1).
     """
 
     tokens: int = 16

@@ -42,8 +42,8 @@ class Dimensions:
             example `{"tie_word_embeddings": True}`.
 
     Raises:
-        ConfigError: a size is not a positive integer, or `hidden_size` or the numbers of heads are
-            not divisible.
+        ConfigError: if a size is not a positive integer, or `hidden_size` or the numbers of heads
+            are not divisible.
     """
 
     family: str
@@ -206,7 +206,7 @@ def dimensions(name: str) -> Dimensions:
     """Return the dimensions of a built-in model.
 
     Raises:
-        ConfigError: no model has this name.
+        ConfigError: if no model has this name.
     """
     if name not in MODELS:
         raise ConfigError(

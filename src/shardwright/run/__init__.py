@@ -1,4 +1,4 @@
-"""Trains from a configuration file: data, training loop, process launching, checkpoints."""
+"""Train from a configuration file: data, training loop, process launching, checkpoints."""
 
 from shardwright.core.checkpoint.sampler import BatchSampler, local_batch
 from shardwright.run.data.data import Batches, digits, mnist, mnist_or_digits, packed_text

@@ -180,8 +180,8 @@ def check(
     Raises:
         CaptureError: if `args` is not a tuple, or `kwargs` not a mapping of names.
         StrategyError: if the loss is not a sum or mean over the plan's micro-batches.
-        PlanError: if the plan is for another model, `net` is planned, parameters have no values, a
-            process group is running, the module fails in float64, or an operator draws random
+        PlanError: if the plan is for another model, `net` is planned, parameters are uninitialized,
+            a process group is running, the module fails in float64, or an operator draws random
             numbers without the tag `nondeterministic_seeded`.
     """
     check_module(net)
@@ -323,7 +323,7 @@ def _compare_training(
 def _eager_training(
     partitioned: Partitioned, module: nn.Module, leaves: list[Any]
 ) -> EagerTraining:
-    """Return the training of the module itself on the global batch."""
+    """Return the reference run: eager training of the user's module on the global batch."""
     graph, pipeline = partitioned.graph, partitioned.pipeline
     trains_loss = pipeline.micro_batches > 1
     # Raises an error unless there is one loss, which micro-batches need.
@@ -389,8 +389,7 @@ def _capture_micro_batch(
 
 
 def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters on which the inputs of some operators depend, given the
-    operators' names."""
+    """Return the names of the parameters on which the inputs of `operators` depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
         if not read.isdisjoint(op.outputs):
@@ -434,8 +433,8 @@ def _counted_and_planned_bytes(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the counted and the planned bytes that one device sends, each (forward, backward).
 
-    With several stages, those of a stage in which counted and planned bytes differ or, if none, of
-    the stage with the most planned bytes.
+    With several stages, the bytes of a stage in which counted and planned bytes differ or, if they
+    are equal on all stages, of the stage with the most planned bytes.
     """
     # Simulated stages do not count what they gather of the global batch.
     gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0

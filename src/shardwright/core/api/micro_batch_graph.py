@@ -1,4 +1,4 @@
-"""Captures a model for one micro-batch, and determines the batch dimension of each input."""
+"""Capture a model for one micro-batch, and determine the batch dimension of each input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwright.errors import (
 
 @dataclass(frozen=True)
 class MicroBatchCapture:
-    """Captures a model for one of `count` micro-batches.
+    """Capture of a model for one of `count` micro-batches.
 
     Args:
         capture: captures the model for a call, given the leaves of the arguments.
@@ -52,8 +52,9 @@ class MicroBatchCapture:
 
         By default the batch dimension is dimension 0 of each input whose dimension 0 is as large as
         that of the first input. If micro-batches then do not compute the loss of the global batch,
-        other batch dimensions are tried, and those with the fewest elements read from the global
-        batch are chosen. If none works, `graph.whole_batch` is the reason as text.
+        other batch dimensions are tried, and the ones chosen for which micro-batches read the
+        fewest elements of the global batch. If no choice works, `graph.whole_batch` is the reason
+        as a string.
 
         Args:
             batch_dims: batch dimensions by input name, as specified by the user; None for the
@@ -63,7 +64,8 @@ class MicroBatchCapture:
             StrategyError: if a name in `batch_dims` is not that of an input of the model.
             PlanError: if the number of micro-batches does not divide the batch size.
             CaptureError: if the model cannot be captured.
-            MixedSamplesError: if it can be captured for the batch, but not for a micro-batch.
+            MixedSamplesError: if the model can be captured for the global batch, but not for a
+                micro-batch.
         """
         if self.count == 1:
             return self.capture(list(self.leaves)), ()
@@ -91,7 +93,7 @@ class MicroBatchCapture:
         """Return the error to raise where a micro-batch is not captured because of `error`.
 
         Raises:
-            CaptureError: if the batch is not captured either.
+            CaptureError: if the model cannot be captured for the global batch either.
         """
         if not self.averages or not isinstance(error.__cause__, CaptureError):
             return error

@@ -41,7 +41,7 @@ def check_not_distributed(net: nn.Module) -> None:
     """Check that neither `net` nor a submodule is planned, wrapped (DDP, FSDP) or sharded already.
 
     Raises:
-        PlanError: for the first such module or parameter.
+        PlanError: for the first module or parameter that is planned, wrapped or sharded.
     """
     check_not_planned(net)
     for path, module in wrapped_model(net).named_modules():

@@ -213,7 +213,7 @@ def best_plans(
     Args:
         net: a model, or a captured graph.
         args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
-        top: maximal number of plans.
+        top: maximum number of plans.
 
     `plan` documents the other arguments and errors.
 
@@ -461,7 +461,7 @@ class AutoParallel(ModuleWrapper):
         """Clip the total gradient norm over all devices and stages.
 
         Args:
-            max_norm: maximal norm.
+            max_norm: maximum norm.
 
         Returns:
             The norm before clipping, a scalar on every rank.

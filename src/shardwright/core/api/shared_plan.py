@@ -19,7 +19,8 @@ from shardwright.core.plan import Plan
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether a process group with a real backend is running, and has `devices` ranks, over 1."""
+    """Whether a process group with a real backend is running with `devices` ranks, and more than
+    one."""
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 

@@ -123,7 +123,7 @@ class Checkpoints:
             The step, and the contents of the checkpoint other than tensors.
 
         Raises:
-            CheckpointError: if the folder contains no checkpoint, or none of `step`.
+            CheckpointError: if the folder contains no checkpoint, or no checkpoint of `step`.
             DamagedCheckpointError: if the checkpoint of `step`, or without `step` every checkpoint,
                 is damaged.
         """
@@ -421,7 +421,7 @@ def _read_and_verify(folder: Path) -> CheckpointInfo | str:
         The contents, or a description of the damage; the same on every rank.
 
     Raises:
-        CheckpointError: if there is no such checkpoint, or its version is not supported.
+        CheckpointError: if `folder` contains no checkpoint, or a version that is not supported.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
     result: CheckpointInfo | Exception | str

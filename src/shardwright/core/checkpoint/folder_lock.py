@@ -21,7 +21,7 @@ from shardwright.errors import LockError
 LOCK_FILE = ".lock"
 
 MAX_WAIT_SECONDS = 2.0
-"""Maximal seconds to wait for a lock whose holder is about to exit."""
+"""Maximum seconds to wait for a lock whose holder is about to exit."""
 
 
 @contextmanager

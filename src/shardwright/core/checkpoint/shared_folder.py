@@ -15,7 +15,7 @@ from shardwright.core.agreement.collective import (
 from shardwright.errors import CheckpointError
 
 PATIENCE = 10.0
-"""Maximal seconds until a file of rank 0 is visible on other ranks, in a network file system."""
+"""Maximum seconds until a file of rank 0 is visible on other ranks, in a network file system."""
 
 
 def check_shared_folder(folder: Path) -> None:

@@ -101,8 +101,8 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
         path: a file, or a folder that `save_pretrained` of transformers has written.
 
     Raises:
-        CheckpointError: if the file does not exist, is damaged, has an unknown suffix, or belongs
-            to another model.
+        CheckpointError: if the file does not exist, is damaged, has an unsupported suffix, or
+            belongs to another model.
     """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
@@ -134,7 +134,8 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
 
 
 def _files_in_index(folder: Path) -> list[Path]:
-    """Return the files in `model.safetensors.index.json`; empty if the folder has no such index."""
+    """Return the files listed in `model.safetensors.index.json`; empty if the folder has no
+    index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -146,7 +147,8 @@ def _files_in_index(folder: Path) -> list[Path]:
 
 
 def _all_files_of_series(files: Sequence[Path]) -> Iterator[Path]:
-    """Yield all files of the series that `files` are part of, such as `-00001-of-00006`."""
+    """Yield all files of the numbered series, such as `-00001-of-00006`, to which `files`
+    belong."""
     for file in files:
         if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)", file.stem):
             name, digits, count = match.groups()

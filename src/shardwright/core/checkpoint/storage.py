@@ -84,7 +84,7 @@ class PublishingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the shards of this rank, and add the checksums of its files to the first result.
 
-        DCP gathers the results on the coordinator, so that checksums need no own communication.
+        DCP gathers the results on the coordinator, so that checksums need no further communication.
         """
         results = super().write_data(plan, planner).wait()
         if results:

@@ -1,4 +1,4 @@
-"""Propagates the batch dimension from the inputs of a graph to its loss.
+"""Propagate the batch dimension from the inputs of a graph to its loss.
 
 A micro-batch is a shard of the batch, so the sharding rule of an operator also says what the
 operator computes on a micro-batch. Means and sums over samples that depend on inputs only, such as

@@ -1,4 +1,4 @@
-"""Finds the batch dimension of each input of a model."""
+"""Find the batch dimension of each input of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwright.errors import StrategyError
 Dim = tuple[Value, int]
 
 MAX_CANDIDATES = 6
-"""Maximal number of candidates besides dimension 0 of all inputs. The model is captured once per
+"""Maximum number of candidates besides dimension 0 of all inputs. The model is captured once per
 candidate."""
 
 
@@ -20,9 +20,9 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
     """Return the batch dimension of each input that has one.
 
     The batch dimension is dimension 0 of all inputs whose dimension 0 is as long as that of the
-    first input. If no other input is, and a later dimension of the first input shares a factor with
-    dimension 0 of labels or lengths, as with `nn.LSTM`, the batch dimensions are those that share
-    this factor.
+    first input. If no other input has this size in dimension 0, and a later dimension of the first
+    input shares a factor with dimension 0 of labels or lengths, as with `nn.LSTM`, the batch
+    dimensions are those that share this factor.
 
     Args:
         graph: the graph of a batch or micro-batch.
@@ -99,8 +99,8 @@ class JoinedDims:
 
         Args:
             batch_dims: batch dimensions by input name; None for an input that each micro-batch
-                reads in full. Inputs without an entry have their dimension in the same groups, if
-                any.
+                reads in full. For an input without an entry, the dimension that is in a group with
+                a given dimension, if any.
 
         Raises:
             StrategyError: if a name is not that of a tensor input, or a dimension is out of range.

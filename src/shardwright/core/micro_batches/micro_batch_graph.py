@@ -1,4 +1,4 @@
-"""Rewrites the graph of a micro-batch so that losses sum or average to that of the global batch."""
+"""Rewrite the graph of a micro-batch so that losses sum or average to that of the global batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ADDED_SUFFIXES = ("share", "mean", "mean_cast")
 
 
 class MicroBatchGraph:
-    """Collects the changes to the graph of a micro-batch.
+    """Changes to the graph of a micro-batch, collected operator by operator.
 
     Args:
         pair: graphs of the global batch and of a micro-batch. Operators and values passed to
@@ -65,7 +65,8 @@ class MicroBatchGraph:
 
         Args:
             value: a value in the graph of the global batch.
-            dim: dimension that is split into micro-batches; None to pass the full tensor to each.
+            dim: dimension that is split into micro-batches; None to pass the full tensor to each
+                micro-batch.
         """
         if (value, dim) not in self.taken:
             shape = list(value.shape)

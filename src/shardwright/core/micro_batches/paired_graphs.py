@@ -1,4 +1,4 @@
-"""Pairs the graphs of one model for two batch sizes.
+"""Pair the graphs of one model for two batch sizes.
 
 A Python number such as `len(x)` is a constant in each graph, so only a comparison of graphs shows
 which constants depend on the batch size.
@@ -87,8 +87,11 @@ class PairedGraphs:
         return ops
 
     def _equal_calls(self) -> Mapping[Op, Op]:
-        """Match operators by target, source line and name; arithmetic by its order on the line
-        instead, as its names depend on what a micro-batch of one sample lacks, as `x / len(x)`."""
+        """Match operators by target, source line and name.
+
+        Arithmetic operators are matched by their order on the line: a micro-batch of one sample
+        lacks some of these operators, such as `x / len(x)`, so that the names of others differ.
+        """
         own_groups = _grouped_by_call(self.micro.ops)
         calls: dict[Op, Op] = {}
         for key, group in _grouped_by_call(self.whole.ops).items():
@@ -150,8 +153,8 @@ class PairedGraphs:
         return [size if size == other else size // self._num_micro_batches for size, other in pairs]
 
     def is_proportional(self, value: Value, dim: int) -> bool:
-        """Whether the size of a dimension of a value of `whole` is a multiple of the batch size,
-        the same one for all batch sizes."""
+        """Whether the size of a dimension of a value of `whole` is a fixed multiple of the batch
+        size."""
         inputs = zip(self.whole.input_values, self.twin.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
         size, twin_size = next((pair for pair in pairs if pair[0] != pair[1]), (1, 1))
@@ -175,7 +178,7 @@ class PairedGraphs:
 
 @dataclass(frozen=True)
 class _PairedViews:
-    """Compares values of two graphs up to views that only one graph has.
+    """Comparison of the values of two graphs, up to views that only one graph has.
 
     Args:
         pair: the graphs of the global batch and of a micro-batch.

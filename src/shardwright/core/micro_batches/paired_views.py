@@ -1,4 +1,4 @@
-"""Compares values of the graphs of a batch and of a micro-batch, aside from unmatched views."""
+"""Compare values of the graphs of a batch and of a micro-batch, aside from unmatched views."""
 
 from __future__ import annotations
 

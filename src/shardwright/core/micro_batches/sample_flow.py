@@ -19,7 +19,7 @@ from shardwright.core.micro_batches.sample_states import (
 )
 
 PAIRS_SAMPLES = "reads a tensor of several sizes that depend on the batch size, so it mixes samples"
-"""Verb phrase for errors."""
+"""Verb phrase for the error of an operator that pairs samples with each other."""
 
 
 @dataclass
@@ -87,7 +87,8 @@ class SampleFlow:
 
     @property
     def not_divisible(self) -> str:
-        """Verb phrase for errors."""
+        """Verb phrase for the error of an operator whose samples cannot be divided among
+        micro-batches."""
         return f"reads samples that cannot be divided into {self.count} equal parts"
 
     def num_samples(self) -> int:
@@ -124,7 +125,7 @@ class SampleFlow:
         return split
 
     def shared_values(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Pass those of `values` that the prologue computes to each micro-batch in full, and return
+        """Pass each of `values` that the prologue computes to every micro-batch in full; return
         `values`."""
         for value in [each for each in values if each in self.outside]:
             self.result.replaced[value] = self.result.take(value, None)

@@ -1,4 +1,4 @@
-"""Rewrites losses of micro-batches so that their mean or sum is the loss of the global batch."""
+"""Rewrite losses of micro-batches so that their mean or sum is the loss of the global batch."""
 
 from __future__ import annotations
 

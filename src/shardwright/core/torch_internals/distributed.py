@@ -166,7 +166,7 @@ def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
 
 
 class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
-    """PyTorch's mode, with views of numbers too.
+    """PyTorch's `LocalTensorMode`, extended to views of numbers.
 
     Backward formulas take the conjugate of complex numbers in Python, which PyTorch's mode rejects:
     a view of a number cannot have the number's type.

@@ -65,14 +65,14 @@ def local_part_of(full: Tensor, tensor: Tensor) -> Tensor:
 def set_data(tensor: Tensor, value: Tensor) -> None:
     """Assign `tensor.data`: share the memory of `value`, and keep the version counter.
 
-    Of a DTensor only the wrapper, which has no values, changes.
+    For a DTensor, only the wrapper changes, not the local tensor.
     """
     cast(Any, Tensor.data).__set__(tensor, value)
 
 
 def share_local_memory(tensor: DTensor, value: DTensor) -> None:
-    """Make a DTensor share the local memory of another one with an equal layout, as the `.data` of
-    ordinary tensors does. A pending backward pass that needs the old values then raises."""
+    """Make a DTensor share the local memory of another DTensor with an equal layout, as the `.data`
+    of ordinary tensors does. A pending backward pass that needs the old values then raises."""
     if type(tensor._local_tensor) is Tensor:
         set_data(tensor._local_tensor, value._local_tensor)
     else:  # simulated ranks
@@ -82,7 +82,7 @@ def share_local_memory(tensor: DTensor, value: DTensor) -> None:
 
 
 def become(tensor: DTensor, value: DTensor) -> None:
-    """Give a DTensor the shape, the layout and the local tensor of another one."""
+    """Give a DTensor the shape, the layout and the local tensor of another DTensor."""
     set_data(tensor, value)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 

@@ -27,14 +27,14 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's dictionary of parameters, without those of children; changes of the
-    dictionary change the module."""
+    """Return a module's dictionary of parameters, without the parameters of children; changes of
+    the dictionary change the module."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return a module's dictionary of buffers, without those of children; changes of the dictionary
-    change the module."""
+    """Return a module's dictionary of buffers, without the buffers of children; changes of the
+    dictionary change the module."""
     return module._buffers
 
 

@@ -71,7 +71,7 @@ def pipeline_stage(
 
 
 class SelectiveStage(PipelineStage):
-    """Stage for PyTorch 2.11 that supports tensors without gradient, as `PipelineStage` of 2.13.
+    """Stage for PyTorch 2.11 that supports tensors without gradient, like `PipelineStage` of 2.13.
 
     `PipelineStage` of 2.11 treats all received tensors, including integers, as leaves that require
     gradients, and fails if one of them receives no gradient.

@@ -14,9 +14,9 @@ from torch.fx.proxy import TracerBase
 
 @contextmanager
 def innermost_frames_recorded(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """A context in which `torch.export` records the innermost frame of the user for each operator.
+    """Context in which `torch.export` records the user's innermost frame for each operator.
 
-    By default it records the frames of functions called `forward` only.
+    By default `torch.export` records the frames of functions called `forward` only.
 
     Args:
         is_users: whether a file is of the user's code.

@@ -70,7 +70,7 @@ storage_id: Callable[[Tensor], int] = torch._C._storage_id  # type: ignore[attr-
 reused."""
 
 requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-"""Whether a tensor requires a gradient."""
+"""Return whether a tensor requires a gradient."""
 
 getters_without_overrides = torch._C.DisableTorchFunctionSubclass
 """Context manager that disables `__torch_function__` of tensor subclasses. The call takes most of

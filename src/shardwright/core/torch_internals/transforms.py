@@ -30,8 +30,8 @@ arguments."""
 def transforms_called_by(call: Calling) -> Iterator[None]:
     """Context manager in which `call` runs every outermost transformed function.
 
-    Transformed functions are those that `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp`, and
-    transforms built on these, return. PyTorch runs nested ones.
+    Transformed functions are the results of `vmap`, `grad`, `grad_and_value`, `jvp`, `vjp`, and of
+    transforms built on these. PyTorch itself runs nested transformed functions.
 
     Raises:
         CaptureError: inside the context, by functions that `functionalize` returns.

@@ -1,4 +1,4 @@
-"""Loads the initial weights or a checkpoint of a run, and decides when it saves checkpoints."""
+"""Load the initial weights or a checkpoint of a run, and decide when the run saves checkpoints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CheckpointPolicy:
         """Check that the run can start from its weights or checkpoints.
 
         Raises:
-            CheckpointError: the folder of a new run already has checkpoints, a run to resume has
+            CheckpointError: if the folder of a new run already has checkpoints, a run to resume has
                 none, or the initial weights are missing.
         """
         checkpoints, weights = self.checkpoints(), self.weights
@@ -99,8 +99,8 @@ class CheckpointPolicy:
             The position at which training starts.
 
         Raises:
-            CheckpointError: the checkpoint belongs to another model or optimizer, or was saved in
-                the middle of an epoch whose sample order has changed.
+            CheckpointError: if the checkpoint belongs to another model or optimizer, or was saved
+                in the middle of an epoch whose sample order has changed.
         """
         if checkpoints is not None and self.train.resume and checkpoints.newest() is not None:
             step, info = checkpoints.select()

@@ -50,7 +50,7 @@ class ForeignRun(Protocol):
         """Return `config` with batch size and stages for `devices` devices on `servers` servers.
 
         Raises:
-            ConfigError: the parallel degrees of the file do not multiply to `devices`.
+            ConfigError: if the parallel degrees of the file do not multiply to `devices`.
         """
 
     def batch_formula(self, devices: int) -> str:
@@ -74,7 +74,7 @@ class ConfigFormat(Protocol):
             file: name of the file, for error messages.
 
         Raises:
-            ConfigError: a key is missing, invalid or contradicts another.
+            ConfigError: if a key is missing, invalid or contradicts another.
         """
 
 

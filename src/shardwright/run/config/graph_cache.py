@@ -77,8 +77,8 @@ def _read_graph(folder: Path, key: str) -> Graph | None:
     """Return the cached graph, or None on a miss.
 
     Raises:
-        OSError: the folder or the file cannot be read, or the folder is writable by other users.
-        ValueError: the file is damaged.
+        OSError: if the folder or the file cannot be read, or the folder is writable by other users.
+        ValueError: if the file is damaged.
     """
     path = folder / f"{key}.graph"
     try:

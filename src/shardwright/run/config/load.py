@@ -1,4 +1,4 @@
-"""Parses YAML into a `Config`, and reports all mistakes of a file at once."""
+"""Parse YAML into a `Config`, and report all mistakes of a file at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(path: str | Path) -> Config:
     """Load the configuration file at `path`.
 
     Raises:
-        ConfigError: the file does not exist, is invalid YAML, or has unknown keys, values of a
+        ConfigError: if the file does not exist, is invalid YAML, or has unknown keys, values of a
             wrong type or contradictory values; one line per mistake.
     """
     return parse(read_text(path, ConfigError), str(path))

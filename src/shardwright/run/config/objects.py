@@ -1,4 +1,4 @@
-"""Builds the model, data and optimizer of a configuration."""
+"""Build the model, data and optimizer of a configuration."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
         folder: the folder to which paths of the section are relative.
 
     Raises:
-        ConfigError: a target does not return a module, or the name, sizes or arguments of the model
-            are invalid.
+        ConfigError: if a target does not return a module, or the name, sizes or arguments of the
+            model are invalid.
     """
     if model.target is not None:
         net = call_target("model.target", model.target, model.arguments, folder)
@@ -71,10 +71,11 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
 
 
 def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
-    """Return the compute dtype of the model's published configuration; None if it has none.
+    """Return the compute dtype of the model's published configuration; None if that configuration
+    names no dtype.
 
     Raises:
-        ConfigError: the configuration of `hf` does not exist.
+        ConfigError: if the configuration of `hf` does not exist.
     """
     if model.name is not None:
         return COMPUTE_DTYPES.get(model.name)
@@ -92,7 +93,7 @@ def wrap_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
         key: the configuration key that the code inside the context handles.
 
     Raises:
-        error_type: an exception other than a `ShardwrightError` was raised.
+        error_type: if an exception other than a `ShardwrightError` was raised.
     """
     try:
         yield
@@ -122,7 +123,7 @@ def _call_with_key_in_errors(
     """Call `function` with the remaining arguments, and prefix its errors with `key`.
 
     Raises:
-        ConfigError: `function` does not take these arguments, or rejects a value.
+        ConfigError: if `function` does not take these arguments, or rejects a value.
     """
     # Bound first, to distinguish wrong arguments from a TypeError inside the function.
     try:
@@ -141,7 +142,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
     """Mark the modules to be recomputed in the backward pass (activation checkpointing).
 
     Raises:
-        ConfigError: a module path or a block index does not exist in the model.
+        ConfigError: if a module path or a block index does not exist in the model.
     """
     modules = dict(net.named_modules())
     for path, op_types in _recomputed_op_types(net, section).items():
@@ -209,8 +210,8 @@ def load_samples(
         folder: the folder to which paths of the sections are relative.
 
     Raises:
-        ConfigError: a target does not return a tuple of tensors.
-        DataError: the data is missing or damaged, or the text has a token id outside the model's
+        ConfigError: if a target does not return a tuple of tensors.
+        DataError: if the data is missing or damaged, or the text has a token id outside the model's
             vocabulary.
     """
     if data.target is not None:
@@ -296,7 +297,7 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
         folder: the configuration's folder; its modules take precedence over installed ones.
 
     Raises:
-        ConfigError: the module or attribute does not exist, is not callable, or does not take
+        ConfigError: if the module or attribute does not exist, is not callable, or does not take
             `arguments`.
     """
     with wrap_errors(key, ConfigError):

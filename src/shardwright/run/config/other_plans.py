@@ -1,4 +1,4 @@
-"""Alternative plans of a run, which the report page compares with the chosen plan."""
+"""Plan alternatives to the plan of a run, which the report page compares with the chosen plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AlternativePlanner:
-    """Plans alternatives to the plan of a run, reusing its captured graph where possible.
+    """Planner of alternatives to the plan of a run, which reuses the captured graph where possible.
 
     Args:
         unplanned: the run as configured, before the number of micro-batches was chosen.
@@ -97,7 +97,8 @@ class AlternativePlanner:
             Each kind as text, and its plan, or the reason why it has no plan.
 
         Raises:
-            ShardwrightError: the configuration names no cluster, so step times cannot be predicted.
+            ShardwrightError: if the configuration names no cluster, so step times cannot be
+                predicted.
         """
         ranked = self.unplanned.best_plans(self.plan.devices, top)
         for strategy_kind, plan in ranked.plans.items():

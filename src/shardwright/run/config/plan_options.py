@@ -1,4 +1,4 @@
-"""Translates a configuration into options of the planner."""
+"""Translate a configuration into options of the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rehearses a configured run: runs a few training steps of single ranks in one process."""
+"""Rehearse a configured run: run a few training steps of single ranks in one process."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def rehearse_run(
         device: the CPU or, by default, the meta device.
 
     Raises:
-        PlanError: a rank does not exist, the plan is for another model, or a process group is
+        PlanError: if a rank does not exist, the plan is for another model, or a process group is
             running.
-        ShardwrightError: an error that `train` would raise.
+        ShardwrightError: if `train` would raise an error.
     """
     settings = run.config.train
     train = settings.model_copy(

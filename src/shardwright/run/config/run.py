@@ -1,4 +1,4 @@
-"""A configured run: builds its model, data and optimizer, captures its graph and plans it."""
+"""A configured run, which builds the model, data and optimizer, captures the graph and plans it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Run:
         """Return the run adjusted to `devices` devices.
 
         Raises:
-            ConfigError: the parallel degrees of the file do not multiply to `devices`.
+            ConfigError: if the parallel degrees of the file do not multiply to `devices`.
         """
         if self.foreign is None:
             with naming_file(self.file):
@@ -126,7 +126,7 @@ class Run:
         """The training batches.
 
         Raises:
-            DataError: the data is missing or damaged.
+            DataError: if the data is missing or damaged.
         """
         return self._load_batches(self.config.data)
 
@@ -135,7 +135,7 @@ class Run:
         """The evaluation data and its schedule; None without `train.evaluation`.
 
         Raises:
-            DataError: the data is missing or damaged.
+            DataError: if the data is missing or damaged.
         """
         section = self.config.train.evaluation
         if section is None:
@@ -150,7 +150,7 @@ class Run:
         """Load the training and evaluation data now, so that missing data is reported early.
 
         Raises:
-            DataError: the data is missing or damaged.
+            DataError: if the data is missing or damaged.
         """
         _ = self.batches, self.evaluation
 
@@ -175,7 +175,7 @@ class Run:
         """Build the model with its loss; initial parameters depend only on `train.seed`.
 
         Raises:
-            ConfigError: the model cannot be built from its section.
+            ConfigError: if the model cannot be built from its section.
         """
         torch.manual_seed(self.config.train.seed)
         with naming_file(self.file):
@@ -193,7 +193,7 @@ class Run:
                 neither.
 
         Raises:
-            ShardwrightError: the model cannot be built, captured or planned.
+            ShardwrightError: if the model cannot be built, captured or planned.
         """
         return self.for_devices(devices)._plan_and_save(devices, files)
 
@@ -273,8 +273,8 @@ class Run:
         """Build the model, attach the strategies of the configuration to it, and capture its graph.
 
         Raises:
-            ShardwrightError: the model cannot be built or captured, or the configuration does not
-                match it.
+            ShardwrightError: if the model cannot be built or captured, or the configuration does
+                not match it.
         """
         model, batch = self.model_to_plan(), self.micro_batch_to_plan()
         parallel = self.config.parallel
@@ -296,7 +296,7 @@ class Run:
             batch: one micro-batch; only shapes and dtypes matter.
 
         Raises:
-            CaptureError: the model cannot be captured.
+            CaptureError: if the model cannot be captured.
         """
         graph = self._capture_or_load_graph(model, batch)
         # Captures with other numbers of samples too, to find what depends on the batch size.
@@ -379,7 +379,7 @@ class Run:
             changes: options of the planner that replace those of the configuration.
 
         Raises:
-            ShardwrightError: no plan exists, for example within the memory limit.
+            ShardwrightError: if no plan exists, for example within the memory limit.
         """
         return plan_model(self._plan_options(model, devices, **changes), graph)
 
@@ -399,7 +399,7 @@ class Run:
         model's published configuration is used.
 
         Raises:
-            ConfigError: the model's configuration does not exist.
+            ConfigError: if the model's configuration does not exist.
         """
         requested, train = self.config.parallel.compute_dtype, self.config.train
         if requested is not None or "dtype" in train.model_fields_set:

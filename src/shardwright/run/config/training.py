@@ -1,4 +1,4 @@
-"""Trains a planned run on one rank."""
+"""Train a planned run on one rank."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def train_rank(
         profile: number of steps to profile, and destinations of the results; None for no profile.
 
     Raises:
-        PlanError: the plan is for another number of devices, or for another model.
-        CheckpointError: the newest checkpoint belongs to another model.
-        ConfigError: fewer steps remain than `profile` needs.
-        ShardwrightError: planning failed on rank 0; raised on all ranks.
-        StoppedError: a rank received a signal to stop, and all ranks have saved a checkpoint.
+        PlanError: if the plan is for another number of devices, or for another model.
+        CheckpointError: if the newest checkpoint belongs to another model.
+        ConfigError: if fewer steps remain than `profile` needs.
+        ShardwrightError: if planning failed on rank 0; raised on all ranks.
+        StoppedError: if a rank received a signal to stop, and all ranks have saved a checkpoint.
     """
     if isinstance(plan, Plan) and world.size != plan.devices:
         raise PlanError(
@@ -124,7 +124,7 @@ class RankTraining:
         """Parallelize the model of `run` and build its optimizer.
 
         Raises:
-            PlanError: the plan is for another model, or expects a shard of the batch per rank.
+            PlanError: if the plan is for another model, or expects a shard of the batch per rank.
         """
         if plan.arrivals:
             raise PlanError(

@@ -49,7 +49,7 @@ class Batches:
         seed: shuffling seed.
 
     Raises:
-        DataError: the tensors differ in their number of samples, or do not fill one batch.
+        DataError: if the tensors differ in their number of samples, or do not fill one batch.
     """
 
     tensors: tuple[Samples, ...]
@@ -126,7 +126,7 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
         Images [1797, 1, image_size, image_size] with values in 0…1, and labels [1797].
 
     Raises:
-        DataError: scikit-learn is not installed, or `image_size` is below 8.
+        DataError: if scikit-learn is not installed, or `image_size` is below 8.
     """
     if image_size < DIGITS_SIZE:
         raise DataError(f"image_size={image_size}: use at least {DIGITS_SIZE} pixels per side")
@@ -153,7 +153,7 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
         labels [samples].
 
     Raises:
-        DataError: the folder or a file is missing, or a file is malformed.
+        DataError: if the folder or a file is missing, or a file is malformed.
     """
     location = folder if folder is not None else os.environ.get("DATA_PATH")
     if not location:
@@ -189,7 +189,7 @@ def mnist_or_digits() -> tuple[Tensor, Tensor]:
         [samples].
 
     Raises:
-        DataError: the MNIST files are missing or malformed, or scikit-learn is not installed.
+        DataError: if the MNIST files are missing or malformed, or scikit-learn is not installed.
     """
     if os.environ.get("DATA_PATH"):
         return mnist()
@@ -204,7 +204,7 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     the number of dimensions, each dimension as a big-endian 32-bit integer, the data.
 
     Raises:
-        DataError: the type is not unsigned bytes, or the file length does not match the header.
+        DataError: if the type is not unsigned bytes, or the file length does not match the header.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -273,7 +273,7 @@ def packed_text(
         Token ids [samples, seq_length], and a copy as labels, not shifted.
 
     Raises:
-        DataError: a file does not exist or is not UTF-8 text, or the text has fewer than
+        DataError: if a file does not exist or is not UTF-8 text, or the text has fewer than
             `seq_length` tokens.
     """
     encode, end_of_text = (

@@ -1,4 +1,4 @@
-"""Pads batches to few distinct lengths, because the graph is captured once per length."""
+"""Pad batches to few distinct lengths, because the graph is captured once per length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PadToMultiple:
         multiple: the padded length is a multiple of this number.
 
     Raises:
-        DataError: `multiple` is less than 1, or a sample lacks a field.
+        DataError: if `multiple` is less than 1, or a sample lacks a field.
     """
 
     values: Mapping[str, float]

@@ -42,7 +42,7 @@ class TokenArray:
         """Read up to `length` tokens; fewer at the end of the array.
 
         Raises:
-            DataError: a token id is not below `vocab_size`.
+            DataError: if a token id is not below `vocab_size`.
         """
         tokens: NDArray[np.int64] = self.values[start : start + length].astype(np.int64)
         invalid = (tokens < 0) | (tokens >= (vocab_size or np.inf))
@@ -66,7 +66,7 @@ class TokenSequences:
         vocab_size: exclusive upper bound of token ids; None for no check.
 
     Raises:
-        DataError: the arrays have fewer than `seq_length` tokens in total.
+        DataError: if the arrays have fewer than `seq_length` tokens in total.
     """
 
     arrays: tuple[TokenArray, ...]
@@ -88,7 +88,7 @@ class TokenSequences:
         """Read the sequences with the indices `rows`, as int64 [len(rows), seq_length].
 
         Raises:
-            DataError: a token id is not below the vocabulary size.
+            DataError: if a token id is not below the vocabulary size.
         """
         return torch.from_numpy(np.stack([self._read_sequence(row) for row in rows.tolist()]))
 
@@ -128,7 +128,7 @@ def token_sequences(
         unless the data has a column `labels`.
 
     Raises:
-        DataError: the file does not exist, is not a token file, or has fewer than `seq_length`
+        DataError: if the file does not exist, is not a token file, or has fewer than `seq_length`
             tokens.
     """
     labels: tuple[TokenArray, ...] = ()
@@ -156,7 +156,7 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
     """Memory-map a token file.
 
     Raises:
-        DataError: the file is not a contiguous array of integers.
+        DataError: if the file is not a contiguous array of integers.
     """
     try:
         if file.suffix == ".npy":
@@ -222,8 +222,8 @@ def saved_dataset(path: Path, column: str) -> Any:
         column: a column that the dataset must have.
 
     Raises:
-        DataError: `datasets` is not installed, the folder is damaged or has several splits, or the
-            column is missing.
+        DataError: if `datasets` is not installed, the folder is damaged or has several splits, or
+            the column is missing.
     """
     with needs_extra("datasets", f"{path}: a saved dataset needs `datasets`", DataError):
         from datasets import DatasetDict, load_from_disk

@@ -1,1 +1,1 @@
-"""Starts, monitors and terminates the processes of a run, on one node or several."""
+"""Start, monitor and terminate the processes of a run, on one node or several."""

@@ -1,4 +1,4 @@
-"""Launches ranks as local processes, and restarts them after failures.
+"""Launch ranks as local processes, and restart them after failures.
 
 Ranks get the same environment variables as from torchrun, so they need not know their launcher.
 Rank N writes to `<log folder>/1/rank.N/stdout` and `stderr`. If a rank fails or is killed, the
@@ -61,10 +61,10 @@ def launch(
             locked until all ranks have ended, even if this process is killed.
 
     Raises:
-        RankFailedError: a rank failed and no restarts are left; the others are terminated.
-        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank received
-            SIGINT or SIGTERM; all ranks have ended. They save a checkpoint first if the run has
-            checkpoints, unless this process receives a second signal.
+        RankFailedError: if a rank failed and no restarts are left; the others are terminated.
+        StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank
+            received SIGINT or SIGTERM; all ranks have ended. They save a checkpoint first if the
+            run has checkpoints, unless this process receives a second signal.
     """
     # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
     with serve_store() as port, _collect_stop_signals() as stop_signals:
@@ -121,7 +121,7 @@ class DeviceRange:
     """The minimum and maximum number of devices of an elastic run.
 
     Raises:
-        ConfigError: the numbers are not 1 ≤ minimum ≤ maximum.
+        ConfigError: if the numbers are not 1 ≤ minimum ≤ maximum.
     """
 
     minimum: int
@@ -139,7 +139,7 @@ class DeviceRange:
         """Parse the option `--elastic MIN:MAX`.
 
         Raises:
-            ConfigError: `text` is not `MIN:MAX`.
+            ConfigError: if `text` is not `MIN:MAX`.
         """
         low, colon, high = text.partition(":")
         if not (colon and low.isdecimal() and high.isdecimal()):
@@ -174,8 +174,8 @@ def launch_elastic(
         timeout, locks: see `launch`.
 
     Raises:
-        RankFailedError: fewer than `minimum` devices remain, or a rank failed and no restarts are
-            left.
+        RankFailedError: if fewer than `minimum` devices remain, or a rank failed and no restarts
+            are left.
         StoppedError: see `launch`.
     """
     remaining_devices, restarts = devices, 0

@@ -42,7 +42,7 @@ class LogFolder:
         """Remove the logs of an earlier run, and create a folder for each of `num_ranks` ranks.
 
         Args:
-            keep_steps: keep the step log, to which a resumed run appends.
+            keep_steps: whether to keep the step log, to which a resumed run appends.
         """
         steps = self.steps(0)
         step_log = steps.read_bytes() if keep_steps and steps.exists() else None

@@ -1,4 +1,4 @@
-"""Launches the ranks of one node of several, with torchrun's elastic agent.
+"""Launch the ranks of one node of several, with torchrun's elastic agent.
 
 Every node runs the same command with its own node rank. The agent of each node starts its ranks,
 and restarts all of them if a rank fails or a node joins or leaves. Node 0 serves the store of the
@@ -81,7 +81,7 @@ class Node:
             local_size: ranks on this node; by default one per accelerator, or one without any.
 
         Raises:
-            ConfigError: an option is missing or invalid.
+            ConfigError: if an option is missing or invalid.
         """
         low, colon, high = nnodes.partition(":")
         numbers = [int(text) for text in (low, high if colon else low) if text.isdecimal()]
@@ -138,11 +138,11 @@ def launch_node(
         timeout: longest time to wait for other nodes.
 
     Raises:
-        ConfigError: the store cannot be served or reached, or another node has the same rank.
-        RankFailedError: a rank failed and no restarts are left, too few nodes joined, or node 0 no
-            longer answers.
-        StoppedError: this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank received
-            SIGINT or SIGTERM and no restarts are left.
+        ConfigError: if the store cannot be served or reached, or another node has the same rank.
+        RankFailedError: if a rank failed and no restarts are left, too few nodes joined, or node 0
+            no longer answers.
+        StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank
+            received SIGINT or SIGTERM and no restarts are left.
     """
     os.environ.update(_agent_environment(node))
     # The agent would log failures of ranks with its own stack traces; this function raises them.
@@ -186,9 +186,9 @@ def launch_node(
 def _ends_of_failed_ranks(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
     """Convert the agent's report of failed ranks to one `RankEnd` per rank.
 
-    After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to those that do not
-    exit. It does not report the signals that it sent, so they are inferred from exit codes and
-    times.
+    After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to ranks that do not
+    exit. The agent does not report the signals that it sent, so they are inferred from exit codes
+    and times.
     """
     first_timestamp = min(failure.timestamp for failure in failures.values())
     sigterm_exit = -signal.SIGTERM
@@ -257,7 +257,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
     Node 0 serves the store.
 
     Yields:
-        The IP address at which other nodes reach this one.
+        The IP address at which other nodes reach this node.
     """
     address = _local_ip_address(node)
     try:
@@ -326,7 +326,7 @@ def _local_ip_address(node: Node) -> str:
     """Return the IP address of this node's interface to node 0.
 
     Raises:
-        ConfigError: the host name cannot be resolved; or this is node 0, and the host is another
+        ConfigError: if the host name cannot be resolved; or this is node 0, and the host is another
             machine or the port is in use.
     """
     try:
@@ -356,7 +356,7 @@ def _claim_node_rank(store: Store, node: Node) -> None:
     """Register this process as the owner of its node rank in the store.
 
     Raises:
-        ConfigError: a live node has this rank.
+        ConfigError: if a live node has this rank.
     """
     owner_key = f"owner of node {node.rank}"
     if store.add(f"claims of node {node.rank}", 1) > 1:

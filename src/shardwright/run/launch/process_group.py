@@ -68,10 +68,11 @@ def is_launched() -> bool:
 
 
 def local_device(world: World, choice: DeviceChoice = "auto") -> torch.device:
-    """Return the accelerator of this rank; the CPU if `choice` is `cpu` or there is none.
+    """Return the accelerator of this rank; the CPU if `choice` is `cpu` or the machine has no
+    accelerator.
 
     Raises:
-        ConfigError: this machine has fewer accelerators than ranks.
+        ConfigError: if this machine has fewer accelerators than ranks.
     """
     return CPU if choice == "cpu" else device_of_rank(world.local_rank, world.local_size)
 
@@ -95,8 +96,8 @@ def process_group(
     Raises:
         ConfigError: on all ranks, if ranks have different device types, or two share an
             accelerator.
-        CommunicationError: another rank is dead or stuck; the message names the redistribution, or
-            the other ranks that waited.
+        CommunicationError: if another rank is dead or stuck; the message names the redistribution,
+            or the other ranks that waited.
     """
     if world.size == 1:
         local = local_device(world, device)
@@ -142,8 +143,8 @@ def check_same_run(
         device: see `process_group`.
 
     Raises:
-        ConfigError: a fact differs between ranks; raised on all of them.
-        CommunicationError: a rank did not join in time.
+        ConfigError: if a fact differs between ranks; raised on all of them.
+        CommunicationError: if a rank did not join in time.
     """
     if world.local_size == world.size:
         yield
@@ -203,9 +204,9 @@ def _join_checked_store(
         own: a value that must differ between ranks, such as the hardware id of their device.
 
     Raises:
-        ConfigError: a fact differs between ranks, or two ranks have equal `own`; raised on all
+        ConfigError: if a fact differs between ranks, or two ranks have equal `own`; raised on all
             ranks.
-        CommunicationError: a rank did not join in time.
+        CommunicationError: if a rank did not join in time.
     """
     try:
         joined = join_store(world, timeout)

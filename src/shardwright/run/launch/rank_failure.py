@@ -1,4 +1,4 @@
-"""Finds the rank that caused a run to fail; the other ranks fail because they wait for it."""
+"""Find the rank that caused a run to fail; the other ranks fail because they wait for that rank."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RankEnd:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the rank failed for another reason than the failure of another rank."""
+        """Whether the rank failed for a reason other than the failure of another rank."""
         if self.error is not None:
             return not self.error.is_consequence and self.error.stop is None
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)
@@ -153,8 +153,8 @@ def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
 def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
     """Return the error of the rank that most likely caused the failures of the others.
 
-    Ranks in order of preference: those that lost their device, were stopped by a signal, failed by
-    themselves, did not answer the others, timed out. Ties go to the earliest end.
+    In order of preference: a rank that lost its device, was stopped by a signal, failed by itself,
+    did not answer the other ranks, or timed out. Ties go to the earliest end.
 
     Args:
         ends: the end of each rank; at least one is a failure.

@@ -1,4 +1,4 @@
-"""Finds the first operator that produces NaN or infinity, by repeating a step with checks."""
+"""Find the first operator that produces NaN or infinity, by repeating a step with checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stops training or skips a step if a loss, a gradient or a parameter is not finite."""
+"""Stop training or skip a step if a loss, a gradient or a parameter is not finite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NonFinite = Literal["stop", "skip"]
 
 @dataclass
 class NonFiniteGuard:
-    """Undoes steps whose loss or gradient norm is not finite.
+    """Guard that undoes steps whose loss or gradient norm is not finite.
 
     Loss and norm are reduced over all ranks, so all ranks undo the same steps.
 
@@ -70,8 +70,8 @@ class NonFiniteGuard:
             where: description of the step, for messages.
 
         Raises:
-            NonFiniteError: the policy is `stop`, or parameters are not finite, so that every later
-                step would fail too.
+            NonFiniteError: if the policy is `stop`, or parameters are not finite, so that every
+                later step would fail too.
         """
         self._restore_state()
         problem = f"{where}: the loss is {loss:g}, the gradient norm {norm:g}"

@@ -1,4 +1,4 @@
-"""Profiles steps of a run on each rank, into a Chrome trace and a summary."""
+"""Profile steps of a run on each rank, into a Chrome trace and a summary."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def gather_measured(own: MeasuredRank) -> tuple[MeasuredRank, ...]:
-    """Gather the measurements of all ranks on rank 0. Every rank must call it.
+    """Gather the measurements of all ranks on rank 0. Collective.
 
     Args:
         own: measurements of this rank.

@@ -1,4 +1,4 @@
-"""Breaks down the time of a step into categories, from the events of `torch.profiler`.
+"""Break down the time of a step into categories, from the events of `torch.profiler`.
 
 Categories are those of the predicted time, such as attention or exposed communication. On an
 accelerator, seconds are kernel time; on the CPU, self time of operators.
@@ -124,7 +124,8 @@ class StepSummary:
 
 
 def peak_allocated(events: Iterable[Any]) -> int:
-    """Return the peak bytes of CPU tensors, not counting those allocated before the first event."""
+    """Return the peak bytes of CPU tensors, not counting tensors allocated before the first
+    event."""
     host = [each for each in events if _is_host_event(each) and not each.is_async]
     ordered = sorted(host, key=lambda each: each.time_range.start)
     allocated = accumulate((int(each.self_cpu_memory_usage) for each in ordered), initial=0)

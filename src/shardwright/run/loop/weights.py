@@ -1,4 +1,4 @@
-"""Loads initial weights from a `state_dict` file or another run's checkpoint."""
+"""Load initial weights from a `state_dict` file or another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shardwright.errors import CheckpointError
 
 
 def load_weights(net: nn.Module, path: str | Path) -> None:
-    """Load weights into `net`. Every rank must call it, and reads only its own shards.
+    """Load weights into `net`; each rank reads only its own shards. Collective.
 
     Args:
         path: a `state_dict` file, a folder of `.safetensors` files, a checkpoint folder `step-N`,
             or a folder of checkpoints, of which the newest is loaded.
 
     Raises:
-        CheckpointError: `path` is none of these, or belongs to another model; the message names the
-            first parameter that differs.
+        CheckpointError: if `path` is not one of the supported files and folders, or belongs to
+            another model; the message names the first parameter that differs.
     """
     path = Path(path)
     if not path.is_dir() or any(path.glob("*.safetensors")):
@@ -35,7 +35,7 @@ def _find_checkpoint(path: Path) -> tuple[Path, int | None]:
     """Return the folder of the checkpoints at `path`, and the step to load; None for the newest.
 
     Raises:
-        CheckpointError: `path` is neither a checkpoint nor a folder of checkpoints.
+        CheckpointError: if `path` is neither a checkpoint nor a folder of checkpoints.
     """
     name = FOLDER_NAME.fullmatch(path.name)
     if name is not None:

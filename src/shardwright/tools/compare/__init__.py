@@ -1,4 +1,4 @@
-"""Compares automatic plans with expert configurations, by prediction and by measurement."""
+"""Compare automatic plans with expert configurations, by prediction and by measurement."""
 
 from shardwright.tools.compare.alternatives import (
     AUTO,

@@ -25,7 +25,8 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Kinds of alternatives. `of grid`: faster than `best of grid`, but over the memory limit."""
+"""Names of the types of alternatives. `of grid`: faster than `best of grid`, but over the memory
+limit."""
 
 TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""
@@ -41,15 +42,17 @@ class Alternative:
     """One sharding of a model with its predicted costs.
 
     Args:
-        kind: `auto`, `expert`, `data parallel`, `tensor parallel`, `best of grid` or `of grid`.
-        parts: degrees of parallelism; None if operators are sharded individually.
+        kind: type of alternative: `auto`, `expert`, `data parallel`, `tensor parallel`, `best of
+            grid` or `of grid`.
+        parts: degrees of data, tensor and pipeline parallelism; None if operators are sharded
+            individually.
         seconds: predicted step time.
         tokens_per_second: predicted throughput of all devices together.
         memory: predicted peak bytes per device.
         bytes: bytes sent per device and step.
         fits: whether `memory` is within the memory limit of the comparison.
-        gap: for `auto`, upper bound on its cost / optimal cost - 1, at equal numbers of stages;
-            None for other kinds.
+        gap: for `auto`, upper bound on (cost / optimal cost - 1) at equal numbers of stages; None
+            for other alternatives.
     """
 
     kind: str
@@ -80,7 +83,8 @@ class Comparison:
     alternatives: tuple[Alternative, ...]
 
     def of_kind(self, kind: str) -> Alternative | None:
-        """Return the first alternative of `kind`; None if none could be planned."""
+        """Return the first alternative of type `kind`; None if no alternative of this type could be
+        planned."""
         return next((each for each in self.alternatives if each.kind == kind), None)
 
     @property

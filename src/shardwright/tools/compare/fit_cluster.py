@@ -1,4 +1,4 @@
-"""Fits the figures of a cluster, such as efficiencies and latencies, to published training runs.
+"""Fit the figures of a cluster, such as efficiencies and latencies, to published training runs.
 
 The fit is a least squares problem in the logarithms of the figures. The residual of a run is
 log(predicted / measured seconds); all runs share the figures, and the loss is soft L1, so outliers
@@ -134,7 +134,7 @@ def fit_cluster(
         The cluster with fitted figures, each rounded to three digits.
 
     Raises:
-        ConfigError: a run cannot be sharded as published, or the fit does not converge.
+        ConfigError: if a run cannot be sharded as published, or the fit does not converge.
     """
     for index, each in enumerate(planned):
         on_progress(f"planning {each.run.id}", index, len(planned))

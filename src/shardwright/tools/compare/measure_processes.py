@@ -1,4 +1,4 @@
-"""Measures the cluster `local`: processes that share the CPU of this machine.
+"""Measure the cluster `local`: processes that share the CPU of this machine.
 
 While one process waits, the others use its share of the cores, so a step lasts as long as the CPU
 time of all processes together. CPU time is measured while all processes run the same work: matrix
@@ -62,15 +62,15 @@ def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> 
 def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -> Cluster:
     """Measure this machine with processes that compute and communicate at the same time.
 
-    Rates are those of the whole CPU, so the result is also valid for another number of processes.
+    Rates are per CPU, not per process, so the result is also valid for another number of processes.
 
     Args:
         processes: number of processes, at least 2.
         on_progress: called before each part of the measurement.
 
     Raises:
-        ValueError: there are fewer than two processes.
-        ConfigError: `scipy` is not installed.
+        ValueError: if there are fewer than two processes.
+        ConfigError: if `scipy` is not installed.
     """
     if processes < 2:
         raise ValueError(f"links need at least 2 processes, got {processes}\nuse processes=2")
@@ -134,7 +134,7 @@ def _measure_rates(clock: Clock) -> Cluster:
 
 
 def _mean_of_processes(figures: Sequence[float]) -> list[float]:
-    """Average numbers elementwise over all processes. Every process must call it."""
+    """Average numbers elementwise over all processes. Collective."""
     mean = torch.tensor(figures, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     return mean.tolist()

@@ -1,4 +1,4 @@
-"""Compares plans by measured training steps of tiny models on local processes."""
+"""Compare plans by measured training steps of tiny models on local processes."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class RealComparison:
 
     Args:
         batch: samples per step.
-        runs: measurements of each distinct plan: the expert plan, the automatic plan, then those of
-            the grid.
+        runs: measurements of each distinct plan: the expert plan, the automatic plan, then the
+            plans of the grid.
     """
 
     model: str
@@ -76,7 +76,8 @@ class RealComparison:
 
     @property
     def correlation(self) -> float:
-        """Spearman's ρ between predicted and measured seconds; NaN if either are all equal."""
+        """Spearman's ρ between predicted and measured seconds; NaN if all predicted or all measured
+        seconds are equal."""
         return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
 
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
@@ -127,9 +128,9 @@ def compare_measured(
         on_progress: called before each phase.
 
     Raises:
-        ConfigError: a configuration is not an expert configuration of a language model, or its
+        ConfigError: if a configuration is not an expert configuration of a language model, or its
             degrees of parallelism do not divide the number of processes.
-        RankFailedError: a plan failed to run; the message names the plan.
+        RankFailedError: if a plan failed to run; the message names the plan.
     """
     if devices < 2:
         raise ConfigError(f"--devices {devices}: use at least 2 processes to measure a comparison")

@@ -1,4 +1,4 @@
-"""Compares automatic plans with expert configurations by predicted step time."""
+"""Compare automatic plans with expert configurations by predicted step time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare_predicted(
         on_progress: called before each alternative is planned.
 
     Raises:
-        ConfigError: the file is not an expert configuration of a language model.
+        ConfigError: if the file is not an expert configuration of a language model.
     """
     run = replace(expert_run(expert), on_progress=on_progress)
     assert run.foreign is not None
@@ -82,7 +82,7 @@ def expert_run(file: str | Path) -> Run:
     """Read an expert configuration of a language model.
 
     Raises:
-        ConfigError: the file is not an expert configuration, or has context parallelism.
+        ConfigError: if the file is not an expert configuration, or has context parallelism.
     """
     run = Run.from_file(file)
     if run.foreign is None or run.config.parallel.expert is None:
@@ -100,7 +100,7 @@ def expert_run(file: str | Path) -> Run:
 
 
 class GridComparison:
-    """Plans alternative shardings of one model, from one captured graph.
+    """Planner of alternative shardings of one model, from one captured graph.
 
     Args:
         run: the run of an expert configuration.
@@ -152,11 +152,12 @@ class GridComparison:
     def _best_of_grid(
         self, expert: Alternative, planned_points: dict[GridPoint, Plan]
     ) -> Iterator[Alternative]:
-        """Yield the fastest plan of the grid that fits, then faster ones that do not fit.
+        """Yield the fastest plan of the grid that fits into memory, then faster plans that do not
+        fit.
 
         Args:
-            expert: the expert's alternative; yielded as the best one if it fits and no plan of the
-                grid that fits is faster.
+            expert: the expert's alternative; yielded as the best of the grid if it fits and no plan
+                of the grid that fits is faster.
             planned_points: plans of the grid that have already been made, by degrees.
         """
         micro_batches = self.run.config.parallel.num_micro_batches
@@ -190,7 +191,8 @@ class GridComparison:
                     yield parts
 
     def is_divisible_by(self, parts: GridPoint) -> bool:
-        """Whether these degrees divide the model's sizes, and the schedule can run the stages."""
+        """Whether the degrees `parts` divide the model's sizes, and the schedule can run the
+        stages."""
         data, model, stages = parts
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._megatron_schedule)
@@ -236,7 +238,7 @@ class GridComparison:
             seq_parallel: whether to shard norms and residuals along the sequence; by default only
                 with tensor parallelism.
             vocab_emb_dp: whether to replicate the embedding over tensor-parallel devices.
-            hsdp: ZeRO settings; by default those of the configuration.
+            hsdp: ZeRO settings; by default the settings of the configuration.
         """
         data, model, stages = parts
         pin_expert(
@@ -268,7 +270,8 @@ class GridComparison:
 
     @property
     def _megatron_schedule(self) -> str:
-        """Schedule of Megatron-style plans; the default one if the configuration has `auto`."""
+        """Schedule of Megatron-style plans; the default schedule if the configuration has
+        `auto`."""
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 

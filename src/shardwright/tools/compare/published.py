@@ -241,7 +241,8 @@ def read_published(file: str | Path) -> list[PublishedRun]:
     """Read the list `rows` of a JSON file.
 
     Raises:
-        ConfigError: a key is missing or invalid; the message names the file, the row and the key.
+        ConfigError: if a key is missing or invalid; the message names the file, the row and the
+            key.
     """
     runs: dict[str, PublishedRun] = {}
     for index, row in enumerate(read_rows(file, "rows")):
@@ -265,7 +266,7 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
         The entries of the list; [] if the file lacks the list.
 
     Raises:
-        ConfigError: the file has no non-empty list, or a value that is not a list.
+        ConfigError: if the file has no non-empty list, or a value that is not a list.
     """
     content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
     lists = content if isinstance(content, dict) else {"rows": content}
@@ -287,7 +288,7 @@ def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
         location: file and index of the entry, for error messages.
 
     Raises:
-        ConfigError: a key is missing or invalid.
+        ConfigError: if a key is missing or invalid.
     """
     if isinstance(row, dict) and isinstance(row.get("id"), str):
         location = f"{location} ({row['id']})"

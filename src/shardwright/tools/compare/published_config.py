@@ -128,7 +128,8 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
         not supported.
 
     Raises:
-        ConfigError: a key is missing or invalid; the message names the file, the row and the key.
+        ConfigError: if a key is missing or invalid; the message names the file, the row and the
+            key.
     """
     runs: list[ConfiguredRun] = []
     left_out: dict[str, str] = {}
@@ -150,10 +151,11 @@ def planned_runs(
         cluster: cluster to which runs are restricted; by default all runs, each on its own cluster.
 
     Returns:
-        The runs, those of `rows` first, and the reasons why runs are left out, by file name.
+        The runs, beginning with the runs of the list `rows`, and the reasons why runs are left out,
+        by file name.
 
     Raises:
-        ConfigError: the file is invalid, no run is on the cluster, or a run was faster than the
+        ConfigError: if the file is invalid, no run is on the cluster, or a run was faster than the
             peak of its cluster.
     """
     configured, left_out = read_configured(file)

@@ -53,9 +53,9 @@ class SmallSharding:
 def shardings(processes: int) -> tuple[SmallSharding, ...]:
     """Return the shardings to measure with `processes` processes.
 
-    These are a replica per device, with and without recomputation; data parallelism with FSDP, and
-    with recomputation; and all combinations of data, tensor and pipeline parallelism, the last one
-    also with more micro-batches.
+    The shardings are a replica per device, with and without recomputation; data parallelism with
+    FSDP, and with recomputation; and all combinations of data, tensor and pipeline parallelism, the
+    last one with more micro-batches as well.
     """
     combinations = [
         SmallSharding(processes // stages // tensor, tensor, stages)
@@ -76,7 +76,7 @@ def shardings(processes: int) -> tuple[SmallSharding, ...]:
 
 
 class SmallModel:
-    """Builds and trains a small language model on all processes of the process group."""
+    """A small language model that is built and trained on all processes of the process group."""
 
     def __init__(self, processes: int) -> None:
         self.processes, self.shardings = processes, shardings(processes)

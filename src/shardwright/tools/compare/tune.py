@@ -1,4 +1,4 @@
-"""Plans with several values of `mem_coeff`, and recommends one."""
+"""Plan with several values of `mem_coeff`, and recommend one."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
     plans are not changed to fit it.
 
     Raises:
-        ConfigError: the configuration's mode does not use `mem_coeff`.
-        ShardwrightError: the model cannot be planned.
+        ConfigError: if the configuration's mode does not use `mem_coeff`.
+        ShardwrightError: if the model cannot be planned.
     """
     run = run.for_devices(devices).with_micro_batches(devices)
     parallel = run.config.parallel

@@ -56,7 +56,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     plans equally.
 
     Raises:
-        PlanError: a plan cannot run.
+        PlanError: if a plan cannot run.
     """
     run = tiny_run(Run.from_file(order.config), world.size)
     graph = loads(Path(order.graph).read_bytes())
@@ -138,7 +138,7 @@ def tiny_run(run: Run, devices: int) -> Run:
         devices: number of devices.
 
     Raises:
-        ConfigError: the micro-batch is not divisible by the data parallelism.
+        ConfigError: if the micro-batch is not divisible by the data parallelism.
     """
     parallel, sizes = run.config.parallel, run.config.model.sizes
     assert parallel.expert is not None and sizes is not None
@@ -183,7 +183,8 @@ def tiny_run(run: Run, devices: int) -> Run:
 def _scale_recomputed_blocks(
     recompute: RecomputeSection | None, layers: int, tiny_layers: int
 ) -> RecomputeSection | None:
-    """Map recomputed blocks to those of a model with `tiny_layers` instead of `layers` blocks."""
+    """Map recomputed blocks to the blocks of a model with `tiny_layers` instead of `layers`
+    blocks."""
     if recompute is None:
         return None
 

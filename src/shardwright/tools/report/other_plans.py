@@ -1,4 +1,4 @@
-"""Compares the plan of a page with other plans."""
+"""Compare the plan of a page with other plans."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def page_html(page: Page) -> str:
     """Render a page as HTML.
 
     Raises:
-        PlanError: `jinja2` is not installed.
+        PlanError: if `jinja2` is not installed.
     """
     with needs_extra("tools", "a report needs `jinja2`", PlanError):
         from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -1,4 +1,4 @@
-"""Builds the page of a plan: key figures, then time, memory and communication, then the model."""
+"""Build the page of a plan: key figures, then time, memory and communication, then the model."""
 
 from __future__ import annotations
 
@@ -67,15 +67,16 @@ def plan_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> Page:
-    """Return the content of a plan's page; notes replace charts that an old plan file lacks.
+    """Return the content of a plan's page; notes replace charts for which a plan file of an earlier
+    release has no data.
 
     Args:
         others: plan, or reason why it does not exist, by name of the plan.
         measured: measurements of a run with this plan.
 
     Raises:
-        PlanError: the schedule cannot run the stages of the plan, or `measured` belongs to another
-            plan.
+        PlanError: if the schedule cannot run the stages of the plan, or `measured` belongs to
+            another plan.
     """
     tree, pictures = page_tree(plan)
     lanes, note = _stage_lanes(plan)
@@ -210,7 +211,8 @@ def _seconds_and_share(seconds: float, total: float) -> str:
 
 
 def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
-    """Yield computation, communication and waiting time, the only times in an old plan file."""
+    """Yield computation, communication and waiting time, the only times in plan files of earlier
+    releases."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
     rest = step.seconds - step.computation - step.communication
@@ -337,7 +339,8 @@ def _stages_chart(plan: PlanData) -> Chart:
 
 
 def _traffic_chart(plan: PlanData) -> Chart:
-    """Return the table of communication volume by kind and axes, and between stages."""
+    """Return the table of communication volume by type of collective and mesh axes, and between
+    stages."""
     sent: dict[str, list[int]] = {}
     rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
     for fold_count, redistributions in (*rows, (1, plan.returned)):
