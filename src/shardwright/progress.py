@@ -132,7 +132,7 @@ def nested_progress(
     """Return a callback for an inner call that is one phase of an outer call.
 
     The callback reports each phase as `outer_phase: phase`, with the numbers of phases of the outer
-    call; if the outer call has at most one phase, with those of the inner call.
+    call; if the outer call has at most one phase, with the numbers of phases of the inner call.
 
     Args:
         on_progress: callback of the outer call.

@@ -74,8 +74,8 @@ def compare_command(
 ) -> None:
     """Compare the automatic plan with expert configurations.
 
-    Also compares it with every combination of data, tensor and pipeline parallelism, by predicted
-    step time. Exit status 1 if an alternative that fits into memory is faster.
+    Compares the automatic plan with every combination of data, tensor and pipeline parallelism too,
+    by predicted step time. Exit status 1 if an alternative that fits into memory is faster.
     """
     if run is not None:
         logs, processes = LogFolder(log_dir), devices or DEFAULT_PROCESSES

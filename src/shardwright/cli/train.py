@@ -117,7 +117,7 @@ def train_command(
 
 @dataclass(frozen=True)
 class _TrainOptions:
-    """Options of the command `train`, except those of a node such as `--node-rank`."""
+    """Options of the command `train`, except node options such as `--node-rank`."""
 
     config: Path
     devices: int | None

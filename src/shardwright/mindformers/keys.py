@@ -128,7 +128,7 @@ class Keys:
         return value
 
     def size(self, name: str) -> int | None:
-        """Return the size at `name` in bytes; `58GB` is 58 · 2^30. None if missing.
+        """Return the size at `name` in bytes; `58GB` is 58 · 2^30. None if the key is missing.
 
         Raises:
             ConfigError: if the value is not a size.
@@ -143,7 +143,7 @@ class Keys:
         return int(number * _BYTES_PER_UNIT[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
-        """Return the value at `name` as parsed from YAML; None if missing."""
+        """Return the value at `name` as parsed from YAML; None if the key is missing."""
         return self._read_value(name)
 
     def error(self, name: str, problem: str) -> ConfigError:

@@ -25,7 +25,7 @@ class LanguageRun:
         file: name of the file, the prefix of each error message.
         name: name of the model, for messages and tables.
         layers: number of blocks in each pipeline stage.
-        memory_limit: memory limit in bytes per device; None for the whole device memory.
+        memory_limit: memory limit in bytes per device; None for all of the device's memory.
         dataset: folder or file of the training data; empty if not set.
         strategy_file: path of the file for the strategies of the plan; empty to save none.
         only_strategies: whether the run only saves its strategies, without training.

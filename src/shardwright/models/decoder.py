@@ -18,7 +18,7 @@ from shardwright.models.sizes import Dimensions
 class Decoder(nn.Module):
     """A decoder of `transformers` with its language model head and loss.
 
-    Parameter names are those of `transformers`, so its checkpoints can be loaded.
+    Parameters are named as in `transformers`, so that checkpoints of `transformers` can be loaded.
 
     Args:
         model: maps `input_ids` to hidden states.

@@ -119,7 +119,7 @@ class Dimensions:
     def tiny(self) -> Dimensions:
         """Return the same architecture with sizes small enough for tests, all divisible by 8.
 
-        Grouped-query attention is kept. The vocabulary is large enough for a byte-level tokenizer.
+        Grouped-query attention remains. The vocabulary is large enough for a byte-level tokenizer.
         """
         has_groups = self.num_kv_heads < self.num_heads
         return replace(

@@ -26,7 +26,7 @@ class RankState:
         calls: the last collective calls of the rank, such as "backward pass 12".
         is_inside: whether the last of `calls` has not returned.
         waits_in: the collective of all ranks that user code has called and that has not returned,
-            such as "barrier"; empty if there is none.
+            such as "barrier"; empty if the rank is in no collective.
         line: the line of the user's program in which the rank waits; empty if it does not wait.
         is_again: whether the rank's previous call raised an error on this rank only, so that other
             ranks may still wait in that call.
@@ -52,8 +52,8 @@ class RankState:
         return RankState(**{**fields, "calls": tuple(fields["calls"])})
 
     def call(self, number: int) -> str | None:
-        """Return the rank's call of index `number`, counted from 1; None if it has not begun or is
-        older than `calls`."""
+        """Return the rank's call of index `number`, counted from 1; None if the call has not begun
+        or is older than `calls`."""
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
@@ -100,7 +100,7 @@ def _first_difference(states: Sequence[RankState]) -> str:
 
 def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
     """Return an error message if ranks ended before they made the call in which another rank waits;
-    empty if none did.
+    empty if no rank did.
 
     Args:
         waiting: the state of the rank that waits.

@@ -47,7 +47,7 @@ PIECE = 4 * 2**20
 def check_same_facts(
     store: Store, rank: int, size: int, facts: Mapping[str, Any], own: str | None = None
 ) -> None:
-    """Check that settings are equal on all ranks. Must be called by every rank.
+    """Check that settings are equal on all ranks. Collective.
 
     Args:
         store: a store without entries of an earlier check; may be served by rank 0's process.

@@ -77,7 +77,7 @@ class Check:
     gradients of all outputs or, with micro-batches, of the loss.
 
     Args:
-        loss: the module's loss in the first step; None if it returns no scalar loss.
+        loss: the module's loss in the first step; None if the module returns no scalar loss.
         loss_difference: largest difference of any output, relative to the largest element of the
             output if that exceeds 1.
         gradient_difference: largest difference of any parameter's gradient, relative to the

@@ -37,7 +37,7 @@ COLLECTIVE_NAMES = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Number of calls of one type of collective, and bytes sent by this rank.
+    """Calls of one type of collective, and the bytes that this rank sends in them.
 
     Args:
         calls: number of calls.

@@ -52,8 +52,8 @@ class MicroBatchCapture:
 
         By default the batch dimension is dimension 0 of each input whose dimension 0 is as large as
         that of the first input. If micro-batches then do not compute the loss of the global batch,
-        other batch dimensions are tried, and the ones chosen for which micro-batches read the
-        fewest elements of the global batch. If no choice works, `graph.whole_batch` is the reason
+        other batch dimensions are tried. The choice with which micro-batches read the fewest
+        elements of the global batch is taken. If no choice works, `graph.whole_batch` is the reason
         as a string.
 
         Args:

@@ -87,8 +87,8 @@ def plan(
     Args:
         net: a model, or a captured graph.
         args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
-        collective: whether to plan on rank 0 for all ranks. A rank whose model or options differ
-            from those of rank 0 makes its own plan.
+        collective: whether to plan on rank 0 for all ranks. A rank with another model or other
+            options than rank 0 makes its own plan.
         devices: number of devices over which the model is sharded.
         mode: `recursive_programming` (the double recursive search), `exact` (all operators and
             axes together, for small models), `sharding_propagation` (outwards from the operators
@@ -206,9 +206,10 @@ def best_plans(
 ) -> RankedPlans:
     """Return the fastest plans that fit into memory, one of each kind.
 
-    Kinds differ in ZeRO level, in recomputation, and in the number of micro-batches, the number of
-    stages and the schedule where these are `"auto"`. The first plan is the result of `plan` with
-    the same memory limit. Not collective: each process makes its own plans.
+    Kinds of plans differ in
+    ZeRO level, in recomputation, and in the number of micro-batches, the number of stages and the
+    schedule where these are `"auto"`. The first plan is the result of `plan` with the same memory
+    limit. Not collective: each process makes its own plans.
 
     Args:
         net: a model, or a captured graph.

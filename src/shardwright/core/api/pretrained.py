@@ -95,8 +95,8 @@ def from_pretrained(
             `dtype`.
 
     Raises:
-        CheckpointError: if a file is missing, the configuration is of another class, or tensors
-            differ from those of the model.
+        CheckpointError: if a file is missing, the configuration is of another class, or its tensors
+            do not match the model.
         PlanError: if the plan is for another model.
     """
     # Each rank then allocates only its shards; loading overwrites their initial values.

@@ -2,7 +2,7 @@
 
 The rank runs at full size: process groups, parameter shards, forward and backward passes, gradient
 clipping, the optimizer and a checkpoint. Received tensors have placeholder values, so that results
-are meaningless; shapes, bytes, calls and host time are those of a real rank.
+are meaningless; shapes, bytes, calls and host time equal those of a real rank.
 """
 
 from __future__ import annotations

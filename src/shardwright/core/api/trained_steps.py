@@ -239,7 +239,7 @@ class EagerTraining:
             leaves: leaves of the arguments.
 
         Raises:
-            PlanError: if number or shapes of the tensors differ from those in the graph.
+            PlanError: if the number or shapes of the tensors differ from the outputs of the graph.
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64(), CastsToFloat64():  # type: ignore[no-untyped-call]

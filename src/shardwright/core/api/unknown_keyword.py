@@ -40,7 +40,7 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 def _suggestion(name: str, valid: list[str]) -> str:
     """Suggest a valid keyword, such as `memory_limit` for `memory_limt` or `parallel_mode` for
-    `mode`; all valid keywords if none is similar."""
+    `mode`; all valid keywords if no keyword is similar."""
     # Names that contain the keyword come first: the closest match of `mode` by letters is `order`.
     nearest = [each for each in valid if name in each] or get_close_matches(name, valid, n=1)
     return f"did you mean {nearest[0]!r}?" if nearest else f"use one of {', '.join(valid)}"

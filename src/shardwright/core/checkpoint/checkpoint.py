@@ -104,14 +104,15 @@ class Checkpoints:
         return complete_steps(self.folder)
 
     def newest(self) -> int | None:
-        """Return the step of the newest checkpoint on rank 0's file system; None if there is none.
+        """Return the step of the newest checkpoint on rank 0's file system; None without a
+        checkpoint.
 
         Collective, with the same result on every rank.
         """
         return max(value_of_rank(self.steps()), default=None)
 
     def select(self, step: int | None = None) -> tuple[int, CheckpointInfo]:
-        """Select a checkpoint and verify its checksums, each rank those of some files.
+        """Select a checkpoint and verify its checksums; each rank verifies some of the files.
 
         Collective, with the same result on every rank. A `CheckpointWarning` lists newer
         checkpoints that are damaged.

@@ -50,8 +50,8 @@ class BatchSampler(Sampler[list[int]]):
 
     All ranks draw the same order, which depends on `seed` and the epoch only. If the plan's
     `dataset_strategy` replicates the inputs, every rank gets all samples of a batch. If inputs are
-    sharded along the batch, each rank gets its shard, and ranks with the same shard, including
-    those of other pipeline stages, get the same samples.
+    sharded along the batch, each rank gets its shard, and ranks with the same shard, also in other
+    pipeline stages, get the same samples.
 
     Args:
         samples: number of samples in the dataset.

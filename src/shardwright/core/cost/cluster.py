@@ -333,7 +333,7 @@ class _MappingReader:
 
     Args:
         where: name of the file.
-        prefix: path of the mapping in the file, such as `device.`; empty for the whole file.
+        prefix: path of the mapping in the file, such as `device.`; empty for the top level.
     """
 
     def __init__(self, mapping: Any, where: str, prefix: str) -> None:

@@ -286,8 +286,8 @@ class _MetaChunk:
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """Return (kind, operator index, bytes) of the largest live tensors after the first
-        `num_events` allocations and frees, summed by kind of tensor and operator."""
+        """Return (kind of tensor, operator index, bytes) of the largest live tensors after the
+        first `num_events` allocations and frees, summed by kind of tensor and operator."""
         sizes: dict[tuple[str, int], int] = {}
         for (kind, line), size in self.live.bytes_by_line(num_events).items():
             if line in self._operator_of_line and size:

@@ -68,7 +68,7 @@ OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimize
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one device of a stage at its peak, in bytes by kind.
+    """Memory of one device of a stage at its peak, in bytes by kind of tensor.
 
     Args:
         stage: index of the pipeline stage.
@@ -80,8 +80,8 @@ class StageMemory:
         inputs: batch, buffers and constants.
         temporary: gradients of activations, buffers of collectives, intermediate results.
         moment: name of the pass with the peak, or of the moment in `OUTSIDE`.
-        largest: (name of the operator that produces or first reads the tensor, kind, bytes) of the
-            largest tensors of the micro-batch at the peak.
+        largest: (name of the operator that produces or first reads the tensor, kind of tensor,
+            bytes) of the largest tensors of the micro-batch at the peak.
         curve: (name of the pass, peak in bytes) of each pass; empty if there are more than
             `MAX_CURVE_PASSES`.
     """
@@ -110,7 +110,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """Peak memory in bytes, the sum over all kinds."""
+        """Peak memory in bytes, the sum over all kinds of tensors."""
         return sum(getattr(self, name) for name in self.NAMES)
 
 
@@ -212,9 +212,9 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
     """Return for each stage a lower bound on its peak memory in bytes, valid for any choice of
     recomputed operators.
 
-    The bound needs no dry run. It is the sum of stored parameters, their gradients, optimizer
-    state, the parameters and gradients that the ZeRO level leaves unsharded over the micro-batches
-    of a step, and the inputs of all micro-batches with the receive buffers of stages.
+    The bound needs no dry run. The bound is the sum of stored parameters, their gradients,
+    optimizer state, the parameters and gradients that the ZeRO level leaves unsharded over the
+    micro-batches of a step, and the inputs of all micro-batches with the receive buffers of stages.
 
     Raises:
         PlanError: if the optimizer is unknown.

@@ -26,7 +26,7 @@ class Action:
 
     Args:
         chunk: index of the chunk in the model.
-        kind: `F`, `B`, `I` or `W`; see `FORWARD` and the other kinds.
+        kind: `F`, `B`, `I` or `W`: forward, full backward, input gradients or weight gradients.
         micro_batch: index of the micro-batch.
     """
 

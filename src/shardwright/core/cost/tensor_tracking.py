@@ -49,7 +49,7 @@ Event = tuple[TrackedStorage, bool]
 
 
 def events_at_peak(events: Iterable[Event]) -> int:
-    """Return the number of events up to and including the one at which live bytes first peak."""
+    """Return the number of events up to and including the event at which live bytes first peak."""
     live, peak, num_events = 0, 0, 0
     for number, (storage, allocated) in enumerate(events, start=1):
         live += storage.size if allocated else -storage.size

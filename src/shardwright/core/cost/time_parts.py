@@ -51,8 +51,8 @@ _Parts = dict[tuple[str, Axes, bool], float]
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
     """Return a breakdown of the seconds of a step, which add up to the predicted step.
 
-    It describes the stage with the most exposed seconds, pipeline bubbles included. Where devices
-    share a processor, it is the mean over stages.
+    The breakdown describes the stage with the most exposed seconds, pipeline bubbles included.
+    Where devices share a processor, it is the mean over stages.
 
     Args:
         predicted: prediction for `partitioned`.
@@ -90,7 +90,8 @@ def _exposed_seconds(parts: _Parts) -> float:
 def _chunk_time_parts(
     chunk: Chunk, time: StepTime, model: TimeModel
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Yield (kind, axes, seconds, overlapped seconds) of the time parts of a chunk in a step."""
+    """Yield (`TimePart.kind`, axes, seconds, overlapped seconds) of the time parts of a chunk in a
+    step."""
     communication, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})

@@ -41,7 +41,7 @@ def share_generator_states(
     belong to another rank's random stream.
 
     Args:
-        tensors: the tensors; those that are not deferred are ignored.
+        tensors: tensors, of which ordinary ones are ignored.
         share: function that is called with the states by name, and may overwrite them in place,
             e.g. by a broadcast from rank 0.
     """

@@ -94,7 +94,7 @@ class Operation:
         reads: numbers of the storages that are only read.
         updates: numbers of the storages that are written partially, or read and written.
         fills: numbers of the storages that are created or overwritten completely.
-        draw: the random draw of the call; None if it draws no random numbers.
+        draw: the random draw of the call; None if the call draws no random numbers.
         default_dtype: PyTorch's default dtype at the time of the call.
     """
 

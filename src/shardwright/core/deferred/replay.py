@@ -31,8 +31,8 @@ def replay(
 ) -> dict[str, Tensor]:
     """Compute the `requested` tensors on the CPU, and return the results of `on_finished` by name.
 
-    Each tensor is passed to `on_finished` as soon as it is complete, and then freed. So peak memory
-    is that of the results plus the largest tensor with its temporaries.
+    Each tensor is passed to `on_finished` as soon as it is complete, and then freed. Peak memory is
+    therefore the size of the results plus that of the largest tensor with its temporaries.
 
     Args:
         record: the record of the operations.
@@ -111,8 +111,8 @@ def plan_replay(
 
 
 def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Return, by index of the operation, the storages that no later operation writes; only of those
-    in `storages`."""
+    """Return, for each operation by its index, the storages in `storages` that no later operation
+    writes."""
     # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):

@@ -81,8 +81,8 @@ def no_init_parameters() -> Iterator[None]:
     bitwise the values that the parameters would have without this context from the same seed.
 
     Random numbers of the initialization are drawn by `parallelize` or `materialize`. Random numbers
-    that other code draws before that, or in a second context, therefore differ from those of a run
-    without this context: build everything in one context.
+    that other code draws before that, or in a second context, therefore differ from a run without
+    this context: build all modules in one context.
 
     Tensors created from data (`torch.tensor`, `torch.from_numpy`) and tensors on devices other than
     the CPU are allocated at once. Where code reads a value (`.item()`, `if`), the tensor is
@@ -252,7 +252,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
     `no_init_parameters`, unless they have been used or seeded since.
 
     Args:
-        tensors: tensors by name; those that are not deferred are ignored.
+        tensors: tensors by name, of which ordinary ones are ignored.
         on_finished: called with the name and value of each deferred tensor, on the CPU, as soon as
             the value is computed, in the order in which the model was built; the value is then
             freed.

@@ -21,8 +21,8 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
 
     The batch dimension is dimension 0 of all inputs whose dimension 0 is as long as that of the
     first input. If no other input has this size in dimension 0, and a later dimension of the first
-    input shares a factor with dimension 0 of labels or lengths, as with `nn.LSTM`, the batch
-    dimensions are those that share this factor.
+    input shares a factor with dimension 0 of labels or lengths, as with `nn.LSTM`, all dimensions
+    that share this factor are batch dimensions.
 
     Args:
         graph: the graph of a batch or micro-batch.
@@ -94,8 +94,8 @@ class JoinedDims:
         yield from list(found)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
-        """Return the batch dimensions of all leaves of a call's arguments, given those of some
-        inputs.
+        """Return the batch dimensions of all leaves of a call's arguments, given the batch
+        dimensions of some inputs.
 
         Args:
             batch_dims: batch dimensions by input name; None for an input that each micro-batch
@@ -129,7 +129,7 @@ class JoinedDims:
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
         """Return the first dimension of each input that is in the same group as one of `dims`;
-        inputs without such a dimension are left out."""
+        inputs without a dimension in these groups are left out."""
         roots = {self._root_of_group(dim) for dim in dims.items()}
         return {
             value: dim

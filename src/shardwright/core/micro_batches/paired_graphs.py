@@ -182,7 +182,8 @@ class _PairedViews:
 
     Args:
         pair: the graphs of the global batch and of a micro-batch.
-        ops, values: operators and values of `pair.micro` by those of `pair.whole`.
+        ops, values: operators and values of `pair.micro`, by the matching operator or value of
+            `pair.whole`.
     """
 
     pair: PairedGraphs
@@ -352,7 +353,8 @@ def merged_arguments(
             `op.inputs`; None to read the input of `micro`.
 
     Returns:
-        Positional arguments, keyword arguments, and whether any differs from those of `micro`.
+        Positional arguments, keyword arguments, and whether any argument differs from the call in
+        `micro`.
     """
     index, changed, sizes = 0, False, _names_of_size_arguments(op, micro)
 

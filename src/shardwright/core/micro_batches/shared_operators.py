@@ -63,7 +63,8 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
 def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
     """Return the state of the output of `op`, which reads the indices of all samples (`POSITIONS`).
 
-    None if `op` neither reshapes the indices nor selects one element or slice of each sample.
+    Returns None if `op` neither reshapes the indices nor selects one element or slice of each
+    sample.
 
     Args:
         flow: the states determined so far.

@@ -1,7 +1,7 @@
 """Detect uses of a planned model that would silently give other results on several devices.
 
 **Policy.** A use is checked if it works on one device, but on several devices would give other
-results, lose a write or a gradient, or deadlock. Such a use raises an error that names the user's
+results, lose a write or a gradient, or deadlock. A misuse raises an error that names the user's
 line or tensor and the remedy. A use that may be intended causes one warning. Uses that PyTorch
 rejects with a clear error are left to PyTorch.
 

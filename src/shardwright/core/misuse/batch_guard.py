@@ -1,4 +1,4 @@
-"""Detect ranks whose calls of the model, or whose batches, differ from those of other ranks.
+"""Detect ranks that make other calls of the model, or pass other batches, than the other ranks.
 
 Each call starts an all-reduce of a few numbers per rank: hashes of the call's signature and of its
 inputs. After the first calls, the hash of a large input covers only a sample of its elements. A
@@ -335,5 +335,6 @@ def _group_shared_inputs(
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:
-    """Return the size of dimension 0 of the first tensor with dimensions; 0 if there is none."""
+    """Return the size of dimension 0 of the first tensor with dimensions; 0 if all tensors are
+    scalars."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

@@ -32,8 +32,8 @@ def refuse_transforms() -> None:
 def refuse_other_draws() -> None:
     """Reject a call of a model with random operators in a backward pass.
 
-    `torch.utils.checkpoint` around the model recomputes the model by such a call, which would draw
-    other random numbers than the forward pass.
+    `torch.utils.checkpoint` around the model recomputes the model by a call in the backward pass,
+    which would draw other random numbers than the forward pass.
 
     Raises:
         PlanError: if a backward pass is running.

@@ -1,8 +1,8 @@
 """Detect losses outside the model that differ between ranks.
 
-If each rank passes a local batch, outputs are still those of the global batch, so the gradient of
-an output must be equal on all ranks. Checksums of the gradient are compared where a backward pass
-enters the model, in the first backward passes and periodically in later ones.
+If each rank passes a local batch, outputs are still computed for the global batch, so the gradient
+of an output must be equal on all ranks. Checksums of the gradient are compared where a backward
+pass enters the model, in the first backward passes and periodically in later ones.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ NEED_DATA = {
     *("__getitem__", "__setitem__", "index_put", "index_put_", "masked_select"),
     *("allclose", "equal"),
 }
-"""Functions that do not run on the meta device, and are called with zeros on the CPU instead. They
-check shapes before they read values."""
+"""Functions that do not run on the meta device, and are called with zeros on the CPU instead. These
+functions check shapes before they read values."""
 
 UNSAFE_TO_RESIZE = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
@@ -66,7 +66,7 @@ class BatchCall:
         function: the called function, with its `args` and `kwargs`.
         sizes: sizes of the local and of the global batch.
         batch_dims: batch dimensions of the tensors computed from outputs of the global batch, by
-            tensor id. The size of such a dimension is the global batch size or, if it is flattened
+            tensor id. The size of a batch dimension is the global batch size or, if it is flattened
             with other dimensions, a multiple.
         others: the tensor arguments that are not computed from outputs, such as labels.
     """

@@ -73,7 +73,8 @@ class OutputBatch:
         return WholeBatchTensor.of(output, self, dims) if output.ndim else output
 
     def dims_in(self, shape: Sequence[int]) -> BatchDims:
-        """Return the assumed batch dimension of an output of this shape; empty if there is none."""
+        """Return the assumed batch dimension of an output of this shape; empty if no dimension can
+        be the batch."""
         return dim_of_size(shape, self.sizes.total)
 
 

@@ -102,7 +102,7 @@ class PlannedCall:
         return self._planned_indices[spec]
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that the tensors of a call match those of the planned call.
+        """Check that the tensors of a call match the tensors of the planned call.
 
         Raises:
             PlanError: if an argument planned as a tensor is not a tensor, or has another dtype or

@@ -286,7 +286,7 @@ class Execution(Recapture):
         return clip_grad_norm_(self.module.named_parameters(), max_norm, self.devices)
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], regional: bool) -> None:
-        """Compile all programs with `torch.compile`, including those of later captures.
+        """Compile all programs with `torch.compile`, including programs of later captures.
 
         Args:
             args, kwargs: arguments of `torch.compile`.

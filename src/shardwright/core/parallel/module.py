@@ -99,9 +99,9 @@ class ParallelModule(Copyable, nn.Module):
     they are DTensors, gathered on request (`full_tensor()`) or by operators with ordinary tensors
     (`OutputTensor`).
     A backward pass may start from any output, with gradients in the output's layout that are equal
-    on all ranks. If ranks pass local batches (`dataset_strategy`), outputs are those of the global
-    batch, and pairing them with labels of a local batch raises an error (`WholeBatchTensor`). With
-    pipeline stages the model is called under `torch.no_grad()`, and trained by `train_step`.
+    on all ranks. If ranks pass local batches (`dataset_strategy`), outputs belong to the global
+    batch, and pairing an output with labels of a local batch raises an error (`WholeBatchTensor`).
+    With pipeline stages the model is called under `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution
@@ -284,7 +284,7 @@ def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `initialize`, a method that initializes the model, so that it sets local shards.
 
     While parameters are uninitialized, operators of `initialize` are recorded on full tensors and
-    replayed shard by shard, so that the values are those of one device.
+    replayed shard by shard, so that values equal those of one device.
     """
 
     @functools.wraps(initialize)

@@ -193,7 +193,7 @@ class PipelineExecution(Execution):
         """Return an output for the global batch, as a full tensor on every rank.
 
         Tensors with a batch dimension are concatenated over micro-batches; the loss and other means
-        or sums over samples are reduced; other outputs are those of the first micro-batch.
+        or sums over samples are reduced; other outputs are taken from the first micro-batch.
 
         Args:
             value: an output of the model's graph.

@@ -60,7 +60,7 @@ class StepContext:
 
     Args:
         micro_batch_leaves: for each micro-batch, the leaves of the call's arguments.
-        buffers: buffers by name; chunks replace those that they update.
+        buffers: buffers by name; chunks replace the buffers that they update.
         seed: random seed of the step.
         global_batch_values: for each micro-batch, the values of the global batch that chunks read
             as buffers (e.g. the number of valid targets), by buffer name.

@@ -1,7 +1,7 @@
 """Watch Python state that `forward` can reach through attributes: contents of containers and
 objects, enclosing scopes, class attributes, context variables, arguments of `partial`.
 
-It is unknown whether `forward` reads this state. After a change, the model is captured by
+Whether `forward` reads this state is unknown. After a change, the model is captured by
 TorchDynamo, whose guards cover the state that `forward` reads. If that fails, the graphs of two
 states are compared: if they differ, `forward` reads the changed state.
 """

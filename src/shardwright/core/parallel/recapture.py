@@ -51,7 +51,7 @@ class Recapture:
     original: OriginalModel | None = None
     """The user's model if `module` is a copy of it (`copy=True`), else None."""
     class_names: frozenset[str] = frozenset()
-    """Names defined by the class of the planned model, in addition to those of the user's class."""
+    """Names that the class of the planned model defines in addition to the user's class."""
 
     def __init__(
         self,

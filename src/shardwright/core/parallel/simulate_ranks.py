@@ -408,9 +408,9 @@ class ByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `backward` counts bytes of collectives that autograd calls in a backward pass; `sent` counts
     all.
 
-    Bytes are those of ring algorithms (Thakur et al., 2005) over p ranks: all-gather (p-1)/p of the
-    result, reduce-scatter (p-1)/p of the input, all-reduce twice that, all-to-all (p-1)/p of the
-    tensor, a permutation the full tensor.
+    Bytes are counted for ring algorithms (Thakur et al., 2005) over p ranks: all-gather (p-1)/p of
+    the result, reduce-scatter (p-1)/p of the input, all-reduce twice that, all-to-all (p-1)/p of
+    the tensor, a permutation the full tensor.
     """
 
     sent = 0

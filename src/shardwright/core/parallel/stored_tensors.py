@@ -271,8 +271,8 @@ def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _take_unchanged(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
     """Remove tensors that need not be replaced from `tensors`; return the parameters among them.
 
-    Buffers that are already on the device are not replaced. Neither are parameters on one device;
-    their data is moved to the device.
+    Buffers that are already on the device are not replaced. Parameters on one device are not
+    replaced either; their data is moved to the device.
     """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):

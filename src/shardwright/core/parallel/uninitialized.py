@@ -1,10 +1,10 @@
 """Parameters of a model that was planned on the meta device, until they are initialized.
 
-`parallelize` gives such a model meta shards. `to_empty` allocates the shards of each rank; from
-then on the model's own initialization is recorded on full tensors, as inside `no_init_parameters`,
-and replayed shard by shard. So the values are those of one device, where an operator on shards
-would draw other random numbers or lose a write to one row. Uninitialized memory is filled with NaN,
-to distinguish it from initialized memory.
+`parallelize` creates meta shards for such models. `to_empty` allocates the shards of each rank;
+from then on the model's own initialization is recorded on full tensors, as inside
+`no_init_parameters`, and replayed shard by shard. So the values equal those of one device, where an
+operator on shards would draw other random numbers or lose a write to one row. Uninitialized memory
+is filled with NaN, to distinguish it from initialized memory.
 
 With pipeline stages the model has placeholders of the tensors of other stages until it is
 initialized, as the initialization writes to the tensors of all stages.

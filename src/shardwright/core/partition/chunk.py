@@ -43,7 +43,7 @@ class Chunk:
 
     @cached_property
     def communication(self) -> Communication:
-        """Communication within the chunk, without sends to other chunks."""
+        """Communication within the chunk, without point-to-point communication between chunks."""
         return communication(self.graph, self.mesh, self.decisions)
 
     @cached_property

@@ -76,7 +76,7 @@ class Communication:
         reductions: collectives inside kernels, by operator name.
         segments: groups of operators that are recomputed together in the backward pass.
         buckets: groups of parameters whose first transfers are coalesced.
-        transfers: all transfers, those of buckets included.
+        transfers: all transfers, including the transfers of buckets.
         forward_bytes, backward_bytes: bytes that one device sends in one run of the program.
     """
 

@@ -58,13 +58,13 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose collectives are coalesced, with steps of equal kinds over equal axes.
+    """Parameters whose collectives are coalesced, as they are of equal types over equal axes.
 
     Args:
         number: index of the bucket in order of first use.
         level: ZeRO level; empty without ZeRO.
         segment: name of the recomputed segment with all operators that read the parameters, with
-            `level3`; None if there is no such segment.
+            `level3`; None if no segment contains them all.
         regathers: whether the parameters are gathered again in the backward pass.
         trained: whether gradients of the graph's `trained` outputs flow into the parameters.
     """
@@ -204,8 +204,8 @@ class _BucketedUse:
     Args:
         value: the parameter.
         route: transfers of the parameter to this layout that are coalesced in a bucket.
-        segment: name of the recomputed segment with all operators that read this layout; None if
-            there is no such segment.
+        segment: name of the recomputed segment with all operators that read this layout; None if no
+            segment contains them all.
         needed: whether the backward pass reads the gathered parameter (`level3` only).
         trained: whether gradients of the graph's `trained` outputs flow into the parameter.
     """
@@ -272,5 +272,6 @@ def _gathered_bytes(use: _BucketedUse) -> int:
 
 
 def varying_axes(bucket: Bucket) -> Axes:
-    """Return the axes over which the gradients of a bucket are all-reduced; () if none."""
+    """Return the axes over which the gradients of a bucket are all-reduced; () without an
+    all-reduce."""
     return next((step.axes for step in bucket.steps if step.kind == "vary"), ())

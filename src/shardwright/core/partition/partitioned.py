@@ -142,7 +142,7 @@ class Partitioned:
         same step would differ from a step on one device.
 
         Raises:
-            PlanError: if several chunks, micro-batches or gathers of `level3` would read such a
+            PlanError: if several chunks, micro-batches or gathers of `level3` would read an updated
                 parameter.
         """
         sharding, pipeline = self.decisions.sharding, self.pipeline
@@ -219,7 +219,7 @@ class Partitioned:
 
     def _consumer_layout(self, value: Value) -> CutAxes:
         """Return the axes that shard each dimension of a value in the layout required by its first
-        consumer with a sharding rule; replicated without such a consumer."""
+        consumer with a sharding rule; replicated if no consumer has a rule."""
         for consumer, index in self.graph.consumers[value]:
             rule = rule_of(consumer)
             if rule is not None:

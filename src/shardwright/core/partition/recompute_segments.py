@@ -233,7 +233,7 @@ def _num_saved_steps(route: Sequence[Transfer], segment: Segment) -> int:
     repeated.
 
     The last of these transfers is the last one that sends data and whose result is no larger than
-    the source of the route and the results of earlier sends.
+    the source of the route and the results of earlier transfers that send data.
     """
     previous = route[0].previous if route else None
     # The transfers before `route` are repeated already, so those of `route` must be repeated too.

@@ -58,7 +58,7 @@ class PlanAnalysis:
         """Optimality gap: upper bound on the relative cost above the best plan with the same
         device matrix, stages and micro-batches.
 
-        None without `pricing`, or if no lower bound on the cost was found.
+        The gap is None without `pricing`, or if no lower bound on the cost was found.
         """
         if self.pricing is None:
             return None

@@ -165,13 +165,14 @@ def _operator_rows(
 ) -> tuple[OperatorRow, ...]:
     """Return one row per operator, in the order of the graph.
 
-    If several chunks compute an operator, the row describes the operator in the first such chunk.
+    If several chunks compute an operator, the row describes the operator in the first of these
+    chunks.
 
     Args:
         partitioned: the graph with the search's decisions.
         pins: the strategies that the user fixed, by operator.
-        counted_transfers: ids of the transfers whose bytes are in a row; those of the new rows are
-            added.
+        counted_transfers: ids of the transfers whose bytes are in a row; the transfers of the new
+            rows are added.
         predicted: the predicted step time; None without a cluster.
     """
     mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None

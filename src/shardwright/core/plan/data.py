@@ -67,7 +67,7 @@ class PlanData:
         compute_dtype: name of the dtype to which float32 parameters and inputs are cast before
             use; None for no cast. `parameters` and `inputs` have the dtypes in which they are
             stored and passed.
-        pipeline: stages and micro-batches; shapes are those of one micro-batch.
+        pipeline: stages and micro-batches; shapes are given for one micro-batch.
         pins: the strategies that the user fixed, by operator.
         parameters: shape and dtype of each parameter, by name.
         inputs: leaves of the model's arguments: a dictionary of name, shape and dtype for a tensor,
@@ -212,7 +212,7 @@ class PlanData:
         """Samples per step: size of the batch dimension of the first input tensor with a batch
         dimension, times the number of micro-batches.
 
-        None if no input has a batch dimension.
+        The number is None if no input has a batch dimension.
         """
         dims = self.pipeline.batch_dims or (0,) * len(self.inputs)
         samples = (
@@ -227,7 +227,7 @@ class PlanData:
     def sequence(self) -> int | None:
         """Tokens per sample: size of dimension 1 of the (batch, sequence) input of an embedding.
 
-        None if no embedding reads a two-dimensional input.
+        The number is None if no embedding reads a two-dimensional input.
         """
         for row in self.operators:
             for _, shape, kind in row.inputs:

@@ -237,7 +237,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
 
     Raises:
         PlanError: if the file has another version, or a field is missing, unknown, of another type
-            or contradicts others; names the first such field.
+            or contradicts others; the message names the first invalid field.
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)
     version = data.get("version") if isinstance(data, dict) else None
@@ -268,7 +268,7 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
 
     Args:
         plan: the plan.
-        overrides: values to write instead of those of the plan, by key in the file.
+        overrides: values to write in place of fields of the plan, by key in the file.
     """
     data = {"version": VERSION, "devices": plan.devices, **_to_json_object(plan), **overrides}
     return json.dumps(data, indent=1, default=_to_json_object)

@@ -44,14 +44,14 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """This kind without `recomputes`, which follows from the memory limit."""
+        """This kind of plan without `recomputes`, which follows from the memory limit."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
         return self.in_words((self.level,))
 
     def in_words(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
-        """Describe kinds that differ only in their ZeRO level, as one phrase.
+        """Describe kinds of plans that differ only in their ZeRO level, as one phrase.
 
         Args:
             levels: the ZeRO levels to list; an empty string means that parameters, gradients and
@@ -71,7 +71,7 @@ class PlanKind:
 
 @dataclass(frozen=True, order=True)
 class LeftOut:
-    """The reason why no plan of a kind is among the best.
+    """The reason why no plan of one kind (`PlanKind`) is among the best plans.
 
     Sorting lists slow steps first, then too much memory, then other reasons, each in order of
     excess.
@@ -90,13 +90,13 @@ class LeftOut:
 
     @classmethod
     def slower(cls, seconds: float) -> LeftOut:
-        """Return the reason for a kind whose step takes at least `seconds`."""
+        """Return the reason for a kind of plan whose step takes at least `seconds`."""
         return cls(0, seconds=seconds, text=f"takes at least {seconds_text(seconds)}")
 
     @classmethod
     def larger(cls, memory: int) -> LeftOut:
-        """Return the reason for a kind that needs at least `memory` bytes per device, above the
-        limit."""
+        """Return the reason for a kind of plan that needs at least `memory` bytes per device, above
+        the limit."""
         return cls(1, memory=memory, text=f"needs at least {binary(memory)} a device")
 
     @classmethod
@@ -142,12 +142,12 @@ class RankedPlans:
 
     @property
     def best(self) -> Plan:
-        """The fastest plan of all kinds."""
+        """The fastest of all plans."""
         return next(iter(self.plans.values()))
 
     @property
     def _micro_batches_vary(self) -> bool:
-        """Whether kinds in this table have different numbers of micro-batches."""
+        """Whether the kinds of plans in this table have different numbers of micro-batches."""
         return len({kind.micro_batches for kind in (*self.plans, *self.left_out)}) > 1
 
     def _left_out_in_order(self) -> list[tuple[PlanKind, LeftOut]]:
@@ -181,7 +181,8 @@ class RankedPlans:
         return longer[:MAX_LISTED_REASONS]
 
     def to_json(self) -> str:
-        """Return main figures of the plans, the fastest first, and the left-out kinds as JSON."""
+        """Return the main figures of the plans, the fastest first, and the left-out kinds of plans
+        as JSON."""
         plans = [self._plan_figures(kind) for kind in self.plans]
         left_out = [
             {**asdict(kind.requested), "reason": reason.text}

@@ -61,9 +61,10 @@ def _shortest_strategy(
 
 
 def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
-    """Return the output layouts of an operator's strategy; None if they follow from the inputs.
+    """Return the output layouts of an operator's strategy; None if these layouts follow from the
+    inputs.
 
-    Needed if outputs are pinned, or if a mesh axis shards outputs only.
+    Output layouts are needed if outputs are pinned, or if a mesh axis shards outputs only.
     """
     pinned = plan.outputs.get(row.name)
     if pinned is not None:

@@ -18,7 +18,7 @@ def best_candidate(
     """Return the fastest candidate that fits into memory; without a cluster, the first that fits.
 
     Args:
-        ranking: records the fastest candidate of each kind.
+        ranking: records the fastest candidate of each kind of plan.
 
     Raises:
         StrategyError: if no operator can be sharded, or the requested stages are invalid.

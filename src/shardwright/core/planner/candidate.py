@@ -175,7 +175,7 @@ class Candidate:
         """Measure memory per device by dry runs.
 
         Args:
-            decisions: decisions to measure; by default those of the candidate.
+            decisions: decisions to measure; by default the candidate's decisions.
             stages: indices of the stages to measure; by default all.
         """
         self._report_activity("memory")
@@ -329,8 +329,8 @@ each further axis."""
 def _align_axes(candidate: Candidate) -> Candidate:
     """Return `candidate` changed so that operators split equal axes at the same position.
 
-    Among changes that are not predicted to be slower, the one with the fewest axes of the
-    parameters' `DeviceMesh` is applied; ties go to the fastest, then to no change.
+    Among changes that are not predicted to be slower, the change that leaves the fewest axes of the
+    parameters' `DeviceMesh` is applied; ties go to the fastest plan, then to no change.
     """
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels

@@ -39,7 +39,7 @@ def with_best_stages(
         decide: function that searches with given options and returns candidates.
         best: fastest candidate with one number of stages and schedule, which are not searched
             again; None to search all combinations.
-        ranking: records the fastest candidate of each kind; see `fastest_within_memory`.
+        ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
 
     Raises:
         MemoryLimitError: if no plan with any number of stages fits; contains the smallest memory

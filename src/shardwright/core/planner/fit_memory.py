@@ -43,7 +43,7 @@ def within_memory(
 
     Args:
         decide: function that searches with given options and returns candidates.
-        ranking: records the fastest candidate of each kind; see `fastest_within_memory`.
+        ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
 
     Raises:
         MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
@@ -65,8 +65,8 @@ def fastest_within_memory(
     Args:
         decide: function that searches with given options and returns candidates.
         below: step time in seconds below which the result must be.
-        ranking: records the fastest candidate of each kind until it has enough kinds, and the
-            reasons why other kinds have no candidate.
+        ranking: records the fastest candidate of each kind of plan until there are enough kinds,
+            and the reasons why other kinds have no candidate.
 
     Returns:
         None if no candidate with a step time below `below` fits.

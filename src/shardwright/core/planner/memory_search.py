@@ -36,8 +36,8 @@ log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
 """Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
-fastest step time with the current `mem_coeff`. It is below 1 as the objective of the search is
-simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
+fastest step time with the current `mem_coeff`. The bound is below 1 as the objective of the search
+is simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
 
 RECOMPUTED_BOUND = 0.99
 """Assumed lower bound on the step time of a candidate that fits, as a fraction of its step time
@@ -52,7 +52,7 @@ class MemorySearch:
         limit: memory limit in bytes per device; None for no limit.
         decide: function that searches with given options and returns candidates.
         strict: whether to raise an error of the first attempt, whose options the user requested.
-        smallest: (memory, attempt) of the measured plan with the least memory among those that do
+        smallest: (memory, attempt) of the measured plan with the least memory, of all plans that do
             not fit.
         dropped: candidates with a lower bound or an estimate of memory above the limit, for any
             recomputation or for that of blocks at one depth.
@@ -143,7 +143,8 @@ class MemorySearch:
         return fitting
 
     def rank(self, fitted: Candidate | None, ranking: Ranking) -> None:
-        """Record in `ranking` the fastest candidate of each kind, and why other kinds have none.
+        """Record in `ranking` the fastest candidate of each kind of plan, and why other kinds have
+        no candidate.
 
         Args:
             fitted: fastest candidate that fits, as returned by `run`.
@@ -163,8 +164,8 @@ class MemorySearch:
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
     def _queued_kinds(self) -> Iterator[tuple[float, PlanKind]]:
-        """Yield (lower bound in seconds, requested kind) of each attempt and candidate in the
-        queue."""
+        """Yield (lower bound in seconds, requested kind of plan) of each attempt and candidate in
+        the queue."""
         for bound, _, _, entry in self.queue:
             attempts = (
                 [entry.attempt]
@@ -216,7 +217,7 @@ class MemorySearch:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
     def _new_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
-        """Return a queue entry for `candidate`, or None if it duplicates an earlier candidate."""
+        """Return a queue entry for `candidate`; None if the candidate duplicates an earlier one."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
         if key in self.entry_keys:
@@ -226,7 +227,7 @@ class MemorySearch:
         return QueuedCandidate(attempt, candidate, min_memory)
 
     def _aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
-        """Return a queue entry for the aligned candidate (`Candidate.aligned`), or None if it
+        """Return a queue entry for the aligned candidate (`Candidate.aligned`), or None if that
         duplicates an earlier candidate."""
         aligned = queued.candidate.aligned
         return queued if aligned is queued.candidate else self._new_entry(aligned, queued.attempt)

@@ -109,7 +109,8 @@ class FileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KeywordOptions(FileOptions):
-    """All options of `AutoParallel`; those of `FileOptions` are also keys of configuration files.
+    """All options of `AutoParallel`; the fields of `FileOptions` are also keys of configuration
+    files.
 
     Raises:
         StrategyError: if an option has an invalid value.
@@ -237,7 +238,8 @@ class PlanOptions(KeywordOptions):
     def limit(self) -> int | None:
         """Memory limit of the search in bytes per device; None for a search without a limit.
 
-        Also None if only `default_limit` applies, which is checked after a search without a limit.
+        The limit is also None if only `default_limit` applies, which is checked after a search
+        without a limit.
 
         Raises:
             StrategyError: if `recompute` needs a memory limit, but none is set.
@@ -257,7 +259,8 @@ class PlanOptions(KeywordOptions):
     def default_limit(self) -> int | None:
         """Device memory of the named cluster in bytes; None if a limit is requested.
 
-        Also None for the cluster `local`, whose processes share the memory of one machine.
+        The limit is also None for the cluster `local`, whose processes share the memory of one
+        machine.
         """
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
         has_limit = self.memory_limit is not None or self.limit is not None

@@ -1,5 +1,5 @@
-"""Rank the fastest plan of each kind that a search finds, with reasons why other kinds have no
-plan."""
+"""Rank the fastest plans that a search finds, one of each kind, with reasons why other kinds have
+no plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from shardwright.errors import StrategyError
 
 
 def kind_of_candidate(candidate: Candidate) -> PlanKind:
-    """Return the plan kind of `candidate`.
+    """Return the kind of plan that `candidate` is.
 
-    The ZeRO level of the kind is empty if every parameter is stored as operators use it, whatever
-    level was requested.
-    """
+    The ZeRO level of the kind is empty if every
+    parameter is stored as operators use it, whatever level was requested."""
     pipeline, decisions = candidate.pipeline, candidate.decisions
     sharding = decisions.sharding if candidate.shards_storage else None
     return PlanKind(
@@ -39,12 +38,13 @@ def requested_kind(options: PlanOptions) -> PlanKind:
 
 @dataclass
 class Ranking:
-    """The fastest candidate of each kind, over searches with different numbers of micro-batches.
+    """The fastest candidate of each kind of plan, over searches with different numbers of
+    micro-batches.
 
     Args:
-        top: number of kinds whose fastest plans are returned.
-        fastest: fastest candidate of each kind.
-        left_out: reason why a kind has no plan, for each kind without one.
+        top: number of kinds of plans whose fastest plan is returned.
+        fastest: fastest candidate of each kind of plan.
+        left_out: reason why a kind of plan has no candidate, by kind.
     """
 
     top: int
@@ -52,15 +52,16 @@ class Ranking:
     left_out: dict[PlanKind, LeftOut] = field(default_factory=dict)
 
     def add(self, candidate: Candidate) -> None:
-        """Record `candidate` unless its kind has a candidate already."""
+        """Record `candidate` unless its kind of plan has a candidate already."""
         # The search yields candidates in ascending order of step time.
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
     def wants(self, kinds: Iterable[PlanKind]) -> bool:
-        """Whether any of `kinds` has no candidate, and fewer than `top` kinds have one.
+        """Whether any of `kinds` has no candidate yet, and fewer than `top` kinds of plans have
+        one.
 
         Args:
-            kinds: kinds with the same number of micro-batches.
+            kinds: kinds of plans with equal numbers of micro-batches.
         """
         # A candidate may have been found with recomputation although its kind was queued without.
         open_kinds = [kind for kind in kinds if not self._has_candidate(kind)]
@@ -72,13 +73,15 @@ class Ranking:
         return sum(kind.micro_batches == micro_batches for kind in self.fastest) < self.top
 
     def leave_out(self, kind: PlanKind, reason: LeftOut) -> None:
-        """Record why a kind has no plan, unless a reason that sorts before `reason` is recorded."""
+        """Record why a kind of plan has no candidate, unless a reason that sorts before `reason` is
+        recorded."""
         recorded = self.left_out.get(kind)
         if recorded is None or reason < recorded:
             self.left_out[kind] = reason
 
     def ranked(self) -> RankedPlans:
-        """Return the `top` fastest plans, and for each other kind the reason why it is left out."""
+        """Return the `top` fastest plans, and for each other kind of plan the reason why it is left
+        out."""
         order = sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
@@ -90,7 +93,7 @@ class Ranking:
         return RankedPlans(plans, left_out)
 
     def _has_candidate(self, kind: PlanKind) -> bool:
-        """Whether `kind` has a candidate, with or without recomputation."""
+        """Whether a candidate of this kind of plan is known, with or without recomputation."""
         return any(ranked.requested == kind.requested for ranked in self.fastest)
 
 

@@ -65,7 +65,7 @@ def is_positive(value: Any) -> bool:
 
 
 def parse_bytes(size: int | str) -> int | None:
-    """Return `size`, a number or a text such as `24GiB`, in bytes; None if it is invalid."""
+    """Return `size`, a number or a text such as `24GiB`, in bytes; None if `size` is invalid."""
     number = quantity(size, BYTES)
     return int(number) if number is not None and number >= 1 else None
 

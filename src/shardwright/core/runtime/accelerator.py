@@ -65,8 +65,8 @@ def num_accelerators() -> int:
 
 
 def device_of_rank(local_rank: int, local_size: int) -> torch.device:
-    """Return the accelerator of a process: the one with index `local_rank`, or the only one that
-    the process sees.
+    """Return the accelerator of a process: the device of index `local_rank`, or the only device
+    that the process sees.
 
     Return the CPU if there is no accelerator, or if several processes need to communicate and the
     accelerator has no communication backend.
@@ -105,8 +105,8 @@ def hardware_of(device: torch.device) -> str | None:
 def device_of_group() -> torch.device:
     """Return the device for collectives of the process group, or of the only process.
 
-    With a backend for accelerators, the device is the process's accelerator, by default the one
-    with index `LOCAL_RANK`; otherwise the CPU.
+    With a backend for accelerators, the device is the process's accelerator, by default the device
+    of index `LOCAL_RANK`; otherwise the device is the CPU.
     """
     accelerator = accelerator_type()
     if accelerator is None:

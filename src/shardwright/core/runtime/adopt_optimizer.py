@@ -84,9 +84,9 @@ def mark_planned(parameters: Mapping[str, nn.Parameter], origins: Mapping[str, O
 
 
 def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
-    """Replace the parameters of an optimizer by those of the planned model.
+    """Replace the parameters of an optimizer by the parameters of the planned model.
 
-    Parameter groups, their options, schedulers and hooks are kept. Parameters of other pipeline
+    Parameter groups, their options, schedulers and hooks remain. Parameters of other pipeline
     stages are removed from their groups.
 
     Args:

@@ -43,7 +43,7 @@ class Collective:
         start: starts the collective on a local tensor and returns the pending result.
         finish: waits for the pending result and returns the result, in the given dtype.
         joined: dimension in which the result is concatenated, and number of blocks, if the pending
-            result has the blocks along dimension 0; None if it has its final shape.
+            result has the blocks along dimension 0; None if the pending result has its final shape.
     """
 
     start: Function

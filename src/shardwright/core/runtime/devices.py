@@ -344,8 +344,9 @@ def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.Proce
 def _can_create_own_group_only(device: torch.device) -> bool:
     """Whether each rank can create only its own group, with local synchronization.
 
-    PyTorch names such a group by the number of groups that the rank has created. If the user has
-    created groups on some ranks only, the ranks of one group would wait under different names.
+    PyTorch names a group created with local synchronization by the number of groups that the rank
+    has created. If the user has created groups on some ranks only, the ranks of one group would
+    wait under different names.
     """
     if not has_other_ranks():
         return True

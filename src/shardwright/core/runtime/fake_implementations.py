@@ -63,7 +63,7 @@ class CheckedCustomOp:
 
 
 def _describe_results(results: FakeResults, others: FakeResults) -> str:
-    """Return the shapes of `results` as text or, if they equal those of `others`, the dtypes."""
+    """Return the shapes of `results` as text or, if `others` has equal shapes, the dtypes."""
     shapes = [str(shape) for shape, _ in results]
     differ = shapes != [str(shape) for shape, _ in others]
     return " and ".join(shapes if differ else [str(dtype) for _, dtype in results])

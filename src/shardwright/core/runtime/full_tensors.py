@@ -2,7 +2,7 @@
 
 In-place elementwise operators compute on shards if all DTensors have equal layouts. Other operators
 gather their arguments, compute on full tensors on every rank, and write the shards of arguments
-that they change. Random numbers are those of the first rank.
+that they change. Random numbers are drawn on the first rank.
 """
 
 from __future__ import annotations

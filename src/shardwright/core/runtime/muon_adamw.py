@@ -26,7 +26,7 @@ def is_orthogonalized(shape: Shape, tables: Collection[Shape]) -> bool:
 
 
 def table_shapes(net: nn.Module) -> frozenset[Shape]:
-    """Return the shapes of a model's embeddings, including those of other pipeline stages."""
+    """Return the shapes of a model's embeddings, including embeddings of other pipeline stages."""
     return frozenset(
         (module.num_embeddings, module.embedding_dim)
         for module in net.modules()
@@ -37,8 +37,8 @@ def table_shapes(net: nn.Module) -> frozenset[Shape]:
 class MuonAdamW(Optimizer):
     """Muon for matrices and AdamW for all other parameters, with one learning rate.
 
-    Muon's updates are scaled to those of AdamW (Liu et al., "Muon is Scalable for LLM Training",
-    2025), so that learning rate and weight decay are those of AdamW.
+    Muon's updates are scaled to the size of AdamW's (Liu et al., "Muon is Scalable for LLM
+    Training", 2025), so that both use the learning rate and weight decay of AdamW.
 
     Args:
         params: parameters, or parameter groups with a `weight_decay` of their own.

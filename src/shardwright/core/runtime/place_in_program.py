@@ -25,7 +25,7 @@ LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy
 
 def place_of(frame: FrameType | None) -> tuple[str, str]:
     """Return the collective over all ranks in which a thread waits, and the thread's line of the
-    user's program; each is empty if there is none."""
+    user's program; each is empty if not found."""
     waits_in = ""
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code

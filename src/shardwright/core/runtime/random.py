@@ -1,9 +1,9 @@
 """Random operators on shards, seeded by step, operator and shard, so that runs are reproducible.
 
 Replicas of a shard draw equal numbers, different shards draw independent numbers. The numbers
-differ from those that one device would draw for the full tensor. Recomputed operators must draw the
-numbers of the forward pass again. Seeded operators do; on one device, where operators are not
-seeded, activation checkpointing restores the state of PyTorch's generator.
+differ from the draw of one device for the full tensor. Recomputed operators must draw the numbers
+of the forward pass again. Seeded operators do; on one device, where operators are not seeded,
+activation checkpointing restores the state of PyTorch's generator.
 """
 
 from __future__ import annotations

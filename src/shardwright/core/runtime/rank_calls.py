@@ -184,7 +184,7 @@ class RankCalls:
                 self._meet_other_ranks()
 
     def number_of(self, kind: str) -> int:
-        """Return how many calls of a kind have begun."""
+        """Return how many calls of the name `kind` have begun."""
         return self._counts[kind]
 
     def _begin_call(self, kind: str) -> bool:

@@ -73,8 +73,8 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether any rank has received a signal; equal on all ranks.
 
-        Collective: every rank must call this method after the same steps. It all-reduces one
-        number, on the CPU if the process group has a backend for CPU tensors.
+        Collective: every rank must call this method after the same steps. The method all-reduces
+        one number, on the CPU if the process group has a backend for CPU tensors.
         """
         if self.stopped_by is None:
             self.stopped_by = self._signal_of_any_rank()

@@ -8,7 +8,7 @@ Nouns of a search, from small to large:
     choice      the factor that one operator cuts over one axis, or none
     cuts        the choices of an operator over all axes
     layout      placement of a tensor, as implied by the cuts of its producer or consumer
-    decisions   cuts, storage, stages and recomputation of a whole model
+    decisions   cuts, storage, stages and recomputation of a full model
     candidate   decisions with their predicted step time; the best becomes the plan
     bound       lower bound on the seconds of all candidates with some property
 

@@ -2,8 +2,8 @@
 
 The work of a chunk is the multiply-adds of its main operators plus the elements of its parameters,
 or seconds if these are known. Among the divisions whose largest chunk is within a tolerance of the
-smallest possible, the one that sends the fewest bytes between chunks is chosen. In a transformer,
-one value crosses a boundary between layers, but two cross a boundary within a layer.
+smallest possible, the division that sends the fewest bytes between chunks is chosen. In a
+transformer, one value crosses a boundary between layers, but two cross a boundary within a layer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def balanced_stages(
 def _chunk_boundaries(graph: Graph) -> list[int]:
     """Return the positions where a chunk may end; position `i` is in front of operator `i`.
 
-    No chunk ends between the operators that read a buffer and the one that updates it: other
+    No chunk ends between the operators that read a buffer and the operator that updates it: other
     micro-batches run between two chunks, and would read the buffer before the update.
     """
     op_index = {op.name: index for index, op in enumerate(graph.ops)}

@@ -58,7 +58,7 @@ class AxisChoice:
 
     Args:
         operators: names of the operators. Costs in seconds are sums over all of these operators;
-            symbolic costs are those of one operator.
+            symbolic costs are per operator.
         axis: name of the mesh axis.
         chosen: name of the factor that is cut over the axis; empty for no cut.
         alternatives: all other valid choices, the cheapest first.

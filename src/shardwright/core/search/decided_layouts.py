@@ -31,8 +31,8 @@ class TensorContext:
         dims: the factor of each dim in the operator's rule.
         differentiable: whether the tensor has a gradient.
         is_parameter: whether the tensor is a parameter, stored in the layout in which it is read.
-        initial_layout: the layout in which the tensor is computed or passed in; None if it is not
-            decided, and for outputs of the operator.
+        initial_layout: the layout in which the tensor is computed or passed in; None if the
+            producer is undecided, and for outputs of the operator.
         consumer_layouts: the layouts in which other decided operators read the tensor.
     """
 
@@ -55,7 +55,7 @@ class TensorContext:
     ) -> int:
         """Return the bytes that a device sends to redistribute from `source` to `target`.
 
-        The bytes are those of forward plus backward. Reductions of partial sums and their gradients
+        Bytes are the sum of forward and backward. Reductions of partial sums and their gradients
         do not count, as they follow from the cuts of a single operator. Steps that redistributions
         to `other_targets` share do not count either.
         """
@@ -70,7 +70,7 @@ class TensorContext:
     ) -> int:
         """Return the bytes that a device sends to redistribute from `source` to `target`.
 
-        The bytes are those of forward plus backward, without steps that redistributions to
+        Bytes are the sum of forward and backward, without steps that redistributions to
         `other_targets` share.
         """
         return sum(size for _, size in self.steps(source, target, other_targets))
@@ -80,7 +80,7 @@ class TensorContext:
     ) -> list[tuple[RedistributionStep, int]]:
         """Return the steps from `source` to `target`, each with the bytes that a device sends.
 
-        Bytes are those of forward plus backward. The leading steps that a redistribution to one of
+        Bytes are the sum of forward and backward. The leading steps that a redistribution to one of
         `other_targets` also runs are omitted.
         """
         path, sizes = self._steps_and_bytes(source, target)

@@ -21,7 +21,8 @@ NO_CUT = -1
 """Sentinel for "not sharded over this axis", instead of the index of a factor of an operator or of
 a dim of a tensor.
 
-It is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last rows."""
+The value is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the last rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)

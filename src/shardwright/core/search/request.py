@@ -130,6 +130,6 @@ class SearchMode(ABC):
     def candidate_cuts(self, request: SearchRequest) -> Sequence[Mapping[str, Cuts]]:
         """Return the result of `search`, and further cuts whose objective is nearly as low.
 
-        The predictor of whole plans picks one.
+        The predictor of full plans picks one.
         """
         return [self.search(request)]

@@ -43,7 +43,7 @@ message (0.4 MB for 0.8 μs at 450 GB/s, 0.9 MB for 3 μs at 300 GB/s)."""
 def with_uncosted_ops_sharded(request: SearchRequest, cuts: CutsOfGraph) -> list[CutsOfGraph]:
     """Return the result of `shard_uncosted_ops` and, if different, `cuts`.
 
-    The predictor of whole plans, which counts communication more precisely, picks one.
+    The predictor of full plans, which counts communication more precisely, picks one.
     """
     sharded = shard_uncosted_ops(request, cuts)
     return [sharded] if sharded == cuts else [sharded, cuts]

@@ -64,7 +64,7 @@ def gradient_edge_of(tensor: Any) -> tuple[Any, int]:
 def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> None:
     """Call `check` before every `torch.autograd.grad` and every `backward(inputs=…)`.
 
-    Permanent for the process.
+    The change is permanent for the process.
 
     Args:
         check: called with the outputs and the inputs, which are tensors or `GradientEdge`s.
@@ -73,7 +73,8 @@ def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
 
 
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Run every backward pass inside a new context manager. Permanent for the process.
+    """Run every backward pass inside a new context manager. The change is permanent for the
+    process.
 
     Args:
         context: makes the context manager of each backward pass.

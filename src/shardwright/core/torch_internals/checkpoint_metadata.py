@@ -41,8 +41,8 @@ def loads_metadata(content: bytes) -> Metadata:
     """Unpickle the content of a `.metadata` file.
 
     Raises:
-        ValueError: if the bytes are malformed, or refer to an object other than those in
-            `_ALLOWED_OBJECTS` and dtypes: unpickling other objects could run code.
+        ValueError: if the bytes are malformed, or refer to an object that is neither in
+            `_ALLOWED_OBJECTS` nor a dtype: unpickling other objects could run code.
     """
     try:
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()

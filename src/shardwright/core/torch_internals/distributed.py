@@ -113,8 +113,8 @@ ROOTED_COLLECTIVES = (
 def around_world_collectives(context: Callable[[str, bool], AbstractContextManager[None]]) -> None:
     """Run each collective of the default process group inside a new context manager.
 
-    Functions imported before this call are included. Permanent for the process; a second call is
-    ignored.
+    Functions imported before this call are included. The change is permanent for the process; a
+    second call is ignored.
 
     Args:
         context: makes the context manager, given the name of the function and whether the call

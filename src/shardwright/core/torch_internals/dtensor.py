@@ -36,7 +36,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 def with_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Make a DTensor that requires no gradient from a local tensor.
 
-    Much faster than `DTensor.from_local`, which takes longer than a small operator.
+    This is much faster than `DTensor.from_local`, which takes longer than a small operator.
 
     Args:
         local: the local tensor.
@@ -113,8 +113,8 @@ def dtensor_of_class(tensor_class: type[DTensor], local: Tensor, spec: DTensorSp
 def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManager[None]]) -> None:
     """Run each redistribution of a DTensor that communicates inside a new context manager.
 
-    Implicit redistributions are included (`p.norm().item()`). Permanent for the process; a second
-    call is ignored.
+    Implicit redistributions are included (`p.norm().item()`). The change is permanent for the
+    process; a second call is ignored.
 
     Args:
         context: makes the context manager, given the mesh of the DTensor.
@@ -139,7 +139,7 @@ def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManage
 def before_fully_shard(check: Callable[[Tensor], None]) -> None:
     """Call `check` for each parameter before `fully_shard` replaces it.
 
-    Permanent for the process; a second check is ignored.
+    The change is permanent for the process; a second check is ignored.
 
     Args:
         check: function of the parameter, which may raise an error.
@@ -159,8 +159,8 @@ def before_fully_shard(check: Callable[[Tensor], None]) -> None:
 def refuse_pickling(check: Callable[[DTensor], None]) -> None:
     """Call `check` before a DTensor is pickled or saved as safetensors.
 
-    Not called by `copy.copy` and `copy.deepcopy`. Permanent for the process; a second check is
-    ignored.
+    `copy.copy` and `copy.deepcopy` do not call `check`. The change is permanent for the process; a
+    second check is ignored.
 
     Args:
         check: called with the tensor; raises an error to refuse the pickling.

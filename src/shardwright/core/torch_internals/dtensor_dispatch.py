@@ -31,7 +31,7 @@ arguments, keyword arguments, and PyTorch's error (None if PyTorch has not run t
 def change_results(operator: OpOverload, change: Callable[[Any, Sequence[Any]], Any]) -> None:
     """Postprocess the results of an operator on DTensors.
 
-    Permanent for the process; a second call for the same operator is ignored.
+    The change is permanent for the process; a second call for the same operator is ignored.
 
     Args:
         operator: the ATen operator.
@@ -49,7 +49,7 @@ def set_operator_handler(
 ) -> None:
     """Replace the implementation of an operator for DTensors.
 
-    Permanent for the process; a second handler of the same operator is ignored.
+    The change is permanent for the process; a second handler of the same operator is ignored.
 
     Args:
         operator: the ATen operator.
@@ -81,7 +81,8 @@ def handle_mixed_tensors(fallback: Fallback) -> None:
     """Call `fallback` for operators that mix DTensors and ordinary tensors.
 
     Ordinary tensors of one element, such as a loss, can be mixed with DTensors if the operator does
-    not write to them; their gradients are ordinary tensors. Permanent for the process.
+    not write to them; their gradients are ordinary tensors. The change is permanent for the
+    process.
     """
     for operator in operators_of_several_tensors():
         set_operator_handler(operator, partial(run_unless_mixed, operator, fallback))
@@ -126,8 +127,8 @@ def _written_tensors(
 
 
 def handle_collectives(call: Callable[..., Any]) -> None:
-    """Replace `c10d` operators (`torch.distributed` functions) on DTensors. Permanent for the
-    process.
+    """Replace `c10d` operators (`torch.distributed` functions) on DTensors. The change is permanent
+    for the process.
 
     Args:
         call: called with the operator, positional and keyword arguments; returns the results.
@@ -141,7 +142,7 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
 
     The operator has not computed or communicated when `fallback` is called. Inside
     `without_torch_function_of_subclasses`, PyTorch's error is raised instead, for callers that
-    handle this error. Permanent for the process; a second fallback is ignored.
+    handle this error. The change is permanent for the process; a second fallback is ignored.
     """
     propagate = DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path
 
@@ -161,7 +162,7 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
 
 def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
     """Call `assign(tensor, value)` for `tensor.data = value` of DTensors; PyTorch would change the
-    wrapper only, and not the local tensor. Permanent for the process."""
+    wrapper only, and not the local tensor. The change is permanent for the process."""
     data: Any = Tensor.data
 
     def set_or_assign(tensor: DTensor, value: Any) -> None:
@@ -176,7 +177,7 @@ def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
 
 
 def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) -> None:
-    """Make methods of DTensors raise an error. Permanent for the process.
+    """Make methods of DTensors raise an error. The change is permanent for the process.
 
     Args:
         names: names of the methods, such as "numpy".
@@ -192,7 +193,7 @@ def refuse_methods(names: Collection[str], error: Callable[[str], Exception]) ->
 
 def format_values() -> None:
     """Support format specifications for scalar DTensors, such as `f"{p.norm():.3f}"`, as for
-    ordinary tensors. Permanent for the process."""
+    ordinary tensors. The change is permanent for the process."""
 
     def format_value(tensor: DTensor, specification: str) -> str:
         if tensor.ndim or not specification:
@@ -205,7 +206,7 @@ def format_values() -> None:
 def compute_on_local_tensors(names: Collection[str]) -> None:
     """Make elementwise methods of DTensors compute on local tensors if all layouts are equal.
 
-    Faster than DTensor's dispatch. Permanent for the process.
+    This is faster than DTensor's dispatch. The change is permanent for the process.
 
     Args:
         names: names of the methods, such as "add_".

@@ -165,8 +165,8 @@ def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _logger_methods() -> Iterator[Callable[..., Any]]:
-    """Yield the logging methods of `logging.Logger`, including those that libraries have added,
-    such as `warning_once`."""
+    """Yield the logging methods of `logging.Logger`, including methods added by libraries, such as
+    `warning_once`."""
     for name in dir(logging.Logger):
         method = getattr(logging.Logger, name)
         if not name.startswith("_") and callable(method) and name != "getChild":
@@ -420,7 +420,8 @@ class Guards:
         return bool(self.manager.guard_manager.check(scope))
 
     def failing(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Return the first guard that fails for a call, as Python code; empty if none fails."""
+        """Return the first guard that fails for a call, as Python code; empty if all guards
+        hold."""
         scope = self.capture.scope(owner, args, kwargs)
         parts = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
         return str(parts[0]) if parts else ""

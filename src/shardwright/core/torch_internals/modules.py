@@ -117,8 +117,8 @@ def drop_buffer_assignments_of_export() -> None:
     """Remove the global hook by which `torch.export` appends a copy for each buffer assigned in
     `forward`.
 
-    The hook handles buffers of the root module only, whereas capture handles those of all modules.
-    `torch.export` does not fail when it removes the missing hook later.
+    The hook handles buffers of the root module only, whereas capture handles the buffers of all
+    modules. `torch.export` does not fail when it removes the missing hook later.
     """
     hooks = registration._global_buffer_registration_hooks
     for handle_id, hook in list(hooks.items()):
@@ -169,7 +169,7 @@ def restore_flat_weights(module: nn.RNNBase) -> None:
 def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable[[], None]:
     """Call `callback` before each call of `module`, but not before calls of copies of `module`.
 
-    Not a forward hook, as capture reads and checks the hooks of a model.
+    No forward hook is registered, as capture reads and checks the hooks of a model.
 
     Returns:
         A function that ends the observation, to be called once.
@@ -197,8 +197,8 @@ def set_log_level(level: int) -> None:
 
 
 def process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
-    """Return a memo with which `copy.deepcopy` shares a model's process groups, such as those of
-    `SyncBatchNorm`, which cannot be copied."""
+    """Return a memo with which `copy.deepcopy` shares a model's process groups, for example in
+    `SyncBatchNorm`, as these cannot be copied."""
     return {
         id(value): value
         for part in module.modules()

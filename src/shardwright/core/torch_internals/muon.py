@@ -40,8 +40,8 @@ def adjusted_rate(rate: float, adjustment: str | None, shape: Any) -> float:
 
 
 def replace_muon_step(step: Callable[..., None]) -> None:
-    """Replace the update of all `Muon` optimizers. Permanent for the process; a second replacement
-    is ignored.
+    """Replace the update of all `Muon` optimizers. The change is permanent for the process; a
+    second replacement is ignored.
 
     Args:
         step: called with PyTorch's `MuonStep`, followed by the arguments of a `MuonStep`.

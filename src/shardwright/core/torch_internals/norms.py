@@ -51,9 +51,9 @@ class Norms(Protocol):
 def extend_norms(norms: Norms) -> None:
     """Make `clip_grad_norm_` and `get_total_norm` compute total norms by `norms`.
 
-    Also makes `clip_grads_with_norm_` scale each group of `norms.groups` separately. Calls with a
-    single tensor, and calls in compiled functions, are not changed. Permanent for the process; a
-    second call is ignored.
+    `clip_grads_with_norm_` then scales each group of `norms.groups` separately. Calls with a
+    single tensor, and calls in compiled functions, are not changed. The change is permanent for the
+    process; a second call is ignored.
     """
     # Whether the running call is extended: `clip_grad_norm_` calls the other two.
     running = ContextVar("running", default=False)

@@ -29,7 +29,7 @@ class ForeignRun(Protocol):
 
     @property
     def memory_limit(self) -> int | None:
-        """Memory limit in bytes per device; None for the whole device memory."""
+        """Memory limit in bytes per device; None for all of the device's memory."""
 
     @property
     def only_strategies(self) -> bool:

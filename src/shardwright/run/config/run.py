@@ -376,7 +376,7 @@ class Run:
         With `parallel.expert`, shardings propagate from the pinned operators to all others.
 
         Args:
-            changes: options of the planner that replace those of the configuration.
+            changes: options of the planner that override the configuration.
 
         Raises:
             ShardwrightError: if no plan exists, for example within the memory limit.

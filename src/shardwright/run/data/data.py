@@ -102,7 +102,7 @@ class Batches:
         return position.batch * self.batch_size if position.sample is None else position.sample
 
     def position_after(self, position: Position) -> Position:
-        """Return the position of the batch after the one at `position`."""
+        """Return the position of the batch after the batch at `position`."""
         step, end = position.step + 1, self.first_sample(position) + self.batch_size
         if end + self.batch_size > self.samples:
             return Position(step, position.epoch + 1, 0, 0)

@@ -63,8 +63,8 @@ def launch(
     Raises:
         RankFailedError: if a rank failed and no restarts are left; the others are terminated.
         StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank
-            received SIGINT or SIGTERM; all ranks have ended. They save a checkpoint first if the
-            run has checkpoints, unless this process receives a second signal.
+            received SIGINT or SIGTERM; all ranks have ended. The ranks save a checkpoint first if
+            the run has checkpoints, unless this process receives a second signal.
     """
     # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
     with serve_store() as port, _collect_stop_signals() as stop_signals:

@@ -54,7 +54,7 @@ READ_TIMEOUT_SECONDS = 60
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a run on several nodes; its options are those of torchrun.
+    """One node of a run on several nodes, described by torchrun's options.
 
     Args:
         rank: node rank; node 0 serves the store.
@@ -294,7 +294,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
 def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: threading.Event) -> None:
     """Send heartbeats until `ended` is set, and exit the process if the store stops answering.
 
-    Needed because the agent does not detect a broken connection, and would wait forever.
+    Without heartbeats the agent would not detect a broken connection, and would wait forever.
     """
     with suppress(RuntimeError):
         while not ended.wait(HEARTBEAT_SECONDS):

@@ -70,7 +70,7 @@ class RankError:
 
     @property
     def stop(self) -> StoppedError | None:
-        """The StoppedError that ended the rank; None if it ended for another reason."""
+        """The StoppedError that ended the rank; None if the rank ended for another reason."""
         if self.exception_type != StoppedError.__name__:
             return None
         reason, _, outcome = self.text.partition("; ")
@@ -88,12 +88,12 @@ class RankEnd:
 
     Args:
         rank, pid: rank and process id.
-        status: exit status; the negative signal number if a signal killed the process; None if it
-            could not be killed.
+        status: exit status; the negative signal number if a signal killed the process; None if the
+            process could not be killed.
         time: seconds at which the end was observed, on one clock for all ranks.
         signals: signals that the launcher sent to the process.
         stopped_by: the signal, such as SIGSTOP, that had stopped the process before the launcher
-            killed it; None if it was running.
+            killed it; None if the process was running.
         error: the exception that ended the process; None without one.
     """
 

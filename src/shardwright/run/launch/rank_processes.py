@@ -120,7 +120,7 @@ class RankProcess:
 
 
 def _signal_that_stopped(pid: int) -> int | None:
-    """Return the signal that has stopped a child process; None if it is not stopped."""
+    """Return the signal that has stopped a child process; None if the process is not stopped."""
     # WNOWAIT leaves the process waitable, so that `Popen.poll` still sees its end.
     try:
         stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
@@ -156,7 +156,8 @@ def wait_for_ranks(
 def stop_ranks(ranks: Sequence[RankProcess], timeout: timedelta, stop_signals: Sized) -> None:
     """Send SIGTERM to running ranks, and wait until they have ended.
 
-    Ranks of a run with checkpoints save one before they end. Does nothing if a rank is stopped.
+    Ranks of a run with checkpoints save a checkpoint before they end. Does nothing if a rank is
+    stopped.
 
     Args:
         timeout: longest time to wait.
@@ -175,7 +176,7 @@ def stop_ranks(ranks: Sequence[RankProcess], timeout: timedelta, stop_signals: S
 
 
 def end_ranks(ranks: Sequence[RankProcess]) -> None:
-    """Terminate running processes with SIGTERM, and kill those that do not exit."""
+    """Terminate running processes with SIGTERM, and kill processes that do not exit."""
     # SIGTERM stays pending for a stopped process: only SIGKILL reaches it.
     for rank in ranks:
         if rank.poll():

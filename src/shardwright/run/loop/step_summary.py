@@ -1,6 +1,6 @@
 """Break down the time of a step into categories, from the events of `torch.profiler`.
 
-Categories are those of the predicted time, such as attention or exposed communication. On an
+Categories are the same as of the predicted time, such as attention or exposed communication. On an
 accelerator, seconds are kernel time; on the CPU, self time of operators.
 """
 

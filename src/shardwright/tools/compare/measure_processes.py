@@ -45,8 +45,8 @@ SHORT_MESSAGE, LONG_MESSAGE = 1 << 18, 1 << 22
 
 PRIOR_WEIGHT = 0.01
 """Weight of the relative deviation of a figure from its assumed value; the relative error of a step
-has weight 1. Needed for two processes: their steps have as many calls as messages, so steps alone
-do not determine which part of the overhead is per call and which per message."""
+has weight 1. The prior is needed for two processes: their steps have as many calls as messages, so
+steps alone do not determine which part of the overhead is per call and which per message."""
 
 FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
 """Fitted fields of `Device` and `LinkLevel`, in seconds of a process that runs alone."""

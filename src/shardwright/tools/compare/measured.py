@@ -116,7 +116,8 @@ def compare_measured(
     """Measure training steps of the tiny variants of language models on local processes.
 
     The alternatives of a model are its automatic plan, its expert plan, and all degrees of data,
-    tensor and pipeline parallelism that divide its sizes. They take turns within one launch.
+    tensor and pipeline parallelism that divide its sizes. All alternatives take turns within one
+    launch.
 
     Args:
         experts: paths of expert configurations (`semi_auto` mode).

@@ -129,8 +129,8 @@ def run_worker(request: str, result: str) -> None:
 def tiny_run(run: Run, devices: int) -> Run:
     """Scale an expert configuration down to its tiny variant, in float32 on the built-in text.
 
-    The numbers of stages and of tensor-parallel devices are those of the configuration, reduced to
-    divisors of `devices` that the tiny model allows; the rest is data parallelism. If the
+    The numbers of stages and of tensor-parallel devices are taken from the configuration, reduced
+    to divisors of `devices` that the tiny model allows; the rest is data parallelism. If the
     configuration shards optimizer state, parameters of every size are sharded.
 
     Args:

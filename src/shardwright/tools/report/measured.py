@@ -105,7 +105,8 @@ def _step_time_note(plan: PlanData, measured: Measured, stage: int) -> str:
 
 
 def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
-    """Return the table of one rank's collectives in a step, by stage, kind and mesh axes."""
+    """Return the table of one rank's collectives in a step, by stage, type of collective and mesh
+    axes."""
     has_stages = plan.pipeline.stages > 1
     table = []
     for stage, predicted in enumerate(measured.predicted):
@@ -130,7 +131,7 @@ _Totals = tuple[CollectiveTotal | None, CollectiveTotal | None]
 def _pair_collective_totals(
     predicted: tuple[CollectiveTotal, ...], ranks: list[MeasuredRank]
 ) -> dict[tuple[str, str], _Totals]:
-    """Pair the predicted totals with the mean over `ranks`, by kind of collective and mesh axes."""
+    """Pair the predicted totals with the mean over `ranks`, by type of collective and mesh axes."""
     totals: dict[tuple[str, str], list[CollectiveTotal]] = {}
     for rank in ranks:
         for total in rank.collectives:

@@ -56,7 +56,7 @@ def stack_bars(
     """Return adjacent bars, one for each kind of memory or time.
 
     Args:
-        sizes: bytes or seconds by kind.
+        sizes: bytes or seconds by kind of memory or time.
         full_width: size of a bar of length 1.
         text: formats a size as the label of its bar.
     """
@@ -176,7 +176,7 @@ class Lane:
     """The timeline of one pipeline stage.
 
     Args:
-        spans: kind (`F` forward, `B` backward, `I` input gradient, `W` weight gradient),
+        spans: action (`F` forward, `B` backward, `I` input gradient, `W` weight gradient),
             micro-batch, text, start and length of each action; start and length are fractions of
             the step.
     """
@@ -191,7 +191,8 @@ class Curve:
     """A bar chart over time.
 
     Args:
-        columns: kind, text and height of each bar; heights are fractions of the chart's height.
+        columns: kind of bar (its color), text and height of each bar; heights are fractions of the
+            chart's height.
         limit: height of the limit line; None without a limit.
     """
 
@@ -208,7 +209,7 @@ class Chart:
     Args:
         rows: bars of a waterfall, or stacks.
         kinds: entries of the legend.
-        note: text below the chart; the only content if there is nothing to draw.
+        note: text below the chart; the only content of a chart without bars.
         header, table: column titles and rows of the table below.
     """
 

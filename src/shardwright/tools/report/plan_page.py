@@ -35,11 +35,11 @@ from shardwright.tools.report.page import (
 from shardwright.tools.report.tree import page_tree
 
 MAX_TIMELINE_PASSES = 6_000
-"""Maximum number of forward and backward passes in the timeline. Each is an element of the page,
-and browsers slow down beyond some ten thousand elements."""
+"""Maximum number of forward and backward passes in the timeline. Each pass is an element of the
+page, and browsers slow down beyond some ten thousand elements."""
 
 MAX_REDISTRIBUTION_KINDS = 12
-"""Maximum number of rows in the table of redistributions, one for each kind."""
+"""Maximum number of rows in the table of redistributions, one for each collective and mesh axes."""
 
 OLD_FILE_NOTE = "Not in this plan file of an older version: plan again, and save the plan."
 
@@ -226,7 +226,7 @@ def _time_part_label(part: TimePart) -> str:
 
 
 def _memory_chart(plan: PlanData) -> Chart:
-    """Return the chart of each stage's peak memory by kind, with the memory limit."""
+    """Return the chart of each stage's peak memory by kind of tensor, with the memory limit."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return Chart(

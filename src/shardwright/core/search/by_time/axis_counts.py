@@ -1,7 +1,7 @@
 """Layouts as counts of axes, and lower bounds on the seconds of redistributions between them.
 
 Axes of equal size on one link level form a group. A lower bound depends only on how many axes of
-each group shard each dim, not on which axes; there are far fewer layouts of this kind. The bound
+each group shard each dim, not on which axes; there are far fewer layouts given as counts. The bound
 follows from the bytes that a device must receive:
 
 - From a layout without partial sums: the bytes of the target shard, minus its largest possible

@@ -123,8 +123,8 @@ class AxisTables:
         """Return the choices of all variables on this axis that minimize the total cost.
 
         If the elimination would need a table above the size limit, it is retried with
-        `FIXED_PER_RETRY` more operators fixed to their present choice, those with the most
-        neighbors first.
+        `FIXED_PER_RETRY` more operators fixed to their present choice, beginning with the operators
+        with the most neighbors.
 
         Args:
             eliminations: cache of elimination orders by table sizes and scopes, shared by all axes.
@@ -248,7 +248,7 @@ class AxisTables:
         """Append the tables of one value to `factors`, and new variables to `sizes`.
 
         Only consumers that shard the value equally over all other axes share redistributions, so
-        each group of such consumers has its own tables.
+        each group of equally sharded consumers has its own tables.
         """
         produced = self._produced_layouts(edge, sizes, factors)
         groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -386,7 +386,7 @@ class AxisTables:
     ) -> Table:
         """Return the weighted seconds of redistributing a value of `num_bytes` per device.
 
-        The rows and columns are those of `redistribution_table`. Parameters are redistributed once
+        Rows and columns are as in `redistribution_table`. Parameters are redistributed once
         per step, in buckets that share latency.
         """
         key = (self._key, "redistributions", ndim, num_bytes, differentiable, is_parameter)
@@ -445,7 +445,7 @@ class _ProducedLayouts(NamedTuple):
 
     Args:
         num_shards: number of shards over the other axes.
-        variable: index of the variable that decides the layout; None if it is fixed.
+        variable: index of the variable that decides the layout; None if the layout is fixed.
         layouts: the layout on the axis for each choice of the variable.
     """
 

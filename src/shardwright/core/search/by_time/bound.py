@@ -56,8 +56,8 @@ def lower_bound(
 class _MessagePassing:
     """Message passing between variables along the edge tables.
 
-    A message goes from an edge table to the variable at one of its ends. It has one entry for each
-    layout that the value of the edge has at that end.
+    A message goes from an edge table to the variable at one of its ends. The message has one entry
+    for each layout that the value of the edge has at that end.
     """
 
     def __init__(self, tables: CountTables) -> None:
@@ -155,8 +155,8 @@ def _unfolded_bound(
     """Return the bound in seconds of the unfolded problem, in which each block gets the messages of
     its representative in the folded problem.
 
-    Any messages prove a bound. These prove a tight bound, since all blocks but the first and the
-    last are equal.
+    Any messages prove a bound. The messages of the representative prove a tight bound, since all
+    blocks but the first and the last are equal.
 
     Args:
         tables: tables of the folded problem.

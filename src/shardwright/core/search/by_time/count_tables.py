@@ -379,7 +379,7 @@ class CountTables:
 def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
     """Return the distinct rows, and for each row of `rows` its index among the distinct rows.
 
-    Faster for small integers than `np.unique(rows, axis=0)`, which sorts rows as records.
+    For small integers this is faster than `np.unique(rows, axis=0)`, which sorts rows as records.
     """
     flat = rows.reshape(len(rows), -1)
     codes = np.zeros(len(rows), dtype=np.int64)

@@ -5,7 +5,7 @@ a variable, the tables that contain it are added, and their sum is replaced by i
 variable; at the end the choices are read back in reverse order (Dechter, "Bucket elimination",
 1999). The time grows with the largest intermediate table, which depends on the connections between
 variables rather than on their number. The order of elimination is min-fill: the next variable is
-the one whose elimination connects the fewest pairs of neighbors that are not connected yet.
+the variable whose elimination connects the fewest pairs of neighbors that are not connected yet.
 
 >>> import numpy as np
 >>> differ = np.array([[5.0, 0.0], [0.0, 5.0]])

@@ -6,8 +6,8 @@ each of n consumers is charged 1/n of its redistribution; the sum of these is at
 the shared redistributions. The least sum of all tables is hence a *lower bound* on the objective of
 all plans, and cuts whose objective equals it are optimal.
 
-This works for small models and few devices. Where tables would be too large, the result is that of
-the heuristic search with the bound of `certificate`.
+The joint search is feasible for small models and few devices. Where tables would be too large, the
+result is that of the heuristic search with the bound of `certificate`.
 """
 
 from __future__ import annotations

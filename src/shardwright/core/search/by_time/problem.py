@@ -387,7 +387,8 @@ def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tupl
 
 
 def _reads_equal_values(indexed: IndexedGraph, op: int, period: int) -> bool:
-    """Whether the operator one period after `op` reads inputs that correspond to those of `op`.
+    """Whether the operator one period after `op` reads inputs that correspond to the inputs of
+    `op`.
 
     Corresponding inputs are the same value, or values computed one period apart, or parameters or
     constants whose consumers are all one period apart.

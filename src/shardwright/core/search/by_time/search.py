@@ -57,7 +57,7 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
 
     Returns:
         The cheapest cuts and, if different and nearly as cheap, the cheapest found without copying
-        choices between axes; the predictor of whole plans picks one.
+        choices between axes; the predictor of full plans picks one.
 
     Raises:
         StrategyError: if the request has no pricing.
@@ -279,7 +279,8 @@ class TimedSearch:
         """Replace the choices on an axis by those on another axis, by data parallelism or by no
         cuts, where that decreases the total (step 3).
 
-        This escapes local minima in which no operator gains unless all other operators change too.
+        The step escapes local minima in which no operator gains unless all other operators change
+        too.
 
         Returns:
             Whether `choices` changed.

@@ -163,7 +163,7 @@ class _AxisSwap:
             total: function to minimize, from the terms of a cost to seconds.
 
         Returns:
-            None if none of the priced combinations has a total below `bound` seconds.
+            None if no priced combination has a total below `bound` seconds.
         """
         tabulated = {
             edge: ops for edge, ops in self._ops_of_edge.items() if len(ops) <= MAX_OPS_PER_TABLE

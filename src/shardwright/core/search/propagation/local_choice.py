@@ -125,7 +125,8 @@ class LocalProblem:
         return cheapest[0] if len(cheapest) == 1 else min(cheapest, key=self.communication_volume)
 
     def cost(self, cuts: Cuts, bound: LocalCost | None = None) -> LocalCost | None:
-        """Return the cost of `cuts` given the decided neighbors, or None if it is above `bound`."""
+        """Return the cost of `cuts` given the decided neighbors, or None if the cost is above
+        `bound`."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
         tensors = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
         memory = sum(context.local_bytes(layout) for context, layout in tensors)
@@ -145,7 +146,7 @@ class LocalProblem:
         return redistribution_bytes, reduction_bytes, memory
 
     def communication_volume(self, cuts: Cuts) -> int:
-        """Return all bytes that a device sends with `cuts`, including those for gradients of
+        """Return all bytes that a device sends with `cuts`, including the bytes for gradients of
         parameters and for collectives inside the kernel."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
         inner = inner_reductions(self.op, self.rule, self.mesh, cuts)

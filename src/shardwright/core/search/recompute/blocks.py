@@ -45,7 +45,7 @@ RecomputeByOp = Mapping[str, Recompute]
 class RecomputePrices:
     """Floating-point operations that take as long as moving or sending one byte.
 
-    The defaults are those of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
+    The defaults are the ratios of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
     second in memory, and 300e9 bytes per second over NVLink in one direction (NVIDIA's data sheet).
 
     Args:
@@ -401,8 +401,8 @@ class ActivationEstimate:
 
         A tensor is sharded like the output or an input of equal shape, such as the softmax that a
         loss saves. Without a tensor of equal shape, it is sharded like an output that is at least
-        as large, or else like the largest input. A tensor larger than this input, such as those
-        that `experts` saves per token and expert, is sharded like the computation.
+        as large, or else like the largest input. A tensor larger than this input, as `experts`
+        saves per token and expert, is sharded like the computation.
 
         Args:
             shape: full shape of the tensor.

@@ -99,7 +99,7 @@ def _states_with_block(states: _Frontier, block: Sequence[KnapsackItem], needed:
 def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:
     """Return for each block the index of its option, or -1 for none, chosen greedily.
 
-    The next option is the one with the least added cost per added freed byte.
+    The next option taken has the least added cost per added freed byte.
 
     Args:
         needed: bytes to free; all blocks together free at least as many.

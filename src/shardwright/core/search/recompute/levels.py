@@ -37,7 +37,7 @@ whose memory is mostly not activations."""
 
 
 WHOLE_BLOCK_OPTIONS = ("block", "block_and_communication")
-"""Names of the options that recompute a whole block at once."""
+"""Names of the options that recompute all operators of a block at once."""
 
 UNIFORM_OPTIONS = ("lean", "cheap", *WHOLE_BLOCK_OPTIONS)
 """Names of the options that form a level of their own, in which all blocks take the option, as
@@ -93,7 +93,7 @@ class StageLevels:
 
     def first_level_freeing(self, freed_share: float) -> int:
         """Return the first recomputation level that frees at least `freed_share` of the freeable
-        bytes; the last level if none does."""
+        bytes; the last level if no level does."""
         return next(
             (n for n in range(self.last_level) if self.freed_share(n) >= freed_share),
             self.last_level,

@@ -28,7 +28,7 @@ def max_peak_ratio(measured_ratio: float | None) -> float:
 
     Args:
         measured_ratio: ratio of another plan with equal stages, schedule and ZeRO level; None if no
-            such plan was measured.
+            plan with these was measured.
     """
     return (
         MAX_PEAK_RATIO
@@ -62,8 +62,8 @@ class RecomputeSearch:
         limit: memory limit in bytes per device.
         other_bytes: bytes on a device of each stage that are not activations.
         max_ratio: largest expected ratio of measured to estimated peak memory. If the estimate
-            times this ratio is within the limit, no dry run is made at the last levels. None to
-            always make this dry run.
+            times this ratio is within the limit, no dry run is made at the last levels. None if
+            this dry run is always made.
 
     Attributes:
         estimate_fits: whether the estimated peak at the last levels, times `max_ratio`, is within

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph
 
 UNDECIDED = -2
-"""The choice of an undecided operator. It is less than `NO_CUT` and all factors, so that the
+"""The choice of an undecided operator. The value is less than `NO_CUT` and all factors, so that the
 maximum of several neighbors' choices is a decided one."""
 
 

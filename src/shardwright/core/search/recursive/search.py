@@ -1,9 +1,9 @@
 """The symbolic search, MindSpore's double recursion: axis by axis, then operator by operator.
 
 The outer recursion divides the devices, one axis of the device matrix after another, outermost
-first. The inner recursion visits the main operators. Each takes the choice with the least cost:
-elements of the tensors that the choice does not cut, plus redistributions to neighbors whose choice
-on this axis is decided. All other operators follow their neighbors.
+first. The inner recursion visits the main operators. Each operator takes the choice with the least
+cost: elements of the tensors that the choice does not cut, plus redistributions to neighbors whose
+choice on this axis is decided. All other operators follow their neighbors.
 """
 
 from __future__ import annotations
