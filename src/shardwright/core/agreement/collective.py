@@ -1,4 +1,5 @@
-"""Collectives of Python values, and checks that all ranks have the same model and tensors."""
+"""Collectives of Python values, and functions that check that all ranks have the same model and
+tensors."""
 
 from __future__ import annotations
 

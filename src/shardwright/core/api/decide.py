@@ -205,7 +205,7 @@ def _capture_micro_batch(
         options: all options of the plan.
         net: a model, or a captured graph, which is returned unchanged.
         args, kwargs: example arguments with the global batch.
-        averages: whether the losses of micro-batches must average or sum to that of the global
+        averages: whether the losses of micro-batches must average or sum to the loss of the global
             batch.
 
     Returns:

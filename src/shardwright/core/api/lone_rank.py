@@ -37,7 +37,7 @@ COLLECTIVE_NAMES = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls of one type of collective, and the bytes that this rank sends in them.
+    """Number of calls of one type of collective, and the bytes that this rank sends in these calls.
 
     Args:
         calls: number of calls.

@@ -36,7 +36,7 @@ class MicroBatchCapture:
         capture: captures the model for a call, given the leaves of the arguments.
         leaves: leaves of the arguments of a call with the global batch.
         count: number of micro-batches.
-        averages: whether the losses of micro-batches must average or sum to that of the global
+        averages: whether the losses of micro-batches must average or sum to the loss of the global
             batch.
         batch_norm: one of `BATCH_NORMS`.
     """
@@ -61,7 +61,7 @@ class MicroBatchCapture:
                 default.
 
         Raises:
-            StrategyError: if a name in `batch_dims` is not that of an input of the model.
+            StrategyError: if a name in `batch_dims` is not the name of an input of the model.
             PlanError: if the number of micro-batches does not divide the batch size.
             CaptureError: if the model cannot be captured.
             MixedSamplesError: if the model can be captured for the global batch, but not for a

@@ -118,8 +118,8 @@ def plan(
         micro_batches: number of equal micro-batches of the batch, run one after another; at least
             `stages`. A graph must be captured with one micro-batch. `auto`: the divisor of the
             batch size with the shortest step; the model is captured and planned for each. The loss
-            is that of the global batch (`docs/pipeline.md`); where micro-batches cannot compute it,
-            or a batch norm is trained, `auto` is 1.
+            is computed for the global batch (`docs/pipeline.md`); where micro-batches cannot
+            compute it, or a batch norm is trained, `auto` is 1.
         batch_norm: samples over which batch norm in training computes statistics: `whole_batch`,
             not supported with several micro-batches, or `per_micro_batch`, as with gradient
             accumulation in PyTorch, with running statistics updated by each micro-batch.

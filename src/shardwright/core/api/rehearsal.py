@@ -226,7 +226,7 @@ def _planned_bytes(net: ParallelModule) -> int:
 
 @dataclass
 class _PhaseClock:
-    """Measures CPU seconds of consecutive phases and of their components."""
+    """Clock of CPU seconds for consecutive phases and their components."""
 
     phases: list[RehearsalPhase] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)

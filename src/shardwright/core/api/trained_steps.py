@@ -165,7 +165,7 @@ def _make_optimizer(parameters: Sequence[Tensor]) -> torch.optim.Optimizer | Non
 
 @dataclass
 class EagerTraining:
-    """Trains the user's module eagerly.
+    """Eager training of the user's module.
 
     Args:
         module: a copy of the module in float64.

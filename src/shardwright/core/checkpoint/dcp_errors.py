@@ -19,7 +19,7 @@ FULL_DISK_BYTES = 2**20
 def convert_errors(path: Path) -> Iterator[None]:
     """Context manager that converts a `CheckpointException` of DCP to a `CheckpointError`.
 
-    The error is that of the first failed rank, and says whether the disk is full, which the
+    The error comes from the first failed rank, and says whether the disk is full, which the
     RuntimeError of `torch.save` does not.
 
     Args:

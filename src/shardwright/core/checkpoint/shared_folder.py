@@ -28,7 +28,7 @@ def check_shared_folder(folder: Path) -> None:
         folder: this rank's folder.
 
     Raises:
-        CheckpointError: on all ranks, if the folder of a rank is not that of rank 0.
+        CheckpointError: on all ranks, if the folder of a rank is not the folder of rank 0.
     """
     if not has_other_ranks():
         return

@@ -31,7 +31,7 @@ from shardwright.core.rules import is_random
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
-    """Return a graph of a micro-batch whose loss sums or averages to that of the global batch.
+    """Return a graph of a micro-batch whose losses sum or average to the loss of the global batch.
 
     Args:
         flow: initial states of the values in the graph of the global batch, updated in place.

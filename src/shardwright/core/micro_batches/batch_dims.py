@@ -41,8 +41,8 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
 
 
 def other_sample_dims(graph: Graph) -> tuple[int | None, ...]:
-    """Return the batch dimension of each leaf of a call's arguments, None for leaves without one;
-    empty if all batch dimensions are 0."""
+    """Return the batch dimension of each leaf of a call's arguments, None for leaves without a
+    batch dimension; empty if all batch dimensions are 0."""
     dims = sample_dims(graph)
     if not any(dims.values()):
         return ()
@@ -103,7 +103,8 @@ class JoinedDims:
                 a given dimension, if any.
 
         Raises:
-            StrategyError: if a name is not that of a tensor input, or a dimension is out of range.
+            StrategyError: if a name is not the name of a tensor input, or a dimension is out of
+                range.
         """
         by_name = {value.name: value for value in self._graph.input_values}
         given: dict[Value, int] = {}

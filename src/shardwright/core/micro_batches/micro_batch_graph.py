@@ -1,4 +1,5 @@
-"""Rewrite the graph of a micro-batch so that losses sum or average to that of the global batch."""
+"""Rewrite the graph of a micro-batch so that losses sum or average to the loss of the global
+batch."""
 
 from __future__ import annotations
 

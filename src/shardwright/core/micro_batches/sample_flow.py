@@ -24,7 +24,7 @@ PAIRS_SAMPLES = "reads a tensor of several sizes that depend on the batch size, 
 
 @dataclass
 class SampleFlow:
-    """States of values in the graph of the global batch, and changes to that of a micro-batch.
+    """States of values in the graph of the global batch, and changes to the graph of a micro-batch.
 
     Args:
         pair: graphs of the global batch and of a micro-batch.

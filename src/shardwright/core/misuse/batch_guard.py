@@ -105,7 +105,7 @@ class CallComparison:
 
 
 class BatchGuard:
-    """Compares the calls of a module between ranks; every rank must have a guard.
+    """Guard that compares the calls of a module between ranks; every rank must have a guard.
 
     Args:
         devices: this rank's view of the devices.
@@ -159,7 +159,7 @@ class BatchGuard:
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Context that replaces its errors by the error of a pending comparison, if any.
+        """Context that replaces errors raised in it by the error of a pending comparison, if any.
 
         Ranks with different batches fail in many ways; the error of the comparison names the cause.
         An index that is out of bounds becomes a `DataError`.

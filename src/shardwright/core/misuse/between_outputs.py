@@ -80,8 +80,8 @@ class WatchedOutput:
         return ((method, key) for method, hooks in self.hooks.items() for key in hooks)
 
     def gradient_request(self) -> str:
-        """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty
-        without one."""
+        """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty if
+        no call needs the gradient."""
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
             return "`retain_grad`"

@@ -32,7 +32,8 @@ def is_called_by(*modules: str) -> bool:
 
 
 def optimizer_among_callers() -> Optimizer | None:
-    """Return the optimizer whose method is innermost on the call stack; None without one."""
+    """Return the optimizer whose method is innermost on the call stack; None if the caller is no
+    optimizer."""
     for frame in _calling_frames():
         variables = frame.f_code.co_varnames
         if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):

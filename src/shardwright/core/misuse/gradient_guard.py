@@ -25,7 +25,7 @@ absolute values; not zero, because kernels add in varying order."""
 
 
 class GradientGuard:
-    """Compares the gradients of outputs between ranks."""
+    """Guard that compares the gradients of outputs between ranks."""
 
     def __init__(self, devices: Devices) -> None:
         self._active = devices.is_distributed and has_other_ranks()

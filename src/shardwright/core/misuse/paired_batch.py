@@ -212,7 +212,7 @@ def batch_dims_of_new_tensors(
 
 def dim_of_size(shape: Sequence[int], batch_size: int) -> BatchDims:
     """Return the first dimension of size `batch_size`, otherwise the first whose size is a multiple
-    of `batch_size`; empty without one."""
+    of `batch_size`; empty if no size matches."""
     equal = [dim for dim, size in enumerate(shape) if size == batch_size]
     multiple = [dim for dim, size in enumerate(shape) if size and size % batch_size == 0]
     return frozenset((equal or multiple)[:1])

@@ -271,7 +271,7 @@ def _refuse_fully_shard(parameter: Tensor) -> None:
 
 
 def _optimizer_name() -> str:
-    """Return the name of the optimizer whose step is running, as ` in Name.step`; empty without
-    one."""
+    """Return the name of the optimizer whose step is running, as ` in Name.step`; empty outside of
+    optimizer steps."""
     optimizer = optimizer_among_callers()
     return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""

@@ -84,7 +84,8 @@ def output_batches(
     sizes: BatchSizes | None,
     watch: Callable[[Tensor, str], None],
 ) -> list[OutputBatch | None]:
-    """Return the global batch of each output of a call; None for each if ranks pass global batches.
+    """Return the global batch of each output of a call; a list of None if ranks pass the global
+    batch.
 
     Args:
         model: name of the model for errors.

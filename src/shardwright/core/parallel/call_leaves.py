@@ -20,7 +20,7 @@ from shardwright.errors import CaptureError, PlanError
 
 @dataclass(frozen=True)
 class CallLeaves:
-    """Converts the leaves of calls to inputs of programs.
+    """Conversion of the leaves of calls to inputs of programs.
 
     Args:
         partitioned: the planned model, whose arrivals are the inputs passed as local batches.

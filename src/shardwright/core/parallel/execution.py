@@ -70,7 +70,7 @@ Bound = TypeVar("Bound")
 
 
 class Execution(Recapture):
-    """Runs calls of a parallel module on the devices of the running process group.
+    """Executor of the calls of a planned model on the devices of the running process group.
 
     A call in another mode (`eval()`), or with other arguments or shapes than planned, captures the
     model again, and keeps the plan's sharding where it divides the shapes.
@@ -126,8 +126,8 @@ class Execution(Recapture):
         """Run a call and return the model's result.
 
         Raises:
-            PlanError: if called under a `torch.func` transform, or during a backward pass by a
-                model that draws random numbers.
+            PlanError: if called under a `torch.func` transform, or in a backward pass although the
+                model draws random numbers.
             CaptureError: if the model cannot be captured in this situation.
         """
         return self.call(args, kwargs)[0]
@@ -139,8 +139,8 @@ class Execution(Recapture):
             The model's result, the graph that ran, and the outputs of the graph.
 
         Raises:
-            PlanError: if called under a `torch.func` transform, or during a backward pass by a
-                model that draws random numbers.
+            PlanError: if called under a `torch.func` transform, or in a backward pass although the
+                model draws random numbers.
             CaptureError: if the model cannot be captured in this situation.
         """
         is_distributed = self.devices.matrix.num_devices > 1

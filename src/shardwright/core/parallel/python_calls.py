@@ -37,7 +37,7 @@ ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 
 
 class PythonCalls:
-    """Runs the Python of a planned model on this rank.
+    """Executor of a planned model's captured Python code on this rank.
 
     Args:
         user_module: an instance of the user's class that shares the state of the planned module, as

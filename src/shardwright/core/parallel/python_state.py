@@ -355,8 +355,8 @@ def _content_check(value: Any) -> Callable[[], bool]:
 
 
 _forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
-"""Return the `forward` set on a module instance, given the instance's attributes; None without
-one."""
+"""Return the `forward` set on a module instance, given the instance's attributes; None if no
+`forward` is set."""
 
 
 def _describe_module(path: str) -> str:

@@ -93,7 +93,7 @@ class ReachablePython:
         return len(self._unread_versions) >= MAX_UNREAD and not self._is_read
 
     def update(self) -> None:
-        """Count a new version if the state has changed since the last call."""
+        """Increment `version` if the watched Python state has changed since the last call."""
         if self.is_guarded or self._ignores_changes:
             return
         change = next(self._state.changes(_is_same_tensor), None)

@@ -28,7 +28,7 @@ from shardwright.core.torch_internals.tensors import prioritize_gradient
 
 
 class UnshardedParameters:
-    """Provides the `parameters` of a program that was lowered with `unsharded=True`.
+    """Provider of the `parameters` of a program that was lowered with `unsharded=True`.
 
     All tensors are local. The handling of a bucket depends on the plan's ZeRO level:
 

@@ -33,7 +33,7 @@ def whole_batch_of(graph: Graph) -> WholeBatch:
 
 
 class WholeBatchValues:
-    """Computes the outputs of the prologue, on each rank that reads them.
+    """Computation of the prologue's outputs, on each rank that reads these outputs.
 
     Args:
         partitioned: the model with all its stages, for one micro-batch.

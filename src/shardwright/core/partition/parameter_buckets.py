@@ -23,7 +23,7 @@ MIN_BUCKETS = 4
 SMALL_BUCKET_BYTES = 2**20
 """Minimum number of buckets of a program, since the reduction of a single bucket starts after the
 backward pass and overlaps nothing; and the bucket size in bytes below which latency outweighs
-overlap, that of the first bucket of `DistributedDataParallel`."""
+overlap, which is the size of the first bucket of `DistributedDataParallel`."""
 
 BUCKETED_KINDS = ("vary", "all_gather")
 """Kinds of steps that are coalesced in buckets. `vary` comes first in a route, so that the

@@ -154,7 +154,8 @@ class Candidate:
 
     @property
     def shards_storage(self) -> bool:
-        """Whether a parameter is stored in a layout other than that of its uses, as with ZeRO."""
+        """Whether a parameter is stored in another layout than operators read it in, as with
+        ZeRO."""
         used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 

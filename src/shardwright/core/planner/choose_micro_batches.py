@@ -37,12 +37,12 @@ def with_best_micro_batches(
         plan_with: function from a number of micro-batches to the best candidate.
 
     Raises:
-        MemoryLimitError: if no plan with any number fits into the memory limit; the error is that
-            of the number with the least memory.
+        MemoryLimitError: if no plan with any number fits into the memory limit; the error is raised
+            for the number with the least memory.
         StrategyError: if the model can only be trained with one micro-batch, and cannot be planned
             with one.
-        ShardwrightError: if no number can be planned for another reason; the error is that of the
-            smallest number.
+        ShardwrightError: if no number can be planned for another reason; the error is raised for
+            the smallest number.
     """
     best: Candidate | None = None
     errors: list[ShardwrightError] = []

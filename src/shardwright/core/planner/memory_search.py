@@ -55,7 +55,7 @@ class MemorySearch:
         smallest: (memory, attempt) of the measured plan with the least memory, of all plans that do
             not fit.
         dropped: candidates with a lower bound or an estimate of memory above the limit, for any
-            recomputation or for that of blocks at one depth.
+            recomputation or for recomputation of blocks at one depth.
         recompute_cache: recomputation levels that candidates share.
         errors: options with which the model cannot be planned, each with the error.
         smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.

@@ -241,7 +241,8 @@ class Intervals:
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the size of the device's memory in bytes; for the CPU, of the machine's memory."""
+    """Return the size of the device's memory in bytes; for the CPU, the size of the machine's
+    memory."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # `mem_get_info` returns free and total bytes.
@@ -262,8 +263,8 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 class AllocatedPeak:
-    """Measures the peak memory allocated by PyTorch since `restart`, in bytes above the memory
-    allocated at construction."""
+    """Measurement of the peak memory allocated by PyTorch since `restart`, in bytes above the
+    memory allocated at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

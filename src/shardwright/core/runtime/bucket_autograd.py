@@ -52,7 +52,7 @@ class StartedGather(NamedTuple):
 
 @dataclass(frozen=True)
 class EnterBucket:
-    """Passes the local shards of a bucket's parameters into the program."""
+    """Call that passes the local shards of a bucket's parameters into the program."""
 
     bound: BoundBucket
 
@@ -65,7 +65,7 @@ class EnterBucket:
 
 @dataclass(frozen=True)
 class StartGather:
-    """Starts the all-gather of a bucket."""
+    """Call that starts the all-gather of a bucket."""
 
     bound: BoundBucket
 
@@ -79,7 +79,7 @@ class StartGather:
 
 @dataclass(frozen=True)
 class ReuseGathered:
-    """Returns the cached gathered members of a bucket; replaces `StartGather`, without
+    """Call that returns the cached gathered members of a bucket; replaces `StartGather`, without
     communication."""
 
     bound: BoundBucket
@@ -91,7 +91,7 @@ class ReuseGathered:
 
 @dataclass(frozen=True)
 class FinishGather:
-    """Waits for the all-gather of a bucket, and returns its unsharded parameters.
+    """Call that waits for the all-gather of a bucket, and returns its unsharded parameters.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -111,8 +111,8 @@ class FinishGather:
 
 @dataclass(frozen=True)
 class UseAsStored:
-    """Returns the parameters of a bucket that needs no all-gather, or whose gathered parameters are
-    cached."""
+    """Call that returns the parameters of a bucket that needs no all-gather, or whose gathered
+    parameters are cached."""
 
     bound: BoundBucket
     is_cached: bool = False

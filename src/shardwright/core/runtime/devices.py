@@ -66,7 +66,7 @@ class Group:
 class Devices:
     """This rank's view of the devices: a device matrix bound to process groups.
 
-    With pipeline stages, the matrix is that of one stage; all stages have equal matrices.
+    With pipeline stages, the matrix describes one stage; all stages have equal matrices.
 
     Args:
         matrix: the device matrix of one stage.

@@ -4,7 +4,7 @@ Orthogonalization needs full matrices, and rounds to bfloat16 in each product, s
 would give other numbers. So n ranks with shards of the same matrices process n matrices at a time:
 each rank receives the shards of one matrix, orthogonalizes it, and sends the shards back. For n
 matrices of N elements a rank sends 4 N (n - 1) / n bytes, where all-gathers send 2 N (n - 1), and
-each matrix is orthogonalized once. Replicas orthogonalize the same matrices, without sending.
+each matrix is orthogonalized once. Replicas orthogonalize the same matrices, without communication.
 """
 
 from __future__ import annotations

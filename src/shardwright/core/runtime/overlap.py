@@ -43,7 +43,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class StartCollective:
-    """Starts a redistribution of a local tensor."""
+    """Call that starts a redistribution of a local tensor."""
 
     bound: BoundCollective
 
@@ -54,7 +54,7 @@ class StartCollective:
 
 @dataclass(frozen=True)
 class FinishCollective:
-    """Waits for a redistribution and returns its local result."""
+    """Call that waits for a redistribution and returns its local result."""
 
     bound: BoundCollective
 
@@ -109,7 +109,7 @@ class DelayedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayGradient:
-    """Delays the gradient of a linear layer's weight to the backward pass of this call.
+    """Call to whose backward pass the gradient of a linear layer's weight is delayed.
 
     Args:
         x_shape, shape: local shapes of the layer's input and output.

@@ -80,7 +80,7 @@ BACKWARD = "backward pass"
 
 
 class RankCalls:
-    """Counts the collective calls of this rank in one default process group.
+    """Counter of this rank's collective calls in one default process group.
 
     Args:
         world: the default process group.
@@ -188,7 +188,7 @@ class RankCalls:
         return self._counts[kind]
 
     def _begin_call(self, kind: str) -> bool:
-        """Count a call, and return whether it was expected."""
+        """Count a call, and return whether the call history predicted it."""
         if self.error:
             raise self._make_exception()
         self._counts[kind] += 1

@@ -150,7 +150,7 @@ class RegatherRun:
 
 
 class BackwardRegather:
-    """Records the buckets that a program gathers while it runs eagerly, for the backward pass.
+    """Record of the buckets that a program gathers while it runs eagerly, for the backward pass.
 
     Buckets are recorded neither in compiled programs nor in recomputed segments, which gather their
     parameters again themselves.

@@ -1,6 +1,6 @@
 """Norms by `torch.nn.utils` over pipeline stages, and over tensors on several meshes.
 
-A rank has the parameters of its own stage, so the norm of its tensors is not that of the model.
+A rank has the parameters of its own stage, so the norm of its tensors is not the norm of the model.
 This module computes the norm over all stages. Tensors of several planned models, or of planned and
 ordinary models, cannot be arguments of one operator, so norms are computed for each mesh and then
 combined.
@@ -102,7 +102,7 @@ def extend_total_norms() -> None:
 
 
 class TotalNorms:
-    """Computes norms in place of `torch.nn.utils`; see `extend_norms`."""
+    """Computation of norms in place of `torch.nn.utils`; see `extend_norms`."""
 
     def total(
         self,

@@ -105,7 +105,8 @@ def operator_work(graph: Graph) -> list[float]:
 def _multiply_adds(op: Op) -> int:
     """Return the product of the sizes of all factors of a main operator; 0 for other operators.
 
-    Experts count as if all got equally many tokens, as each token passes through only some experts.
+    Tokens are assumed to be spread evenly over the experts, as each token passes through only some
+    experts.
     """
     rule = rule_of(op)
     if rule is None or rule.main is None:
@@ -256,8 +257,8 @@ def named_stages(
             operators nor parameters.
 
     Raises:
-        StrategyError: if a name is not that of a module, a module with parameters is left out, or
-            stages are not in the order that the schedule requires.
+        StrategyError: if a name is not the name of a module, a module with parameters is left out,
+            or stages are not in the order that the schedule requires.
     """
     _check_names(graph, stage_config, modules)
     stages = _num_stages(stage_config)

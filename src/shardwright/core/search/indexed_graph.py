@@ -55,7 +55,7 @@ class OpType:
             attention, which `s` and `ring` cut, have `s`, and keys, which only `ring` cuts, have
             `NO_CUT`.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
-            shards; `NO_CUT` if it shards none. The last row, `input_dims[NO_CUT]`, is that of no
+            shards; `NO_CUT` if it shards none. The last row, `input_dims[NO_CUT]`, stands for no
             cut.
         choices: the factors that the symbolic search chooses from; ties go to the first.
         labels: name of each choice in the log, `I-axis` to `K-axis` for a matrix product.

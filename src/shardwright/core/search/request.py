@@ -31,7 +31,7 @@ class Pricing:
 
     Args:
         stages: number of pipeline stages, each of which has its own devices for the device matrix.
-        micro_batches: number of micro-batches per step; the graph is that of one micro-batch.
+        micro_batches: number of micro-batches per step; the graph describes one micro-batch.
         optimizer_shard_size: number of devices over which optimizer state is sharded (ZeRO); -1
             for all devices that replicate a parameter, None for no sharding.
     """

@@ -388,7 +388,7 @@ def _delete_global(scope: dict[str, Any], name: str, value: object) -> None:
 
 
 class _InputsReachedError(Exception):
-    """Ends a call of captured bytecode where the graph would run."""
+    """Raised to end a call of captured bytecode where the graph would run."""
 
 
 def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:

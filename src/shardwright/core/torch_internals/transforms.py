@@ -67,7 +67,8 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         return outermost(lambda p, t: _jvp(f, p, t, argnums, **options), primals, tangents)
 
     def vjp(f: Any, *primals: Any, **options: Any) -> Any:
-        """Run `vjp` with a pullback that recomputes `f`; unneeded operators become dead code."""
+        """Run `vjp` with a pullback that recomputes `f`; operators that the pullback does not need
+        are later removed as dead code."""
         if inside:
             return _vjp(f, *primals, **options)
 

@@ -86,7 +86,7 @@ class Run:
 
     @staticmethod
     def from_file(path: str | Path) -> Run:
-        """Load a configuration file, in Shardwright's own format or in that of a plug-in.
+        """Load a configuration file, in Shardwright's own format or in the format of a plug-in.
 
         Raises:
             ConfigError: see `shardwright.run.config.load.load`.

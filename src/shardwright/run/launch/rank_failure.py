@@ -19,8 +19,8 @@ class RankFailedError(Exception):
     """A rank failed or was killed; the message gives the rank, the reason and its log.
 
     Args:
-        exception_type, text: type name and message of the exception that ended the rank; empty
-            without one.
+        exception_type, text: type name and message of the exception that ended the rank; empty if
+            no exception ended it.
         lost_ranks: ranks killed by one of `DEVICE_LOSS_SIGNALS`, whose devices count as lost.
     """
 
@@ -94,7 +94,7 @@ class RankEnd:
         signals: signals that the launcher sent to the process.
         stopped_by: the signal, such as SIGSTOP, that had stopped the process before the launcher
             killed it; None if the process was running.
-        error: the exception that ended the process; None without one.
+        error: the exception that ended the process; None if no exception ended it.
     """
 
     rank: int

@@ -45,7 +45,7 @@ def earliest_finding(net: torch.nn.Module, order: int, text: str) -> str | None:
 
     Args:
         net: the trained module; without other ranks, this rank's finding is the result.
-        order: sort key by time of this rank's finding; `NO_FINDING` without one.
+        order: sort key by time of this rank's finding; `NO_FINDING` without a finding.
         text: description of this rank's finding.
     """
     if not (

@@ -45,7 +45,7 @@ def train(
         device: the device to which batches are moved.
         on_step: called after every step with its record.
         max_steps: total number of steps, over all epochs and including those before `start`.
-        start: position of the first batch; after a restart, that of the checkpoint.
+        start: position of the first batch; after a restart, the position of the checkpoint.
         after_step: called after `on_step` with the new position; the run stops if it returns True.
         rate: maps a step, counted from 0, to its learning rate; by default the optimizer's own.
         clip_norm: maximum global norm of the gradients; None for no clipping.

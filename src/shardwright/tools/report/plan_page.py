@@ -39,7 +39,8 @@ MAX_TIMELINE_PASSES = 6_000
 page, and browsers slow down beyond some ten thousand elements."""
 
 MAX_REDISTRIBUTION_KINDS = 12
-"""Maximum number of rows in the table of redistributions, one for each collective and mesh axes."""
+"""Maximum number of rows in the table of redistributions, with one row per collective and mesh
+axes."""
 
 OLD_FILE_NOTE = "Not in this plan file of an older version: plan again, and save the plan."
 

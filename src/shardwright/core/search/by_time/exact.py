@@ -7,7 +7,7 @@ the shared redistributions. The least sum of all tables is hence a *lower bound*
 all plans, and cuts whose objective equals it are optimal.
 
 The joint search is feasible for small models and few devices. Where tables would be too large, the
-result is that of the heuristic search with the bound of `certificate`.
+heuristic search provides the result, with the bound of `certificate`.
 """
 
 from __future__ import annotations

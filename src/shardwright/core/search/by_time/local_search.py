@@ -101,7 +101,7 @@ class _Neighborhood:
     edges: list[TensorEdge]
 
     def cost(self, cuts: list[Cuts]) -> ObjectiveCost:
-        """Return the cost of the operator plus that of its edges."""
+        """Return the cost of the operator plus the cost of its edges."""
         cost = self._add_operator(cuts, ObjectiveCost())
         for edge in self.edges:
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)

@@ -78,8 +78,8 @@ class TensorEdge:
             it replicated.
         differentiable: whether a gradient flows back to the producer.
         is_shared_parameter: whether the value is a parameter that several operators read. Its
-            storage is decided separately, while that of other parameters follows from the cuts of
-            their operator.
+            storage is decided separately, while the storage of other parameters follows from the
+            cuts of their operator.
         count: number of values that the edge represents.
     """
 

@@ -41,7 +41,7 @@ def table_index(layout: AxisLayout) -> int:
 def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str], float]) -> Table:
     """Return the seconds of redistributing a value over one axis, forward and backward.
 
-    Rows are the layouts at the producer, columns those at a consumer. The last column has the
+    Rows are the layouts at the producer, columns the layouts at a consumer. The last column has the
     all-reduce of the forward pass, which consumers in `PARTIAL` and in `REPLICATED` share.
 
     Args:

@@ -370,8 +370,8 @@ class TimedSearch:
         """Return the weights of the linear objective for one λ.
 
         Weights are the coefficients in m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by
-        overlapped communication: the weight of F is m - (1 - s) λ and that of Ga is s + (1 - s) λ.
-        The weights of W and Gr follow from the same formula.
+        overlapped communication: the weight of F is m - (1 - s) λ and the weight of Ga is s + (1 -
+        s) λ. The weights of W and Gr follow from the same formula.
 
         Args:
             exposed_share: λ, the fraction of the seconds by which the communication of parameters

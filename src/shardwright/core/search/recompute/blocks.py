@@ -154,7 +154,7 @@ class RecomputeBlocks:
     def _block_of_ops(self, depth: int) -> dict[str, tuple[int, str]]:
         """Return (stage, module call) of each operator at a depth of the module tree, by name.
 
-        The module call is "" for an operator without one at this depth.
+        The module call is "" for an operator outside of modules at this depth.
         """
         return {
             op.name: (self.stage_of(op), op.calls[depth] if depth < len(op.calls) else "")
@@ -255,7 +255,7 @@ class RecomputeBlocks:
         the segments of the transfers.
 
         Args:
-            recompute_by_op: recomputation in addition to that of the decisions.
+            recompute_by_op: recomputation in addition to the user's recomputation.
         """
         for transfer in self._plain_flow.transfers:
             # Only segments differ; computing routes again for each option would take longer than

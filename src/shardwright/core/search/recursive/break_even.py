@@ -16,8 +16,8 @@ SMALL_MEM_COEFF = 1e-9
 def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
     """Return for each main operator the `mem_coeff` above which cutting the batch beats no cut.
 
-    Costs are those on the first axis of `mesh`, without redistributions. The formula is that of
-    `shardwright.core.cost.symbolic.break_even`.
+    Costs are taken on the first axis of `mesh`, without redistributions. The formula is explained
+    in `shardwright.core.cost.symbolic.break_even`.
 
     Returns:
         The values by operator name, without operators that have no weight or whose batch (factor I
