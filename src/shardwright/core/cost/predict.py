@@ -112,12 +112,12 @@ class Predicted:
 
     @property
     def computation(self) -> float:
-        """Seconds of computation in a step, on the stage that computes longest."""
+        """Seconds of computation in a step; the maximum over stages."""
         return max(self._stage_seconds(lambda chunk: chunk.computation))
 
     @property
     def communication(self) -> float:
-        """Seconds of exposed communication within a stage in a step, on the stage with the most."""
+        """Seconds of exposed communication within a stage in a step; the maximum over stages."""
         return max(self._stage_seconds(lambda chunk: chunk.communication))
 
     def _stage_seconds(self, seconds: Callable[[StepTime], float]) -> list[float]:

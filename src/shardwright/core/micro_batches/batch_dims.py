@@ -73,7 +73,7 @@ class JoinedDims:
         """Yield candidates for the batch dimensions of all leaves of a call's arguments.
 
         Each candidate contains dimension 0 of some input, as other dimensions may be features.
-        Groups that contain a dimension of a parameter yield none.
+        Groups that contain a dimension of a parameter yield no candidate.
 
         Args:
             count: number of micro-batches, which must divide the batch size.

@@ -311,7 +311,7 @@ class MicroBatchGraph:
 
 def _as_full_op(op: Op) -> Op:
     """Return `aten.full` of equal shape in place of an operator in `FILLED_LIKE`; other operators
-    unchanged."""
+    are returned unchanged."""
     if op.short_name not in FILLED_LIKE:
         return op
     number = call_arguments(op).get("fill_value", int(op.short_name == "ones_like"))

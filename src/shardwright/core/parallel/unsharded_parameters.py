@@ -165,7 +165,7 @@ class UnshardedParameters:
         return self._gathered[number]
 
     def _accumulators_of(self, bound: BoundBucket) -> list[Tensor]:
-        """Return leaves without data whose `grad` accumulates in the stored dtype.
+        """Return leaf tensors that take no memory, whose `grad` accumulates in the stored dtype.
 
         Sums of bfloat16 gradients lose small terms, and autograd requires that a leaf and its
         `grad` have one dtype. So these leaves have the stored dtype, and expand a single element.

@@ -360,8 +360,8 @@ class PlanData:
         """Return the timeline of a step, with the bubbles of each pipeline stage; `print` draws it.
 
         Args:
-            cluster: the cluster whose devices and links determine the time of a chunk; without
-                one, time is proportional to the FLOPs of the chunk's matrix products.
+            cluster: the cluster whose devices and links determine the time of a chunk; without a
+                cluster, time is proportional to the FLOPs of the chunk's matrix products.
 
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.

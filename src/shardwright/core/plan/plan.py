@@ -143,7 +143,8 @@ class Plan(PlanData):
 
         Pinned operators keep the user's strategy. Other operators are written as numbers of shards
         per dimension if these resolve to the same sharding, otherwise as layouts. Sharded operators
-        of a plan without a graph are written as layouts, as this cannot be verified.
+        of a plan without a graph are written as layouts, as it cannot be checked what numbers of
+        shards resolve to.
 
         Args:
             path: the file to write.

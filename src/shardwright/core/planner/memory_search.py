@@ -328,7 +328,8 @@ class MemorySearch:
         self.dropped.append(dropped)
 
     def _record_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
-        """Update the smallest measured peaks, of all attempts and of the kind of `attempt`."""
+        """Update the smallest measured peaks: of all attempts, and of attempts that request the
+        same kind of plan as `attempt`."""
         kind = requested_kind(attempt.options)
         peak = self.smallest_peaks.get(kind, measured.memory.peak)
         self.smallest_peaks[kind] = min(peak, measured.memory.peak)
