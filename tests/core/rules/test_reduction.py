@@ -54,8 +54,6 @@ def test_other_reductions_keep_whole_what_they_reduce(target, arguments, text) -
         (aten.argsort.default, (0,), "_ s -> _ s"),
         (aten.topk.default, (2,), "b _ -> b _, b _"),
         (aten.flip.default, ([0],), "_ s -> _ s"),
-        (aten.roll.default, ([1], [1]), "b _ -> b _"),
-        (aten.roll.default, ([1],), "_ _ -> _ _"),
         (aten.msort.default, (), "_ s -> _ s"),
     ],
 )

@@ -62,17 +62,43 @@ def test_a_halo_has_to_fit_into_one_shard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments"),
+    ("size", "kernel", "options"),
     [
-        (aten.conv2d.default, (r(2, 2, 3, 3),)),
-        (aten.conv2d.padding, (r(2, 2, 3, 3), None, [1, 1], "same")),
-        (aten.avg_pool2d.default, ([3, 3], [1, 1], [1, 1], False, False)),
-        (aten.max_pool2d.default, ([2, 2], [2, 2], [0, 0], [1, 1], True)),
+        (16, 3, ([1],)),
+        (16, 5, ([1],)),
+        (14, 3, ([1], [2])),
+        (10, 3, ([2],)),
+        (12, 1, ([1], [2])),
+        (16, 3, ([1], [0], [2])),
+        (12, 2, ([4], [2])),
+        (12, 2, ([1], "same")),
+        (12, 3, ([1], "same", [2])),
+        (8, 3, ([1], "valid")),
     ],
 )
-def test_shards_that_would_not_be_aligned_stay_whole(target, arguments) -> None:
-    found = rule_of(op_of(target, r(2, 2, 8, 8), *arguments))
-    assert found is not None and not {"s", "t"} & set(found.factors)
+def test_windows_shift_against_rows(size, kernel, options) -> None:
+    is_named = any(isinstance(option, str) for option in options)
+    target = aten.conv1d.padding if is_named else aten.conv1d.default
+    found = check(target, r(2, 2, size), r(2, 2, kernel), None, *options)
+    assert str(found) == "b k s, j k _ -> b j s"
+
+
+@pytest.mark.parametrize(
+    ("target", "x", "arguments"),
+    [
+        (aten.conv2d.padding, r(1, 2, 6, 8), (r(2, 2, 4, 2), None, [1, 1], "same")),
+        (aten.avg_pool2d.default, r(1, 2, 6, 8), ([3, 3], [1, 1], [1, 1], False, False)),
+        (aten.avg_pool2d.default, r(1, 2, 7, 8), ([3, 3], [2, 2], [1, 0], True, True)),
+        (aten.avg_pool2d.default, r(2, 6, 8), ([3, 2], [2, 2], [1, 0], True, False)),
+        (aten.avg_pool2d.default, r(1, 2, 6, 8), ([3, 3], [1, 1], [1, 1], False, False, 4)),
+        (aten.max_pool2d.default, r(1, 2, 8, 8), ([2, 2], [2, 2], [0, 0], [1, 1], True)),
+        (aten.max_pool2d.default, r(1, 2, 8, 8), ([3, 3], [2, 2], [0, 1], [1, 1], True)),
+        (aten.max_pool2d.default, r(1, 2, 8, 8), ([3, 3], [1, 1])),
+    ],
+)
+def test_images_of_uneven_windows(target, x, arguments) -> None:
+    found = check(target, x, *arguments)
+    assert {"s", "t"} & set(found.factors)
 
 
 def test_what_is_exchanged_is_counted() -> None:
@@ -89,10 +115,3 @@ def test_what_is_exchanged_is_counted() -> None:
     patches = op_of(aten.conv2d.default, r(1, 2, 8, 8), r(2, 2, 2, 2), None, [2, 2])
     found = rule_of(patches)
     assert found is not None and not found.reductions(patches, {"s": 2})
-
-
-def test_patches_that_a_transposed_convolution_writes_are_cut() -> None:
-    found = check(aten.conv_transpose2d.input, r(1, 2, 4, 4), r(2, 3, 2, 2), None, [2, 2])
-    assert str(found) == "b k s t, k j _ _ -> b j s t"
-    overlapping = op_of(aten.conv_transpose2d.input, r(1, 2, 4, 4), r(2, 3, 3, 3), None, [2, 2])
-    assert not {"s", "t"} & set(getattr(rule_of(overlapping), "factors", ()))

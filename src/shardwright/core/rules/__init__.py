@@ -25,6 +25,7 @@ from shardwright.core.rules import (  # noqa: F401
     experts,
     group_norm,
     indexing,
+    interpolation,
     local_map,
     loss,
     normalization,
@@ -32,6 +33,7 @@ from shardwright.core.rules import (  # noqa: F401
     pooling,
     recurrent,
     reduction,
+    sliding_views,
     views,
 )
 from shardwright.core.rules.notation import draws_random

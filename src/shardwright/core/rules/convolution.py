@@ -11,8 +11,9 @@ from shardwright.core.rules.notation import (
     overloads,
     sharding_rule,
 )
-from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, no_reductions, rule_for
-from shardwright.core.rules.windowed import Windowed, patches_of, windows_of
+from shardwright.core.rules.overlapped import Overlapped
+from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+from shardwright.core.rules.windowed import Windowed, sharded_space, spatial_windows, windows_of
 
 
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
@@ -57,7 +58,8 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
 
 def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     """Build a rule that can shard batch `b`, output channels `j`, input channels `k` and spatial
-    dimensions: shards exchange halos or, of a transposed convolution, write separate patches.
+    dimensions: shards exchange the rows that their windows read or, in a transposed convolution,
+    write of their neighbors.
 
     Sharding `k` makes the output a partial sum. With a bias, which every device would add, `k`
     cannot be sharded. A grouped (or depthwise) convolution is sharded between groups only, by one
@@ -65,43 +67,40 @@ def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     """
     arguments = call_arguments(op)
     weight, groups = arguments["weight"], arguments["groups"]
-    windows = () if transposed else windows_of(op, weight.shape[2:])
-    replicated: Dims = (None,) * (len(weight.shape) - 2)
-    patches = patches_of(op, weight.shape[2:]) if transposed else {}
-    factors = {window.dim: window.factor for window in windows} or {
-        dim: factor for dim, (factor, _) in patches.items()
-    }
-    first = len(op.output.shape) - len(replicated)
-    space: Dims = tuple(factors.get(first + n) for n in range(len(replicated)))
-    batch: Dims = ("b",)[: first - 1]
-    space_capacity = {w.factor: w.capacity for w in windows} | dict(patches.values())
-    spatial_labels = dict.fromkeys(factors.values(), "I")
+    kernel_size = weight.shape[2:]
+    num_dims = len(kernel_size)
+    k, j = ("g", "g") if groups > 1 else ("k" if arguments["bias"] is None else None, "j")
+    batch: Dims = ("b",)[: len(op.output.shape) - num_dims - 1]
+    sliding: Windowed | Overlapped
+    if transposed:
+        counts = op.inputs[0].shape[-num_dims:]
+        windows = spatial_windows(op, kernel_size, op.output.shape, counts)
+        sliding = Overlapped(windows, (*batch, j, *sharded_space(windows)), replace=_local_groups)
+        filters: Dims = (k, j)
+    else:
+        windows = windows_of(op, kernel_size)
+        pads_all = isinstance(arguments["padding"], str)
+        dims = (*batch, k, *sharded_space(windows))
+        sliding = Windowed(windows, dims, pads_all=pads_all, replace=_local_groups)
+        filters = (j, k)
+    space, labels = sharded_space(windows), {"b": "I", j: "J", k: "K"}
     if groups > 1:
-        windowed = Windowed(windows, (*batch, "g", *space), len(space), replace=_local_groups)
-        return sharding_rule(
-            op,
-            _input_factors(op, (*batch, "g", *space), ("g", None, *replicated), "g"),
-            ((*batch, "g", *space),),
-            # Inputs and outputs of a group must be on one device, so shards end between groups.
-            capacity={"g": groups, **space_capacity},
-            main=Main({"b": "I", "g": "J", **spatial_labels}, weight=1),
-            kernel=windowed.kernel,
-            reductions=windowed.reductions,
-        )
-    k = "k" if arguments["bias"] is None else None
-    filters: Dims = (k, "j") if transposed else ("j", k)
-    windowed = Windowed(windows, (*batch, k, *space), len(space))
+        filters, labels = ("g", None), {"b": "I", "g": "J"}
     return sharding_rule(
         op,
-        _input_factors(op, (*batch, k, *space), (*filters, *replicated), "j"),
-        ((*batch, "j", *space),),
-        reduced="k",
-        capacity=space_capacity,
+        _input_factors(op, (*batch, k, *space), (*filters, *(None,) * num_dims), j),
+        ((*batch, j, *space),),
+        reduced=() if groups > 1 else "k",
+        # Inputs and outputs of a group must be on one device, so shards end between groups.
+        capacity=sliding.capacity | ({"g": groups} if groups > 1 else {}),
         main=Main(
-            {"b": "I", "j": "J", "k": "K", **spatial_labels}, weight=1, exclusive=(("j", "k"),)
+            {name: label for name, label in labels.items() if name}
+            | {name: "I" for name in space if name},
+            weight=1,
+            exclusive=(("j", "k"),) if groups == 1 and k else (),
         ),
-        kernel=windowed.kernel if windows else None,
-        reductions=windowed.reductions if windows else no_reductions,
+        kernel=sliding.kernel,
+        reductions=sliding.reductions,
     )
 
 
@@ -110,4 +109,5 @@ def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, 
 
 
 def _local_groups(op: Op, local: Local) -> dict[str, Any]:
-    return {"groups": call_arguments(op)["groups"] // local.shard_counts.get("g", 1)}
+    shards = local.shard_counts.get("g", 1)
+    return {"groups": call_arguments(op)["groups"] // shards} if shards > 1 else {}

@@ -1,7 +1,7 @@
 """Operators that concatenate, split or index along a dimension.
 
-A dimension that indices select can be sharded (`indexed.py`); one that is concatenated, split or
-padded cannot."""
+A dimension that indices select can be sharded (`indexed.py`); one that is concatenated or split
+cannot."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shardwright.core.graph.graph import Op, Value
 from shardwright.core.rules.indexed import Indexed, one_hot_kernel
 from shardwright.core.rules.notation import (
     NAMES,
+    WithArguments,
     argument,
     call_arguments,
     names,
@@ -66,12 +67,21 @@ def unbind(op: Op) -> ShardingRule:
 
 @rule_for(aten.slice.Tensor)
 def slice_rule(op: Op) -> ShardingRule:
-    """Slice, `b _ -> b _`, or `b s -> b s` for a slice over the full dimension."""
-    x, dim = op.inputs[0], argument(op, "dim")
+    """Slice, `b _ -> b _`; `b s -> b s` for a slice of the full dimension or of every n-th row."""
+    x, dim, step = op.inputs[0], argument(op, "dim"), argument(op, "step")
     # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
     # replicated.
-    is_full = op.output.shape == x.shape and argument(op, "step") == 1
-    dims = names(x) if is_full else without(names(x), dim)
+    is_full = op.output.shape == x.shape and step == 1
+    dims, size = names(x), x.shape[dim] if x.shape else 0
+    start = slice(argument(op, "start"), None, step).indices(size)[0]
+    if step > 1 and op.output.shape[dim] * step == size:
+        # Each shard has whole steps.
+        every_step = WithArguments(op, start=start, end=size)
+        capacity = {str(dims[dim]): op.output.shape[dim]}
+        return sharding_rule(
+            op, (dims,), (dims,), capacity=capacity, kernel=lambda op, local: every_step
+        )
+    dims = dims if is_full else without(dims, dim)
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -84,18 +94,6 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
     dims = without(names(x), dim)
     written = dims if len(source.shape) == len(x.shape) else _without_dim(dims, dim)
     return sharding_rule(op, (dims, written), (dims,))
-
-
-@rule_for(*overloads("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d"))
-@rule_for(*overloads("reflection_pad3d", "replication_pad1d", "replication_pad2d"))
-@rule_for(*overloads("replication_pad3d"))
-def pad(op: Op) -> ShardingRule:
-    """Padding, `b s _ -> b s _`: padded (or cropped) dimensions cannot be sharded."""
-    # `pad` lists (before, after) of each dimension, the last dimension first.
-    amounts = argument(op, "pad", argument(op, "padding"))
-    padded = [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
-    dims = without(names(op.output), *padded)
-    return sharding_rule(op, (dims,), (dims,))
 
 
 @rule_for(*overloads("one_hot"))

@@ -1,38 +1,35 @@
-"""Pooling, resizing, pixel shuffling: batch and channels can be sharded, space only for some."""
+"""Pooling and pixel shuffling: batch and channels can be sharded, and space for most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import WithArguments, call_arguments, overloads, sharding_rule
+from shardwright.core.rules.notation import call_arguments, overloads, sharding_rule
 from shardwright.core.rules.rule import (
     Dims,
     Local,
     RuleMaker,
     ShardingRule,
-    no_reductions,
     rule_for,
 )
-from shardwright.core.rules.windowed import SPACE, Windowed, windows_of
+from shardwright.core.rules.windowed import (
+    SPACE,
+    Window,
+    Windowed,
+    per_dim,
+    sharded_space,
+    windows_of,
+)
 
 POOLS = ("max_pool{}d", "avg_pool{}d")
 REPLICATED_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
-RESIZES = {
-    1: ("upsample_linear1d",),
-    2: (
-        *("_adaptive_avg_pool2d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"),
-        *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
-    ),
-    3: ("_adaptive_avg_pool3d", "upsample_trilinear3d"),
-}
-NEAREST = {
-    1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
-    2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
-    3: ("upsample_nearest3d", "_upsample_nearest_exact3d"),
-}
 
 
 def leading_dims_rule(num_replicated: int) -> RuleMaker:
@@ -49,56 +46,79 @@ def leading_dims_rule(num_replicated: int) -> RuleMaker:
     return rule
 
 
-def nearest_rule(num_spatial: int) -> RuleMaker:
-    """Make a builder of rules `b c s t -> b c s t` for resizing in which each pixel is repeated a
-    whole number of times in each sharded dimension."""
-
-    def rule(op: Op) -> ShardingRule:
-        x, count = op.inputs[0], len(op.output.shape) - num_spatial
-        multiples = {
-            factor: old
-            for factor, old, new in zip(
-                SPACE, x.shape[count:], op.output.shape[count:], strict=False
-            )
-            if new % old == 0
-        }
-        space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
-        dims: Dims = (*("b", "c")[:count], *space)
-        return sharding_rule(op, (dims,), (dims,), capacity=multiples, kernel=_nearest_kernel)
-
-    return rule
-
-
-def _nearest_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    if call_arguments(op)["output_size"] is None:
-        return op.target
-    return WithArguments(op, output_size=list(local.output_shapes[0][2:]))
-
-
 def pooling_rule(num_spatial: int) -> RuleMaker:
     """Make a builder of rules `b c s t -> b c s t`, in which shards of space exchange halos."""
 
     def rule(op: Op) -> ShardingRule:
         arguments = call_arguments(op)
-        sizes = list(arguments["kernel_size"])
-        sizes = sizes * num_spatial if len(sizes) == 1 else sizes
-        windows = windows_of(op, sizes)
-        factors = {window.dim: window.factor for window in windows}
+        windows = windows_of(op, per_dim(arguments["kernel_size"], num_spatial))
         count = len(op.output.shape) - num_spatial
-        leading: Dims = ("c",) if count == 1 else ("b", "c")
-        dims = (*leading, *(factors.get(count + n) for n in range(num_spatial)))
+        dims = (*("b", "c")[-count:], *sharded_space(windows))
         is_max = op.short_name.startswith("max")
-        windowed = Windowed(windows, dims, num_spatial, -float("inf") if is_max else 0.0)
+        windowed = Windowed(windows, dims, padding_value=-float("inf") if is_max else 0.0)
+        if not is_max and _counts_rows(arguments, windows):
+            windowed = Windowed(
+                *(windows, dims),
+                pads_all=True,
+                replace=_whole_windows,
+                finish=partial(_mean_of_counted_rows, windows),
+            )
         return sharding_rule(
             op,
             (dims,),
             (dims,),
             capacity=windowed.capacity,
-            kernel=windowed.kernel if windows else None,
-            reductions=windowed.reductions if windows else no_reductions,
+            kernel=windowed.kernel,
+            reductions=windowed.reductions,
         )
 
     return rule
+
+
+def _counted_rows(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
+    """Return the first row that an average counts, and the row after the last one."""
+    padding = window.padding if arguments["count_include_pad"] else 0
+    return -padding, window.size + padding
+
+
+def _counts_rows(arguments: Mapping[str, Any], windows: Sequence[Window]) -> bool:
+    """Whether an average divides by a number of rows that differs between windows."""
+    if arguments.get("divisor_override") is not None:
+        return False
+    counted = [_counted_rows(arguments, window) for window in windows]
+    return any(
+        window.first_row(0, 1) < first or window.num_rows(1) - window.padding > end
+        for window, (first, end) in zip(windows, counted, strict=True)
+    )
+
+
+def _whole_windows(op: Op, local: Local) -> dict[str, Any]:
+    if all(local.shard_counts.get(factor, 1) == 1 for factor in SPACE):
+        return {}
+    return {"ceil_mode": False, "count_include_pad": True}
+
+
+def _mean_of_counted_rows(
+    windows: Sequence[Window], op: Op, local: Local
+) -> Callable[[Tensor], Tensor]:
+    """Return a function from averages over whole windows to averages over the rows that each window
+    counts."""
+    arguments = call_arguments(op)
+    places = []
+    for window in windows:
+        shards = local.shard_counts.get(window.factor, 1)
+        first = window.first_row(local.index(window.factor) if shards > 1 else 0, shards)
+        places.append((window, first, _counted_rows(arguments, window)))
+
+    def divide(out: Tensor) -> Tensor:
+        for window, first, (low, high) in places:
+            trailing = (1,) * (out.ndim - 1 - window.dim)
+            begins = torch.arange(out.shape[window.dim], device=out.device) * window.stride + first
+            counted = (begins + window.extent).clamp(max=high) - begins.clamp(min=low)
+            out = out * (window.extent / counted).to(out.dtype).view(-1, *trailing)
+        return out
+
+    return divide
 
 
 def adaptive_average_rule(num_spatial: int) -> RuleMaker:
@@ -124,12 +144,11 @@ def adaptive_average_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-for _spatial, _resizes in RESIZES.items():
-    _pools = (name.format(_spatial) for name in REPLICATED_POOLS)
-    rule_for(*overloads(*_pools, *_resizes))(leading_dims_rule(_spatial))
+for _spatial in (1, 2, 3):
+    _whole = [name.format(_spatial) for name in REPLICATED_POOLS]
+    rule_for(*overloads(*_whole, f"_adaptive_avg_pool{_spatial}d"))(leading_dims_rule(_spatial))
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
     rule_for(*overloads(f"adaptive_avg_pool{_spatial}d"))(adaptive_average_rule(_spatial))
-    rule_for(*overloads(*NEAREST[_spatial]))(nearest_rule(_spatial))
 
 
 @rule_for(*overloads("pixel_shuffle", "pixel_unshuffle"))

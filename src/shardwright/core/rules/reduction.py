@@ -91,10 +91,9 @@ def cumulative_rule(op: Op) -> ShardingRule:
 
 
 @rule_for(*overloads("cummax", "cummin", "logcumsumexp"))
-@rule_for(*overloads("sort", "argsort", "topk", "flip", "roll"))
+@rule_for(*overloads("sort", "argsort", "topk", "flip"))
 def scan_rule(op: Op) -> ShardingRule:
-    """Scan, sort, flip or roll, `b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded;
-    no dimension can be if these are empty, as in `roll`."""
+    """Scan, sort or flip, `b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 

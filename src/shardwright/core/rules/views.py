@@ -16,6 +16,7 @@ import torch
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     NAMES,
+    WithArguments,
     aligned,
     argument,
     names,
@@ -136,17 +137,30 @@ def _broadcast_tensors_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 @rule_for(*overloads("repeat", "tile"))
 def repeat_rule(op: Op) -> ShardingRule:
-    """Repetition of a tensor, `b s -> _ b _`: new and repeated dimensions cannot be sharded."""
+    """Repetition of a tensor, `b _ -> b s`: each shard of a repeated or new dimension has a number
+    of repetitions, each of the full tensor."""
     dims = names(op.output)
     (x,) = aligned(op, dims)
-    num_new = len(dims) - len(x)
-    repeated = [
-        i
-        for i, n in enumerate(op.output.shape)
-        if i < num_new or n != op.inputs[0].shape[i - num_new]
-    ]
-    dims = without(dims, *repeated)
-    return sharding_rule(op, aligned(op, dims), (dims,))
+    sizes = (*(1,) * (len(dims) - len(x)), *op.inputs[0].shape)
+    repetitions = {
+        name: new // old
+        for name, new, old in zip(dims, op.output.shape, sizes, strict=True)
+        if name is not None and new != old
+    }
+    kept = tuple(None if name in repetitions else name for name in x)
+    return sharding_rule(op, (kept,), (dims,), capacity=repetitions, kernel=_repeat_kernel)
+
+
+def _repeat_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    name = "repeats" if op.short_name == "repeat" else "dims"
+    given = argument(op, name)
+    # Both operators align their arguments on the right.
+    repeats = [*(1,) * (len(op.output.shape) - len(given)), *given]
+    for i, factor in enumerate(names(op.output)):
+        # The dimensions of the tensor that are not repeated are sharded themselves.
+        if repeats[i] > 1:
+            repeats[i] //= local.shard_counts.get(str(factor), 1)
+    return WithArguments(op, **{name: repeats})
 
 
 @rule_for(aten.repeat_interleave.self_int)
@@ -176,27 +190,6 @@ def reshape_as(op: Op) -> ShardingRule:
     """Reshape to the shape of a tensor, `b s _, b s -> b s`: the second tensor, which only supplies
     the shape, is sharded like the output."""
     return _build_reshape_rule(op)
-
-
-@rule_for(*overloads("unfold"))
-def unfold(op: Op) -> ShardingRule:
-    """Sliding windows, `b _ -> b _ _`: windows overlap, so the unfolded dimension cannot be
-    sharded."""
-    dims = without(names(op.inputs[0]), argument(op, "dimension"))
-    return sharding_rule(op, (dims,), ((*dims, None),))
-
-
-@rule_for(*overloads("im2col", "col2im"))
-def im2col_rule(op: Op) -> ShardingRule:
-    """Image to windows or back, `b c _ _ -> b c _` (`im2col`), `b c _ -> b c _ _` (`col2im`): batch
-    and channels can be sharded, as the windows of one channel are adjacent in `c`."""
-    images, windows = op.inputs[0].shape, op.output.shape
-    batch: Dims = ("b",) if max(len(images), len(windows)) == 4 else ()
-    inputs, output = (
-        (*batch, "c", *(None,) * (len(s) - len(batch) - 1)) for s in (images, windows)
-    )
-    channels = min(images[len(batch)], windows[len(batch)])
-    return sharding_rule(op, (inputs,), (output,), capacity={"c": channels})
 
 
 def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:

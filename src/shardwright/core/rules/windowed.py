@@ -1,25 +1,62 @@
-"""Operators whose windows slide along sharded dimensions: convolution and pooling.
+"""Operators whose windows slide along sharded dimensions: convolution, pooling, `unfold`, padding.
 
-A shard of a spatial dimension reads its neighbors' rows where windows cross its borders, the
-*halo*. Where they do not, as for patches, nothing is sent. The first and the last shard have the
-padding in place of a halo.
+A shard of a spatial dimension computes its block of the windows. It reads its neighbors' rows where
+windows cross its borders, the *halo*. Where they do not, as for patches, nothing is sent. The first
+and the last shard have the padding in place of a halo.
+
+If there is not one window for each `stride` rows, as in a convolution without padding, blocks of
+windows shift against blocks of rows from shard to shard: a shard in the middle then has rows of
+both neighbors, and each shard cuts the rows of its windows out of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import gcd, isqrt
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import WithArguments, binder, call_arguments
 from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
 
+_S = TypeVar("_S", bound="Sliding")
+
 SPACE = ("s", "t", "u")
 """Factors of the spatial dimensions of an image."""
+
+
+def largest_count(size: int, is_valid: Callable[[int], bool]) -> int:
+    """Return the largest divisor of `size` of which every divisor above 1 is a valid number of
+    shards."""
+    small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
+    divisors = {*small, *(size // n for n in small)}
+    valid = {n for n in divisors if n == 1 or is_valid(n)}
+    return max((n for n in valid if all(m in valid for m in divisors if n % m == 0)), default=1)
+
+
+class Sliding(Protocol):
+    """What slides along one dimension of an image: `Window`, or the resizing of `interpolation`.
+
+    `dim` and `factor` are those of the dimension, and the number of shards must divide `capacity`.
+    A shard has `before` rows of the previous shard and `after` rows of the next one, or of padding,
+    and reads `num_rows` of them from `halo_start`.
+    """
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def factor(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
+    def before(self, shards: int) -> int: ...
+    def after(self, shards: int) -> int: ...
+    def num_rows(self, shards: int) -> int: ...
+    def halo_start(self, index: Any, shards: int) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -44,86 +81,108 @@ class Window:
     size: int
     count: int
 
-    @property
-    def before(self) -> int:
-        """Number of rows that a shard reads of the previous shard."""
-        return self.padding
+    def first_row(self, index: Any, shards: int) -> Any:
+        """Return the global index of the first row that shard `index` of `shards` reads."""
+        return index * (self.count // shards) * self.stride - self.padding
 
-    @property
-    def after(self) -> int:
-        """Number of rows that a shard reads of the next shard."""
-        return max(self.extent - self.stride - self.padding, 0)
+    def num_rows(self, shards: int) -> int:
+        """Return the number of rows that a shard reads, padding included."""
+        return (self.count // shards - 1) * self.stride + self.extent
+
+    def halo_start(self, index: Any, shards: int) -> Any:
+        """Return the position of the first row that a shard reads in its rows with halo."""
+        return self.first_row(index, shards) - index * (self.size // shards) + self.before(shards)
+
+    def before(self, shards: int) -> int:
+        """Return the number of rows of the previous shard, or of padding, in a halo."""
+        rows = self.size // shards
+        return max(0, *(i * rows - int(self.first_row(i, shards)) for i in (0, shards - 1)))
+
+    def after(self, shards: int) -> int:
+        """Return the number of rows of the next shard, or of padding, in a halo."""
+        rows, read = self.size // shards, self.num_rows(shards)
+        ends = (int(self.first_row(i, shards)) + read for i in (0, shards - 1))
+        return max(0, *(end - i * rows for i, end in zip((1, shards), ends, strict=True)))
 
     @property
     def capacity(self) -> int:
         """The number that the shard count must divide; 1 if the dimension cannot be sharded.
 
-        Shards of the input and of the output are aligned if each window has `stride` rows of its
-        own, and a halo has to fit into one shard.
+        It divides rows and windows, and a halo has to fit into one shard.
         """
-        if self.size != self.count * self.stride or self.padding >= self.extent:
-            return 1
-        halo = max(self.before, self.after)
-        counts = range(self.count, 0, -1)
-        return next(n for n in counts if self.count % n == 0 and (self.size // n >= halo or n == 1))
+        return largest_count(
+            gcd(self.size, self.count),
+            lambda n: max(self.before(n), self.after(n)) <= self.size // n,
+        )
 
 
 def windows_of(op: Op, kernel_size: Sequence[int]) -> tuple[Window, ...]:
-    """Return the window of each spatial dimension of a convolution or pooling that can be sharded.
+    """Return the window of each spatial dimension of a convolution or pooling.
 
     Args:
         kernel_size: size of the kernel in each spatial dimension.
     """
-    arguments = call_arguments(op)
-    if isinstance(arguments["padding"], str) or arguments.get("ceil_mode"):
-        return ()
-    if any(arguments["padding"]) and arguments.get("count_include_pad") is False:
-        return ()
     num_dims = len(kernel_size)
-    strides = _per_dim(arguments["stride"] or kernel_size, num_dims)
-    paddings = _per_dim(arguments["padding"], num_dims)
-    dilations = _per_dim(arguments.get("dilation", 1), num_dims)
-    x, first = op.inputs[0], len(op.inputs[0].shape) - num_dims
-    windows = (
+    return spatial_windows(op, kernel_size, op.inputs[0].shape, op.output.shape[-num_dims:])
+
+
+def spatial_windows(
+    op: Op, kernel_size: Sequence[int], image: Sequence[int], counts: Sequence[int]
+) -> tuple[Window, ...]:
+    """Return the window of each spatial dimension of an image.
+
+    Args:
+        kernel_size: size of the kernel in each spatial dimension.
+        image: shape of the image.
+        counts: number of windows in each spatial dimension.
+    """
+    arguments, num_dims = call_arguments(op), len(kernel_size)
+    strides = per_dim(arguments["stride"] or kernel_size, num_dims)
+    dilations = per_dim(arguments.get("dilation", 1), num_dims)
+    extents = [d * (size - 1) + 1 for d, size in zip(dilations, kernel_size, strict=True)]
+    padding, first = arguments["padding"], len(image) - num_dims
+    if isinstance(padding, str):
+        # The last row has the odd row of padding.
+        paddings = [(extent - 1) // 2 if padding == "same" else 0 for extent in extents]
+    else:
+        paddings = per_dim(padding, num_dims)
+    return tuple(
         Window(
             dim=first + n,
             factor=SPACE[n],
-            extent=dilations[n] * (kernel_size[n] - 1) + 1,
+            extent=extents[n],
             stride=strides[n],
             padding=paddings[n],
-            size=x.shape[first + n],
-            count=op.output.shape[first + n],
+            size=image[first + n],
+            count=counts[n],
         )
         for n in range(num_dims)
     )
-    return tuple(window for window in windows if window.capacity > 1)
 
 
-def patches_of(op: Op, kernel_size: Sequence[int]) -> dict[int, tuple[str, int]]:
-    """Return the factor and the capacity of each spatial dimension in which a transposed
-    convolution writes patches that do not overlap.
-
-    Args:
-        kernel_size: size of the kernel in each spatial dimension.
-    """
-    arguments, num_dims = call_arguments(op), len(kernel_size)
-    names = ("stride", "padding", "output_padding", "dilation")
-    options = zip(*(_per_dim(arguments[name], num_dims) for name in names), strict=True)
-    first, x = len(op.output.shape) - num_dims, op.inputs[0]
-    return {
-        first + n: (SPACE[n], x.shape[first + n])
-        for n, (size, option) in enumerate(zip(kernel_size, options, strict=True))
-        if option == (size, 0, 0, 1)
-    }
-
-
-def _per_dim(value: int | Sequence[int], num_dims: int) -> list[int]:
+def per_dim(value: int | Sequence[int], num_dims: int) -> list[int]:
+    """Return one number for each spatial dimension, from one number for all or one for each."""
     values = [value] if isinstance(value, int) else list(value)
     return values * num_dims if len(values) == 1 else values
 
 
+def sharded_space(windows: Sequence[Sliding]) -> Dims:
+    """Return the factor of each spatial dimension; None where it cannot be sharded."""
+    return tuple(window.factor if window.capacity > 1 else None for window in windows)
+
+
+def sharded_windows(windows: Sequence[_S], shard_counts: Mapping[str, int]) -> list[tuple[_S, int]]:
+    """Return the windows along sharded dimensions, each with its number of shards."""
+    counts = ((window, shard_counts.get(window.factor, 1)) for window in windows)
+    return [(window, shards) for window, shards in counts if shards > 1]
+
+
 def _nothing(op: Op, local: Local) -> dict[str, Any]:
     return {}
+
+
+def _unchanged(op: Op, local: Local) -> Callable[[Tensor], Tensor]:
+    return lambda out: out
 
 
 @dataclass(frozen=True)
@@ -131,23 +190,26 @@ class Windowed:
     """The halos of an operator on images.
 
     Args:
-        windows: windows along dimensions that can be sharded.
+        windows: windows along spatial dimensions.
         dims: factor of each dimension of the image.
-        num_spatial: number of spatial dimensions, the last ones.
-        padding_value: value of padding.
+        padding_value: value of padding; None if the first and the last row are adjacent.
+        pads_all: whether the kernel pads dimensions that are not sharded too, instead of the
+            operator.
         replace: returns the arguments that differ on a shard from those of the operator.
+        finish: returns a function of the operator's local output that returns the kernel's.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[Sliding, ...]
     dims: Dims
-    num_spatial: int
-    padding_value: float = 0.0
+    padding_value: float | None = 0.0
+    pads_all: bool = False
     replace: Callable[[Op, Local], dict[str, Any]] = _nothing
+    finish: Callable[[Op, Local], Callable[[Tensor], Tensor]] = _unchanged
 
     @property
     def capacity(self) -> dict[str, int]:
         """Capacity of each factor of `windows`."""
-        return {window.factor: window.capacity for window in self.windows}
+        return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
         """Return the exchanges of halos, for `ShardingRule.reductions`."""
@@ -157,8 +219,8 @@ class Windowed:
             for size, factor in zip(x.shape, self.dims, strict=True)
         ]
         exchanges = []
-        for window in self._sharded(shard_counts):
-            for rows, kind in ((window.before, PREVIOUS), (window.after, NEXT)):
+        for window, shards in sharded_windows(self.windows, shard_counts):
+            for rows, kind in ((window.before(shards), PREVIOUS), (window.after(shards), NEXT)):
                 if rows:
                     halo = (*shape[: window.dim], rows, *shape[window.dim + 1 :])
                     exchanges.append(
@@ -169,70 +231,118 @@ class Windowed:
                         )
                     )
             # The next dimension has the halo of this one, so that corners are exchanged too.
-            shape[window.dim] += window.before + window.after
+            shape[window.dim] = window.num_rows(shards)
         return tuple(exchanges)
-
-    def _sharded(self, shard_counts: Mapping[str, int]) -> list[Window]:
-        return [window for window in self.windows if shard_counts.get(window.factor, 1) > 1]
 
     def kernel(self, op: Op, local: Local) -> Callable[..., Any]:
         """Build the kernel, for `ShardingRule.kernel`."""
-        windows, bind = self._sharded(local.shard_counts), binder(op)
+        sharded, bind = sharded_windows(self.windows, local.shard_counts), binder(op)
         replaced = self.replace(op, local)
-        if not windows:
+        if not sharded:
             return WithArguments(op, **replaced) if replaced else op.target
-        paddings = _per_dim(call_arguments(op)["padding"], self.num_spatial)
-        first = len(self.dims) - self.num_spatial
-        for window in windows:
-            paddings[window.dim - first] = 0
-        replaced["padding"] = paddings
-        exchanges, borders = iter(local.reduce), list[_Border]()
-        for window in windows:
-            count, index = local.shard_counts[window.factor], local.index(window.factor)
-            previous = next(exchanges) if window.before else None
-            following = next(exchanges) if window.after else None
-            borders.append(_Border(window, previous, following, index, count, self.padding_value))
+        replaced |= self._without_padding(op, [window for window, _ in sharded])
+        borders, finish = self.borders(local), self.finish(op, local)
+        unsharded = [
+            _Padding(window, self.padding_value)
+            for window in self.windows
+            if self.pads_all and local.shard_counts.get(window.factor, 1) == 1
+        ]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             arguments = bind(args, kwargs) | replaced
             name = next(iter(arguments))
             for border in borders:
                 arguments[name] = border.extend(arguments[name])
-            return op.target(**arguments)
+            for padding in unsharded:
+                arguments[name] = padding.extend(arguments[name])
+            return finish(op.target(**arguments))
 
         return run
 
+    def borders(self, local: Local) -> list[HaloExchange]:
+        """Return the halo of each sharded dimension."""
+        exchanges = iter(local.reduce)
+        return [
+            HaloExchange(
+                *(window, shards, local.index(window.factor), self.padding_value),
+                previous=next(exchanges) if window.before(shards) else None,
+                following=next(exchanges) if window.after(shards) else None,
+            )
+            for window, shards in sharded_windows(self.windows, local.shard_counts)
+        ]
+
+    def _without_padding(self, op: Op, sharded: Sequence[Sliding]) -> dict[str, Any]:
+        padding = call_arguments(op).get("padding")
+        if padding is None:
+            return {}
+        if isinstance(padding, str):
+            return {"padding": "valid"}
+        padded = self.windows if self.pads_all else sharded
+        paddings = per_dim(padding, len(self.windows))
+        first = len(self.dims) - len(self.windows)
+        for window in padded:
+            paddings[window.dim - first] = 0
+        return {"padding": paddings}
+
 
 @dataclass(frozen=True)
-class _Border:
+class _Padding:
+    """The padding of one dimension that is not sharded.
+
+    Args:
+        window: window along the dimension.
+        value: value of padding.
+    """
+
+    window: Sliding
+    value: float | None
+
+    def extend(self, x: Tensor) -> Tensor:
+        """Return the image with padding, from the first to the last row that a window reads."""
+        before, after = self.window.before(1), self.window.after(1)
+        trailing = (0, 0) * (x.ndim - 1 - self.window.dim)
+        padded = functional.pad(x, (*trailing, before, after), value=self.value)
+        return padded.narrow(self.window.dim, 0, self.window.num_rows(1))
+
+
+@dataclass(frozen=True)
+class HaloExchange:
     """The halo of one sharded dimension.
 
     Args:
         window: window along the dimension.
+        shards, index: number of shards, and index of this shard.
+        padding_value: value of padding; None without.
         previous, following: exchanges with the previous and with the next shard; None without.
-        index, count: index of this shard, and number of shards.
-        padding_value: value of padding.
     """
 
-    window: Window
+    window: Sliding
+    shards: int
+    index: Any
+    padding_value: float | None
     previous: Reduce | None
     following: Reduce | None
-    index: Any
-    count: int
-    padding_value: float
 
     def extend(self, x: Tensor) -> Tensor:
-        """Return the local shard with its halo."""
-        dim, size, parts = self.window.dim, x.shape[self.window.dim], [x]
+        """Return the rows that the windows of the local shard read."""
+        window, shards, parts = self.window, self.shards, [x]
+        dim, size = window.dim, x.shape[window.dim]
+        before, after = window.before(shards), window.after(shards)
         if self.previous is not None:
-            rows = self.previous(x.narrow(dim, size - self.window.before, self.window.before))
+            rows = self.previous(x.narrow(dim, size - before, before))
             parts.insert(0, self._pad_at(rows, 0))
         if self.following is not None:
-            rows = self.following(x.narrow(dim, 0, self.window.after))
-            parts.append(self._pad_at(rows, self.count - 1))
-        return torch.cat(parts, dim)
+            rows = self.following(x.narrow(dim, 0, after))
+            parts.append(self._pad_at(rows, shards - 1))
+        extended = torch.cat(parts, dim) if len(parts) > 1 else x
+        if before + size + after == window.num_rows(shards):
+            return extended
+        start = window.halo_start(self.index, shards)
+        return extended.narrow(dim, start, window.num_rows(shards))
 
     def _pad_at(self, rows: Tensor, index: int) -> Tensor:
+        if self.padding_value is None:
+            return rows
         # The exchange is a cycle: the outermost shards get each other's rows.
         is_outermost = torch.full((1,), index, device=rows.device) == self.index
         return rows.masked_fill(is_outermost, self.padding_value)

@@ -1,0 +1,273 @@
+"""Resizing of images whose rows and columns can be sharded, `b c s t -> b c s t`.
+
+Each row of a resized image is a weighted sum of a few rows around its position in the original
+(linear, cubic), or of all rows that it covers (with antialiasing). A shard computes its block of
+the rows, and gets the rows of its neighbors that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.loss import accumulation_dtype
+from shardwright.core.rules.notation import (
+    WithArguments,
+    binder,
+    call_arguments,
+    overloads,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import Dims, Local, RuleMaker, ShardingRule, rule_for
+from shardwright.core.rules.windowed import SPACE, Windowed, largest_count, sharded_space
+
+INTERPOLATIONS = {
+    1: ("upsample_linear1d",),
+    2: (
+        *("upsample_bilinear2d", "upsample_bicubic2d"),
+        *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+    ),
+    3: ("upsample_trilinear3d",),
+}
+NEAREST = {
+    1: ("upsample_nearest1d", "_upsample_nearest_exact1d"),
+    2: ("upsample_nearest2d", "_upsample_nearest_exact2d"),
+    3: ("upsample_nearest3d", "_upsample_nearest_exact3d"),
+}
+
+
+@dataclass(frozen=True)
+class Resized:
+    """One resized dimension; a `Sliding` of `windowed`.
+
+    Args:
+        dim: the dimension of the image.
+        factor: factor of the dimension.
+        size, count: number of rows before and after.
+        step: number of original rows for each resized one.
+        from_corners: whether the first and the last row keep their positions.
+        cubic: whether weights are cubic, of 4 rows, instead of linear, of 2.
+        antialias: whether a resized row covers all rows that it replaces.
+    """
+
+    dim: int
+    factor: str
+    size: int
+    count: int
+    step: float
+    from_corners: bool
+    cubic: bool
+    antialias: bool
+
+    def taps(self, j: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the original rows that resized rows read, and their weights, both of shape
+        (number of rows that one reads, len(j)).
+
+        Args:
+            j: indices of the resized rows, in the dtype in which PyTorch computes positions.
+        """
+        if self.antialias:
+            return self._covered(j)
+        position = j * self.step if self.from_corners else (j + 0.5) * self.step - 0.5
+        if not self.cubic:
+            position = position.clamp(min=0)
+            row = position.floor().clamp(max=self.size - 1)
+            t = (position - row).clamp(0, 1)
+            rows, weights = [row, row + 1], [1 - t, t]
+        else:
+            row = position.floor()
+            t = position - row
+            rows = [row - 1, row, row + 1, row + 2]
+            weights = [_cubic(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
+        return torch.stack(rows).long().clamp(0, self.size - 1), torch.stack(weights)
+
+    def _covered(self, j: Tensor) -> tuple[Tensor, Tensor]:
+        scale = max(self.step, 1.0)
+        support = (2.0 if self.cubic else 1.0) * scale
+        center = (j + 0.5) * self.step
+        first = (center - support + 0.5).long().clamp(min=0)
+        end = (center + support + 0.5).long().clamp(max=self.size)
+        rows = first + torch.arange(2 * ceil(support) + 1, device=j.device).unsqueeze(1)
+        x = ((rows - center + 0.5) / scale).abs()
+        weights = _cubic(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
+        weights = weights.masked_fill(rows >= end, 0)
+        return torch.where(rows < end, rows, first), weights / weights.sum(0)
+
+    @cached_property
+    def _reads(self) -> tuple[Tensor, Tensor]:
+        # In both dtypes, in which a position may be rounded to different rows.
+        taps = [self.taps(torch.arange(self.count).to(d))[0] for d in _POSITION_DTYPES]
+        rows = torch.cat(taps)
+        return rows.amin(0), rows.amax(0)
+
+    def before(self, shards: int) -> int:
+        """Return the number of rows that a shard reads of the previous one."""
+        first = self._reads[0].view(shards, -1).amin(1)
+        return max(0, int((torch.arange(shards) * (self.size // shards) - first).max()))
+
+    def after(self, shards: int) -> int:
+        """Return the number of rows that a shard reads of the next one."""
+        last = self._reads[1].view(shards, -1).amax(1)
+        end = (torch.arange(shards) + 1) * (self.size // shards)
+        return max(0, int((last + 1 - end).max()))
+
+    def num_rows(self, shards: int) -> int:
+        """Return the number of rows of a shard with its halo."""
+        return self.before(shards) + self.size // shards + self.after(shards)
+
+    def halo_start(self, index: Any, shards: int) -> int:
+        """Return 0: no row of the halo is cut off."""
+        return 0
+
+    @cached_property
+    def capacity(self) -> int:
+        """The number that the shard count must divide; 1 if the dimension cannot be sharded."""
+        return largest_count(
+            gcd(self.size, self.count),
+            lambda n: max(self.before(n), self.after(n)) <= self.size // n,
+        )
+
+    def resize(self, x: Tensor, index: Any, shards: int) -> Tensor:
+        """Return the resized rows of shard `index`, given its rows with their halo."""
+        number = self.count // shards
+        j = (torch.arange(number, device=x.device) + index * number).to(x.dtype)
+        rows, weights = self.taps(j)
+        rows = (rows - (index * (self.size // shards) - self.before(shards))).clamp(
+            0, x.shape[self.dim] - 1
+        )
+        trailing = (1,) * (x.ndim - 1 - self.dim)
+        terms = (
+            x.index_select(self.dim, row) * weight.view(-1, *trailing)
+            for row, weight in zip(rows, weights, strict=True)
+        )
+        return sum(terms, start=torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+_POSITION_DTYPES = torch.float32, torch.float64
+
+
+def _cubic(x: Tensor, a: float) -> Tensor:
+    """Return the weight of a row at distance `x` ≥ 0 in cubic convolution (Keys, 1981)."""
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return torch.where(x <= 1, near, torch.where(x < 2, far, 0))
+
+
+def interpolation_rule(num_spatial: int) -> RuleMaker:
+    """Make a builder of the rules of linear and cubic resizing."""
+
+    def rule(op: Op) -> ShardingRule:
+        axes = _axes_of(op, num_spatial)
+        dims: Dims = (*("b", "c")[: len(op.output.shape) - num_spatial], *sharded_space(axes))
+        # No row beyond the image is read, so that shards at its ends have no padding.
+        halos = Windowed(axes, dims, padding_value=None)
+        return sharding_rule(
+            op,
+            (dims,),
+            (dims,),
+            capacity=halos.capacity,
+            kernel=lambda op, local: _kernel(op, local, halos, axes),
+            reductions=halos.reductions,
+        )
+
+    return rule
+
+
+def _axes_of(op: Op, num_spatial: int) -> tuple[Resized, ...]:
+    arguments, first = call_arguments(op), len(op.output.shape) - num_spatial
+    sizes = zip(op.inputs[0].shape[first:], op.output.shape[first:], strict=True)
+    from_corners = arguments["align_corners"]
+    axes = []
+    for n, ((size, count), scale) in enumerate(zip(sizes, _scales(op, num_spatial), strict=True)):
+        if from_corners:
+            step = (size - 1) / (count - 1) if count > 1 else 0.0
+        else:
+            step = 1 / scale if scale else size / count
+        name = op.short_name
+        cubic, antialias = "bicubic" in name, name.endswith("_aa")
+        place = first + n, SPACE[n], size, count
+        axes.append(Resized(*place, step, from_corners, cubic, antialias))
+    return tuple(axes)
+
+
+def _scales(op: Op, num_spatial: int) -> list[float | None]:
+    """Return the scale that the call gives for each spatial dimension, if any."""
+    arguments = call_arguments(op)
+    if "scale_factors" in arguments:
+        return list(arguments["scale_factors"] or [None] * num_spatial)
+    return [value for name, value in arguments.items() if name.startswith("scales")]
+
+
+def _kernel(op: Op, local: Local, halos: Windowed, axes: tuple[Resized, ...]) -> Callable[..., Any]:
+    borders, bind = halos.borders(local), binder(op)
+    if not borders:
+        return op.target
+    sharded = [(axis, local.shard_counts.get(axis.factor, 1)) for axis in axes]
+    blocks = [
+        (axis, local.index(axis.factor) if n > 1 else 0, n)
+        for axis, n in sharded
+        # PyTorch's antialiasing is wrong for shards of a single column.
+        if n > 1 or (axis.antialias and axis.size != axis.count)
+    ]
+    resized = {axis.dim for axis, _, _ in blocks}
+    others = [axis for axis in axes if axis.dim not in resized and axis.size != axis.count]
+    # In sharded dimensions, which are resized before, the rest keeps the size.
+    scales = [
+        scale if n == 1 else 1.0
+        for scale, (_, n) in zip(_scales(op, len(axes)), sharded, strict=True)
+    ]
+    native = getattr(torch.ops.aten, op.short_name).default
+    output_size = list(local.output_shapes[0][-len(axes) :])
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        arguments = bind(args, kwargs)
+        x: Tensor = next(iter(arguments.values()))
+        dtype = x.dtype
+        for border in borders:
+            x = border.extend(x)
+        x = x.to(accumulation_dtype(dtype))
+        for axis, index, shards in blocks:
+            x = axis.resize(x, index, shards)
+        if others:
+            x = native(x, output_size, arguments["align_corners"], *scales)
+        return x.to(dtype)
+
+    return run
+
+
+def nearest_rule(num_spatial: int) -> RuleMaker:
+    """Make a builder of rules `b c s t -> b c s t` for resizing in which each pixel is repeated a
+    whole number of times in each sharded dimension."""
+
+    def rule(op: Op) -> ShardingRule:
+        x, count = op.inputs[0], len(op.output.shape) - num_spatial
+        multiples = {
+            factor: old
+            for factor, old, new in zip(
+                SPACE, x.shape[count:], op.output.shape[count:], strict=False
+            )
+            if new % old == 0
+        }
+        space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
+        dims: Dims = (*("b", "c")[:count], *space)
+        return sharding_rule(op, (dims,), (dims,), capacity=multiples, kernel=_nearest_kernel)
+
+    return rule
+
+
+def _nearest_kernel(op: Op, local: Local) -> Callable[..., Any]:
+    if call_arguments(op)["output_size"] is None:
+        return op.target
+    return WithArguments(op, output_size=list(local.output_shapes[0][2:]))
+
+
+for _spatial in (1, 2, 3):
+    rule_for(*overloads(*INTERPOLATIONS[_spatial]))(interpolation_rule(_spatial))
+    rule_for(*overloads(*NEAREST[_spatial]))(nearest_rule(_spatial))

@@ -1,0 +1,162 @@
+"""Operators whose windows add to sharded dimensions: transposed convolution and `fold`.
+
+The counterpart of `windowed`: each shard writes its block of the windows. Rows that they write of a
+neighbor's block are sent to the neighbor, which adds them to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import WithArguments, binder, call_arguments
+from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
+from shardwright.core.rules.windowed import Window, per_dim, sharded_windows
+
+
+def _nothing(op: Op, local: Local) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """The rows that shards of an operator on images write of their neighbors.
+
+    Args:
+        windows: windows along spatial dimensions of the output; a window's rows are those of the
+            output, and the windows are the rows of the input.
+        dims: factor of each dimension of the output.
+        replace: returns the arguments that differ on a shard from those of the operator.
+    """
+
+    windows: tuple[Window, ...]
+    dims: Dims
+    replace: Callable[[Op, Local], dict[str, Any]] = _nothing
+
+    @property
+    def capacity(self) -> dict[str, int]:
+        """Capacity of each factor of `windows`."""
+        return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
+
+    def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+        """Return the exchanges of rows, for `ShardingRule.reductions`."""
+        shape = [
+            size // shard_counts.get(factor or "", 1)
+            for size, factor in zip(op.output.shape, self.dims, strict=True)
+        ]
+        sharded = sharded_windows(self.windows, shard_counts)
+        # Rows of corners go through the neighbor in the first dimension to that in the next.
+        for window, shards in sharded:
+            shape[window.dim] += window.before(shards) + window.after(shards)
+        exchanges = []
+        for window, shards in sharded:
+            for rows, kind in ((window.before(shards), NEXT), (window.after(shards), PREVIOUS)):
+                if rows:
+                    halo = (*shape[: window.dim], rows, *shape[window.dim + 1 :])
+                    exchanges.append(
+                        Reduction(
+                            *((window.factor,), kind, halo, op.output.dtype),
+                            varying=True,
+                            differentiable=op.output.differentiable,
+                        )
+                    )
+            shape[window.dim] = window.size // shards
+        return tuple(exchanges)
+
+    def kernel(self, op: Op, local: Local) -> Callable[..., Any]:
+        """Build the kernel, for `ShardingRule.kernel`."""
+        sharded, bind = sharded_windows(self.windows, local.shard_counts), binder(op)
+        replaced = self.replace(op, local)
+        if not sharded:
+            return WithArguments(op, **replaced) if replaced else op.target
+        replaced |= self._without_padding(op, [window for window, _ in sharded])
+        exchanges = iter(local.reduce)
+        borders = [
+            _Border(
+                *(window, shards, local.index(window.factor)),
+                following=next(exchanges) if window.before(shards) else None,
+                previous=next(exchanges) if window.after(shards) else None,
+            )
+            for window, shards in sharded
+        ]
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            arguments = bind(args, kwargs) | replaced
+            # Each row of the output has the bias once, however many shards write it.
+            bias = arguments.get("bias")
+            if bias is not None:
+                arguments["bias"] = None
+            out: Tensor = op.target(**arguments)
+            for border in borders:
+                out = border.place(out)
+            for border in borders:
+                out = border.exchange(out)
+            return out if bias is None else out + bias.view(-1, *(1,) * len(self.windows))
+
+        return run
+
+    def _without_padding(self, op: Op, sharded: list[Window]) -> dict[str, Any]:
+        replaced: dict[str, Any] = {}
+        first = len(self.dims) - len(self.windows)
+        for name in ("padding", "output_padding"):
+            if name in call_arguments(op):
+                values = per_dim(call_arguments(op)[name], len(self.windows))
+                for window in sharded:
+                    values[window.dim - first] = 0
+                replaced[name] = values
+        return replaced
+
+
+@dataclass(frozen=True)
+class _Border:
+    """The rows of one sharded dimension that a shard writes of its neighbors.
+
+    Args:
+        window: window along the dimension.
+        shards, index: number of shards, and index of this shard.
+        following, previous: exchanges that return the rows that the next and the previous shard
+            write of this one; None without.
+    """
+
+    window: Window
+    shards: int
+    index: Any
+    following: Reduce | None
+    previous: Reduce | None
+
+    def place(self, x: Tensor) -> Tensor:
+        """Return the written rows within the rows of this shard and its halo, and 0 elsewhere."""
+        window, shards, read = self.window, self.shards, self.window.num_rows(self.shards)
+        length = window.before(shards) + window.size // shards + window.after(shards)
+        if length == read:
+            return x
+        starts = [window.halo_start(i, shards) for i in (0, shards - 1)]
+        # As many zeros on every shard, whatever its index, since shapes do not depend on it.
+        before, after = max(starts), max(length - start - read for start in starts)
+        trailing = (0, 0) * (x.ndim - 1 - window.dim)
+        padded = functional.pad(x, (*trailing, before, after))
+        return padded.narrow(window.dim, before - window.halo_start(self.index, shards), length)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Return the rows of this shard, to which the rows of its neighbors are added."""
+        window, dim, size = self.window, self.window.dim, self.window.size // self.shards
+        before, after = window.before(self.shards), window.after(self.shards)
+        out, trailing = x.narrow(dim, before, size), (0, 0) * (x.ndim - 1 - dim)
+        if self.following is not None:
+            rows = self._within(self.following(x.narrow(dim, 0, before)), self.shards - 1)
+            out = out + functional.pad(rows, (*trailing, size - before, 0))
+        if self.previous is not None:
+            rows = self._within(self.previous(x.narrow(dim, before + size, after)), 0)
+            out = out + functional.pad(rows, (*trailing, 0, size - after))
+        return out
+
+    def _within(self, rows: Tensor, index: int) -> Tensor:
+        # The exchange is a cycle: the outermost shards get rows of each other's padding.
+        is_outermost = torch.full((1,), index, device=rows.device) == self.index
+        return rows.masked_fill(is_outermost, 0)

@@ -1,0 +1,181 @@
+"""Operators that move the rows of a sharded dimension: `unfold`, `fold`, padding, cyclic shifts.
+
+Each is a window that slides along the dimension: of `roll` and of padding, one of a single row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardwright.core.graph.graph import Op
+from shardwright.core.rules.notation import (
+    argument,
+    call_arguments,
+    names,
+    overloads,
+    sharding_rule,
+)
+from shardwright.core.rules.overlapped import Overlapped
+from shardwright.core.rules.rule import Dims, Local, ShardingRule, rule_for
+from shardwright.core.rules.windowed import Window, Windowed, spatial_windows
+
+
+@rule_for(*overloads("unfold"))
+def unfold(op: Op) -> ShardingRule:
+    """Sliding windows, `b s -> b s _`: shards exchange the rows of windows that cross their
+    borders."""
+    x, dims = op.inputs[0], names(op.inputs[0])
+    if not x.shape:
+        return sharding_rule(op, ((),), ((None,),))
+    dim = argument(op, "dimension") % len(dims)
+    window = _window(op, dim, argument(op, "size"), argument(op, "step"), 0)
+    return _rule(op, Windowed((window,), dims), ((*dims, None),))
+
+
+@rule_for(*overloads("constant_pad_nd", "pad"))
+def constant_padding(op: Op) -> ShardingRule:
+    """Padding with a constant, `b s -> b s`: the first and the last shard have the padding.
+
+    Padded dimensions cannot be sharded in the other modes of padding.
+    """
+    # `pad` lists (before, after) of each dimension, the last dimension first.
+    amounts = argument(op, "pad")
+    befores = dict(enumerate(amounts[::2], 1))
+    afters = dict(enumerate(amounts[1::2], 1))
+    dims, ndim = names(op.output), len(op.output.shape)
+    padded = [ndim - i for i in befores if befores[i] or afters[i]]
+    if argument(op, "mode", "constant") != "constant":
+        return _whole(op, padded)
+    windows = [_window(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
+
+    def unpadded(op: Op, local: Local) -> dict[str, Any]:
+        pads = list(amounts)
+        for window in windows:
+            if local.shard_counts.get(window.factor, 1) > 1:
+                first = 2 * (ndim - 1 - window.dim)
+                pads[first : first + 2] = 0, 0
+        return {"pad": pads}
+
+    value = argument(op, "value") or 0
+    return _rule(op, Windowed(tuple(windows), dims, value, replace=unpadded), (dims,))
+
+
+@rule_for(*overloads("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"))
+@rule_for(*overloads("replication_pad1d", "replication_pad2d", "replication_pad3d"))
+def padding_by_rows(op: Op) -> ShardingRule:
+    """Padding with rows of the image, `b s _ -> b s _`: padded dimensions cannot be sharded."""
+    amounts = argument(op, "padding")
+    return _whole(op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0])
+
+
+@rule_for(*overloads("roll"))
+def roll(op: Op) -> ShardingRule:
+    """Cyclic shift, `b s -> b s`: shards exchange the rows that move to a neighbor; without `dims`,
+    no dimension can be sharded."""
+    dims, shifted = names(op.output), argument(op, "dims")
+    shifts = argument(op, "shifts")
+    if not shifted:
+        return _whole(op, range(len(dims)))
+    total = dict.fromkeys((dim % len(dims) for dim in shifted), 0)
+    for dim, shift in zip(shifted, shifts, strict=True):
+        total[dim % len(dims)] += shift
+    windows = []
+    for dim, shift in total.items():
+        size = max(op.output.shape[dim], 1)
+        # The shorter way around.
+        windows.append(_window(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
+
+    def unsharded(op: Op, local: Local) -> dict[str, Any]:
+        counts = [local.shard_counts.get(dims[dim % len(dims)] or "", 1) for dim in shifted]
+        return {"shifts": [0 if n > 1 else s for n, s in zip(counts, shifts, strict=True)]}
+
+    return _rule(op, Windowed(tuple(windows), dims, None, replace=unsharded), (dims,))
+
+
+@rule_for(*overloads("im2col"))
+def windows_of_images(op: Op) -> ShardingRule:
+    """Image to windows, `b c s _ -> b c s`: channels, of which the windows are adjacent, and rows
+    can be sharded."""
+    image = op.inputs[0].shape
+    windows, dims, flat = _planes(op, image)
+    windowed = Windowed(windows, dims)
+    capacity = {"c": image[-3], "s": windowed.capacity.get("s", 1)}
+    return sharding_rule(
+        op,
+        (dims,),
+        (flat,),
+        capacity=capacity,
+        kernel=windowed.kernel,
+        reductions=windowed.reductions,
+    )
+
+
+@rule_for(*overloads("col2im"))
+def images_of_windows(op: Op) -> ShardingRule:
+    """Windows to image, `b c s -> b c s _`: channels and rows can be sharded; shards add what their
+    windows write of a neighbor's rows."""
+    image = op.output.shape
+    windows, dims, flat = _planes(op, image)
+    overlapped = Overlapped(windows, dims, replace=partial(_written_rows, windows[0]))
+    capacity = {"c": image[-3], "s": overlapped.capacity.get("s", 1)}
+    return sharding_rule(
+        op,
+        (flat,),
+        (dims,),
+        capacity=capacity,
+        kernel=overlapped.kernel,
+        reductions=overlapped.reductions,
+    )
+
+
+def _planes(op: Op, image: Sequence[int]) -> tuple[tuple[Window, ...], Dims, Dims]:
+    """Return the windows of images, and the factors of images and of their windows."""
+    sizes = call_arguments(op)["kernel_size"]
+    # Counts are derived below, from windows without a count.
+    unknown = spatial_windows(op, sizes, image, (0, 0))
+    counts = [(w.size + 2 * w.padding - w.extent) // w.stride + 1 for w in unknown]
+    windows = spatial_windows(op, sizes, image, counts)
+    batch: Dims = ("b",)[: len(image) - 3]
+    # Of the two dimensions that windows merge only the leading one can be sharded.
+    rows = "s" if windows[0].capacity > 1 else None
+    return windows, (*batch, "c", rows, None), (*batch, "c", rows)
+
+
+def _written_rows(window: Window, op: Op, local: Local) -> dict[str, Any]:
+    rows, columns = call_arguments(op)["output_size"]
+    shards = local.shard_counts.get("s", 1)
+    return {"output_size": [window.num_rows(shards) if shards > 1 else rows, columns]}
+
+
+def _window(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
+    factor = names(op.inputs[0])[dim]
+    assert factor is not None
+    size, count = op.inputs[0].shape[dim], op.output.shape[dim]
+    return Window(dim, factor, extent, stride, padding, size, count)
+
+
+def _whole(op: Op, dims: Sequence[int]) -> ShardingRule:
+    """Return the rule of an operator that shards all dimensions but `dims`."""
+    ndim = len(op.output.shape)
+    whole = {dim % ndim for dim in dims}
+    factors = tuple(None if i in whole else name for i, name in enumerate(names(op.output)))
+    return sharding_rule(op, (factors,), (factors,))
+
+
+def _rule(op: Op, windowed: Windowed, outputs: tuple[Dims, ...]) -> ShardingRule:
+    """Return the rule of an operator with windows along dimensions, sharded where they can be."""
+    fixed = {window.factor for window in windowed.windows if window.capacity == 1}
+
+    def shardable(dims: Dims) -> Dims:
+        return tuple(None if name in fixed else name for name in dims)
+
+    return sharding_rule(
+        op,
+        (shardable(windowed.dims),),
+        tuple(map(shardable, outputs)),
+        capacity=windowed.capacity,
+        kernel=windowed.kernel,
+        reductions=windowed.reductions,
+    )
