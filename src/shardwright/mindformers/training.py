@@ -34,7 +34,8 @@ _DEFAULT_CLIP_NORM = 1.0
 
 
 StageBlocks = bool | tuple[int, ...]
-"""True for all blocks, False for none, or the number of leading blocks of each stage."""
+"""Blocks to which a setting applies: True for all, False for none, or the number of leading blocks
+of each stage."""
 
 
 @dataclass(frozen=True)

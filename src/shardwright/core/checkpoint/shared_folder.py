@@ -1,4 +1,4 @@
-"""Checks before a save that folders, positions and optimizers of all ranks are equal."""
+"""Check before a save that folders, positions and optimizers of all ranks are equal."""
 
 from __future__ import annotations
 

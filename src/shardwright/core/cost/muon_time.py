@@ -20,10 +20,10 @@ from shardwright.core.layout.axes import Axes, Shape
 from shardwright.core.partition.communication import Communication
 
 ITERATIONS = 5
-"""Newton-Schulz iterations of `torch.optim.Muon` by default."""
+"""Default number of Newton-Schulz iterations of `torch.optim.Muon`."""
 
 ITERATION_OPERATORS = 3
-"""Matrix products of a Newton-Schulz iteration."""
+"""Number of matrix products in a Newton-Schulz iteration."""
 
 
 def orthogonalization_seconds(

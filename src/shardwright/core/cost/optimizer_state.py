@@ -224,7 +224,7 @@ def _lbfgs_bytes(optimizer: torch.optim.LBFGS, shards: Sequence[TrainedShard]) -
 
 
 def optimizer_name(optimizer: str | torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer for tables."""
+    """Return the name under which tables list an optimizer."""
     return optimizer if isinstance(optimizer, str) else type(optimizer).__name__
 
 

@@ -132,7 +132,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Predicted seconds of the training step."""
         # The optimizer and exposed reductions run after all micro-batches.
         busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
         return busy / (1 - self.bubble) + self.exposed + self.update

@@ -256,7 +256,8 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
 
 
 class _UncacheableArgumentError(Exception):
-    """An argument of an operator is neither a tensor nor a plain value, nor a list of these."""
+    """Raised for an operator argument that is neither a tensor nor a plain value, nor a list of
+    these."""
 
 
 @cache

@@ -64,7 +64,8 @@ class PairedGraphs:
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
-        """Operators of `micro` by the matching operator of `whole`.
+        """Operators of the micro-batch's graph (`micro`), by the matching operator of the global
+        batch (`whole`).
 
         Dimensions of size 1 are captured differently: they are broadcast, or dropped from views. So
         operators of a micro-batch of one sample are matched by their calls and their inputs.
@@ -107,7 +108,8 @@ class PairedGraphs:
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
-        """Values of `micro` by the matching value of `whole`."""
+        """Values of the micro-batch's graph (`micro`), by the matching value of the global batch
+        (`whole`)."""
         return dict(_paired_values(self.whole, self.micro, self.ops))
 
     def are_paired(self, value: Value, own: Value) -> bool:

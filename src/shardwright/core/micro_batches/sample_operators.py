@@ -58,7 +58,8 @@ RAGGED = {
         " shape (samples, length), padded)"
     ),
 }
-"""Why some operators cannot be split into micro-batches, and what to do, by name."""
+"""Reason why an operator cannot be split into micro-batches, and what to do instead, by operator
+name."""
 
 
 def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:

@@ -26,7 +26,7 @@ SampleState = int | Literal["mean", "sum", "whole", "positions", "unknown"]
 
 
 class UnsplittableError(Exception):
-    """An operator cannot run on micro-batches: the batch cannot be split.
+    """Raised for an operator that cannot run on micro-batches, so that the batch cannot be split.
 
     Args:
         op: the operator.

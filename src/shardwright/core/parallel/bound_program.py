@@ -45,7 +45,7 @@ class BoundProgram:
 
     @property
     def python(self) -> PythonCall | None:
-        """The captured Python that runs around the graph; None if only the graph runs."""
+        """The captured Python code that runs around the graph; None if only the graph runs."""
         return self.graph.python
 
     def wrap_outputs(
@@ -89,5 +89,5 @@ class BoundStep:
 
     @property
     def python(self) -> PythonCall | None:
-        """The captured Python that runs around the graph; None if only the graph runs."""
+        """The captured Python code that runs around the graph; None if only the graph runs."""
         return self.step.partitioned.graph.python

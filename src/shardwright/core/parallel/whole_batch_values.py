@@ -28,7 +28,8 @@ Buffers = dict[str, Tensor]
 
 
 def whole_batch_of(graph: Graph) -> WholeBatch:
-    """Return the relation of micro-batches to the loss of the batch; a mean if not analyzed."""
+    """Return how the losses of micro-batches combine into the loss of the batch; a mean if the
+    graph was not analyzed."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 

@@ -46,7 +46,7 @@ class PipelineSpec:
 
     @property
     def schedule_spec(self) -> ScheduleSpec:
-        """The `ScheduleSpec` of `schedule`."""
+        """Properties of the pipeline schedule named by `schedule`."""
         return SCHEDULES[self.schedule]
 
     @property

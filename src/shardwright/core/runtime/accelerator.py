@@ -35,7 +35,7 @@ DeviceEvent = torch.Event
 """An event recorded in a stream of an accelerator."""
 
 COLLECTIVE_KERNEL = re.compile("[nrhox]ccl", re.IGNORECASE)
-"""Matches the names of communication kernels of NCCL, RCCL, HCCL, oneCCL and XCCL."""
+"""Pattern of the names of communication kernels of NCCL, RCCL, HCCL, oneCCL and XCCL."""
 
 LOOPBACK = "127.0.0.1"
 

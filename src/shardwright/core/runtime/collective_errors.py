@@ -174,7 +174,7 @@ _COLLECTIVE_MODULES = {
 _GUARD_MODULE = "shardwright.core.misuse.batch_guard"
 _STARTED = re.compile(r"(\w+) = start_([a-z]\w+)\(")
 PEER_FAILURE = re.compile("clos|connect|peer|pipe|reset|time(d |-)?out|time limit", re.IGNORECASE)
-"""Matches errors of gloo and of stores about a process that has ended or does not respond."""
+"""Pattern of errors of gloo and of stores about a process that has ended or does not respond."""
 _STAGE_MODULES = {
     "shardwright.core.parallel.pipeline_stage",
     "shardwright.core.parallel.pipeline_execution",

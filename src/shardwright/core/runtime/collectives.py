@@ -54,7 +54,8 @@ class Collective:
         return self.finish(self.start(x), x.dtype)
 
     def pending_shape(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of the pending result, for a result of shape `shape`."""
+        """Return the shape of the collective's pending result, given the shape of its final
+        result."""
         pending = list(shape)
         if self.joined is not None:
             dim, blocks = self.joined
@@ -212,7 +213,8 @@ def identity(x: Tensor) -> Tensor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Apply `forward` to the tensor, and `backward` to its gradient."""
+    """Autograd function that applies collective `forward` to a tensor, and `backward` to the
+    tensor's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
@@ -382,7 +384,7 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
     "permute": _bind_permute,
     "all_to_all_v": _bind_all_to_all_v,
 }
-"""Functions that bind a redistribution step, by the kind of step."""
+"""Functions that bind a redistribution step to process groups, by the type of step."""
 
 
 def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
@@ -436,7 +438,7 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
 
 
 def _bound_gather(devices: Devices, axes: Axes, varying: bool) -> Reduce:
-    """Bind an all-gather along dimension 0."""
+    """Bind an all-gather along dimension 0 to the process group over `axes`."""
     group, index = devices.group(axes), devices.index(axes)
     gather = all_gather(0, group)
     own_block = blocking(lambda x: slice_block(x, 0, index, group.size))

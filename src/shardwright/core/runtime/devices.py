@@ -157,7 +157,8 @@ class Devices:
 
     @classmethod
     def of_rank(cls, matrix: DeviceMatrix, rank: int) -> Devices:
-        """Return the devices of `rank` without a process group, to print its program."""
+        """Return the devices of `rank` without a process group, to print the program of that
+        rank."""
         coordinates = matrix.coordinates(rank)
         return cls(matrix, torch.device("cpu"), lambda function: function(coordinates), rank)
 

@@ -20,7 +20,7 @@ WORLD_COLLECTIVES = {
 """Functions of `torch.distributed` in which every rank of a group waits for the others."""
 
 LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy|importlib)\b")
-"""Matches names of modules that do not belong to the user's program."""
+"""Pattern of names of modules that do not belong to the user's program."""
 
 
 def place_of(frame: FrameType | None) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
 
 FactorOfAxis = Mapping[int, str]
-"""The factor that each axis cuts; axes that cut none are missing."""
+"""The factor that each axis cuts; axes that cut no factor are omitted."""
 
 NO_AXES: Mapping[str, Axes] = MappingProxyType({})
 
@@ -136,7 +136,7 @@ def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts
 
 
 def factor_of_axis(cuts: Cuts) -> dict[int, str]:
-    """Return the factor that each axis cuts; axes that cut none are missing."""
+    """Return the factor that each axis cuts; axes that cut no factor are omitted."""
     return {axis: factor for factor, axes in cuts.items() for axis in axes}
 
 

@@ -132,7 +132,8 @@ class ModuleCall:
     names: tuple[str, ...]
 
     def in_graph(self, module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """Add the node to the graph of a running trace. All arguments are objects of Dynamo."""
+        """Add the module call as a node to the graph of a running trace. All arguments are objects
+        of Dynamo."""
         keywords = {ConstantVariable.create(name): value for name, value in kwargs.items()}
         tensors = []
         for name in self.names:

@@ -24,7 +24,7 @@ NON_FINITE = (
 
 
 class Norms(Protocol):
-    """Total norms of tensors that are sharded or on several devices."""
+    """Computation of total norms of tensors that are sharded or on several devices."""
 
     def total(
         self,

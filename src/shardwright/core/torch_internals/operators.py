@@ -26,12 +26,12 @@ def schema_of(overload: OpOverload) -> FunctionSchema:
 
 
 def operator_name(overload: OpOverload) -> str:
-    """Return the name without namespace and overload: `mean` for `aten.mean.dim`."""
+    """Return the name of an operator without namespace and overload: `mean` for `aten.mean.dim`."""
     return overload._opname
 
 
 def overload_name(overload: OpOverload) -> str:
-    """Return the name of the overload: `dim` for `aten.mean.dim`."""
+    """Return the name of an operator's overload: `dim` for `aten.mean.dim`."""
     return overload._overloadname
 
 

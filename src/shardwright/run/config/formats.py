@@ -80,7 +80,7 @@ class ConfigFormat(Protocol):
 
 @cache
 def config_formats() -> tuple[ConfigFormat, ...]:
-    """Load all installed formats."""
+    """Load all installed configuration formats."""
     return tuple(entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP))
 
 

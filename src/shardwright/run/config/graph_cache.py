@@ -68,7 +68,7 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
 
 
 def graphs_folder() -> Path:
-    """Folder of the cache, below `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the folder of the cache, below `$XDG_CACHE_HOME` or `~/.cache`."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "shardwright" / "graphs"
 

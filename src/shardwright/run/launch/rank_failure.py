@@ -60,7 +60,8 @@ class RankError:
 
     @staticmethod
     def read(file: Path) -> RankError | None:
-        """Read the JSON file of `torch.distributed`'s `record`; None if missing or truncated."""
+        """Read the JSON file of `torch.distributed`'s `record`; None if the file is missing or
+        truncated."""
         try:
             message = json.loads(file.read_text())["message"]
         except (FileNotFoundError, json.JSONDecodeError):
@@ -145,7 +146,7 @@ class RankEnd:
 
 
 def requested_stop(ends: Sequence[RankEnd]) -> StoppedError | None:
-    """Return the first StoppedError that ended a rank; None if no rank ended with one."""
+    """Return the first StoppedError that ended a rank; None if no StoppedError ended a rank."""
     stops = (end.error.stop for end in ends if end.error is not None)
     return next((stop for stop in stops if stop is not None), None)
 

@@ -89,7 +89,7 @@ class RankProcess:
         return RankProcess(rank, process, logs)
 
     def poll(self) -> bool:
-        """Update the fields from the process; return whether it is still running."""
+        """Update the fields from the process; return whether the process is still running."""
         if self.ended is not None:
             return False
         if self.process.poll() is not None:

@@ -54,7 +54,7 @@ class MeasuredPlan:
 
     @property
     def ratio(self) -> float:
-        """Predicted seconds / measured median."""
+        """Ratio of the predicted seconds to the median of the measured seconds."""
         return self.predicted / self.median
 
 

@@ -315,7 +315,8 @@ class PlannedRun:
     cluster: Cluster
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the cluster has no rate for the dtype, or the run exceeds it."""
+        """Raise ConfigError if the cluster has no rate for the dtype, or the run was faster than
+        that peak rate."""
         if DTYPES[self.run.dtype] not in self.cluster.device.rates:
             raise ConfigError(
                 f"row {self.run.id}: the cluster {self.cluster.name} has no peak rate for"

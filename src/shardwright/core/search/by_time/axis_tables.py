@@ -148,8 +148,8 @@ class AxisTables:
             ]
 
     def _fix_most_connected_variables(self, scopes: Sequence[Sequence[int]]) -> None:
-        """Fix the choice of the `FIXED_PER_RETRY` variables that share tables with the most
-        others."""
+        """Fix the choice of the `FIXED_PER_RETRY` variables that share tables with the most other
+        variables."""
         degree = [0] * len(self.options)
         for scope in scopes:
             for variable in scope:

@@ -81,7 +81,7 @@ class ObjectiveCost:
 
 
 Total = Callable[[ObjectiveCost], float]
-"""Function to minimize, from an `ObjectiveCost` to seconds."""
+"""Function to minimize, which maps an `ObjectiveCost` to seconds."""
 
 
 class Objective:
