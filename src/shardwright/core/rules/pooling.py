@@ -30,6 +30,7 @@ from shardwright.core.rules.windowed import (
 
 POOLS = ("max_pool{}d", "avg_pool{}d")
 REPLICATED_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
+AVERAGES = {2: ("_adaptive_avg_pool2d",), 3: ("_adaptive_avg_pool3d",)}
 
 
 def leading_dims_rule(num_replicated: int) -> RuleMaker:
@@ -146,7 +147,7 @@ def adaptive_average_rule(num_spatial: int) -> RuleMaker:
 
 for _spatial in (1, 2, 3):
     _whole = [name.format(_spatial) for name in REPLICATED_POOLS]
-    rule_for(*overloads(*_whole, f"_adaptive_avg_pool{_spatial}d"))(leading_dims_rule(_spatial))
+    rule_for(*overloads(*_whole, *AVERAGES.get(_spatial, ())))(leading_dims_rule(_spatial))
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
     rule_for(*overloads(f"adaptive_avg_pool{_spatial}d"))(adaptive_average_rule(_spatial))
 
