@@ -178,7 +178,8 @@ def _logger_methods() -> Iterator[Callable[..., Any]]:
 class DynamoCapture:
     """One call of a function, captured by Dynamo.
 
-    Methods take the arguments of another call: `owner` for `self`, `args` and `kwargs` for others.
+    Methods take the arguments of another call of the function: `owner` is its `self`, `args` and
+    `kwargs` are its other arguments.
 
     Args:
         output: Dynamo's graph, bytecode and the state from which guards are built.

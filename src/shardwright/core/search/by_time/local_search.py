@@ -27,8 +27,8 @@ MAX_NEW_PRICES = 250
 redistribution steps takes nearly all of its time."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
-"""Minimum share of the total that redistributing an operator's inputs and outputs must take for the
-operator to be visited."""
+"""Minimum share of the objective that redistributing an operator's inputs and outputs must take for
+the operator to be visited."""
 
 
 def local_search(
@@ -39,12 +39,12 @@ def local_search(
     min_gain: float,
     on_share: OnShare = ignore_share,
 ) -> None:
-    """Change `cuts` in place, operator by operator, as long as the total decreases.
+    """Change `cuts` in place, operator by operator, as long as the objective decreases.
 
     Args:
         total: function to minimize, from the terms of a cost to seconds.
         max_rounds: maximum number of visits to each operator.
-        min_gain: minimum decrease of the total by a change, as a fraction of the total.
+        min_gain: minimum decrease of the objective by a change, as a fraction of the objective.
         on_share: called with the completed fraction of the visits or of `MAX_NEW_PRICES`, whichever
             is larger.
     """
@@ -111,7 +111,7 @@ class _Neighborhood:
         self, other_cost: ObjectiveCost, cuts: list[Cuts], total: Total, bound: float
     ) -> ObjectiveCost | None:
         """Return `other_cost` plus the cost of the operator and its edges under `cuts`; None if the
-        total is not below `bound` seconds."""
+        objective is not below `bound` seconds."""
         return self.objective.add_edges(
             self._add_operator(cuts, other_cost), self.edges, cuts, total, bound
         )

@@ -109,7 +109,7 @@ class Objective:
         return cost
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the model, or None if the total of the cost is not below `bound`
+        """Return the cost of the model, or None if the objective is not below `bound`
         seconds.
 
         Args:
@@ -128,16 +128,16 @@ class Objective:
         total: Total,
         bound: float,
     ) -> ObjectiveCost | None:
-        """Return `base` plus the cost of `edges`, or None if the total is not below `bound`.
+        """Return `base` plus the cost of `edges`, or None if the objective is not below `bound`.
 
         Searching for redistribution steps takes most of the time of a search. So edges without a
         cached cost start at a lower bound and are priced one by one, the largest bound first, until
-        the total reaches `bound`.
+        the objective reaches `bound`.
 
         Args:
             cuts: the cuts of each variable.
             total: function to minimize, from the terms of a cost to seconds.
-            bound: seconds that the total must be below.
+            bound: seconds that the objective must be below.
         """
         # A bound above the best total discards a candidate without pricing any of its edges.
         unpriced: list[tuple[float, TensorEdge]] = []

@@ -1,7 +1,7 @@
 """The search by time: minimize the seconds of a training step on a cluster, axis by axis.
 
 1. Decide one axis after another, each exactly by variable elimination, in two orders of axes.
-2. Decide each axis again given all others, until the total stops decreasing.
+2. Decide each axis again given all others, until the objective stops decreasing.
 3. Try the choices of another axis, data parallelism, or no cuts on each axis; then repeat step 2.
 4. Improve single operators over all axes (`local_search`).
 5. Swap two axes for subsets of operators (`swap_axes`), then repeat step 4.
@@ -44,12 +44,12 @@ communication exposed. Larger values found no better plans for language models o
 devices."""
 
 MAX_COST_RATIO = 1.1
-"""Maximum total, relative to the least total, at which cuts found without copying choices between
-axes (step 3) are returned too. The objective differs by less than this ratio from the step time
-predicted for a full plan."""
+"""Maximum objective, relative to the lowest objective, at which cuts found without copying choices
+between axes (step 3) are returned too. The objective differs by less than this ratio from the step
+time predicted for a full plan."""
 
 MIN_GAIN = 1e-9
-"""Minimum relative decrease of the total for a change to be applied; above rounding errors."""
+"""Minimum relative decrease of the objective for a change to be applied; above rounding errors."""
 
 
 def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
@@ -134,14 +134,14 @@ class TimedSearch:
         return (1.0,) if self.model.shared else EXPOSED_SHARES
 
     def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
-        """Run the search, and return the cuts of each variable with the least total."""
+        """Run the search, and return the cuts of each variable with the lowest objective."""
         return self.run(on_share)[0]
 
     def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
         """Return the best cuts of each variable and, if different and nearly as cheap, the best
         without copying choices between axes (step 3).
 
-        The cuts with the least total come first.
+        The cuts with the lowest objective come first.
 
         Args:
             on_share: called with the completed fraction, which jumps when a part ends early.
@@ -219,7 +219,7 @@ class TimedSearch:
         """Run steps 1 to 3 for one λ and one order of axes.
 
         Returns:
-            The cuts after step 2 and, if step 3 decreases their total, the cuts after step 3.
+            The cuts after step 2 and, if step 3 decreases their objective, the cuts after step 3.
         """
         choices = self._pinned_choices()
         decide_part, refine_part, copy_part, second_refine_part = (
@@ -251,7 +251,8 @@ class TimedSearch:
         on_share: OnShare,
         up_to_date: Set[int] = frozenset(),
     ) -> float:
-        """Decide axes again until the total stops decreasing, and return the total (step 2).
+        """Decide axes again until the objective stops decreasing, and return the objective (step
+        2).
 
         Args:
             up_to_date: axes that were decided after the last change of any other axis; deciding
@@ -277,7 +278,7 @@ class TimedSearch:
 
     def _copy_axis_choices(self, choices: Choices, best_total: float, on_share: OnShare) -> bool:
         """Replace the choices on an axis by those on another axis, by data parallelism or by no
-        cuts, where that decreases the total (step 3).
+        cuts, where that decreases the objective (step 3).
 
         The step escapes local minima in which no operator gains unless all other operators change
         too.
@@ -350,8 +351,8 @@ class TimedSearch:
     def _redecide_if_cheaper(
         self, choices: Choices, axis: int, exposed_share: float, best_total: float
     ) -> float:
-        """Decide one axis again, restore its choices unless the total decreases, and return the
-        total.
+        """Decide one axis again, restore its choices unless the objective decreases, and return the
+        objective.
 
         The tables of one axis only approximate redistributions over several axes.
         """
@@ -404,7 +405,7 @@ class TimedSearch:
         return self.objective.cost(self._cuts_of_choices(choices))
 
     def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
-        """Return the cost of `choices`, or None if the total of the cost is not below `best_total`
+        """Return the cost of `choices`, or None if the objective is not below `best_total`
         seconds."""
         return self.objective.cost_below(
             self._cuts_of_choices(choices), self.total, best_total * (1 - MIN_GAIN)

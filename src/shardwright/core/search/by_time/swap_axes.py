@@ -28,10 +28,10 @@ from shardwright.core.search.nearby_cuts import axes_of_factors, factor_of_axis
 from shardwright.progress import OnShare, track
 
 MIN_GAIN = 5e-4
-"""Minimum relative decrease of the total for a swap of axes to be applied."""
+"""Minimum relative decrease of the objective for a swap of axes to be applied."""
 
 MIN_COMMUNICATION_SHARE = 0.01
-"""Minimum share of the total that redistributions must take for axes to be swapped."""
+"""Minimum share of the objective that redistributions must take for axes to be swapped."""
 
 MAX_OPS_PER_TABLE = 4
 """Maximum number n of operators that compute or read a value, and whose cuts a swap changes, for
@@ -45,7 +45,7 @@ MAX_PRICED_COMBINATIONS = 6
 def swap_axes(
     objective: Objective, cuts: list[Cuts], total: Total, weights: Weights, on_share: OnShare
 ) -> bool:
-    """Change `cuts` in place where swapping two axes for some operators decreases the total.
+    """Change `cuts` in place where swapping two axes for some operators decreases the objective.
 
     Args:
         total: function to minimize, from the terms of a cost to seconds.
@@ -206,8 +206,8 @@ class _AxisSwap:
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
     def _cost_of_combination(self, total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the current combination of present and swapped cuts; None if its total
-        is not below `bound` seconds."""
+        """Return the cost of the current combination of present and swapped cuts; None if its
+        objective is not below `bound` seconds."""
         cost = self._unchanged_cost
         for op in self.changed:
             cost = self._add_operator_cost(cost, op, 1)

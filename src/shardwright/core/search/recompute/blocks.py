@@ -43,7 +43,7 @@ RecomputeByOp = Mapping[str, Recompute]
 
 @dataclass(frozen=True)
 class RecomputePrices:
-    """Floating-point operations that take as long as moving or sending one byte.
+    """Prices of moving and of sending one byte: the floating-point operations that take as long.
 
     The defaults are the ratios of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
     second in memory, and 300e9 bytes per second over NVLink in one direction (NVIDIA's data sheet).
@@ -58,7 +58,8 @@ class RecomputePrices:
 
     @classmethod
     def on(cls, cluster: Cluster, dtype: torch.dtype) -> RecomputePrices:
-        """Return the prices for a device of `cluster` that computes in `dtype`."""
+        """Return the prices of moving and sending bytes for a device of `cluster` that computes in
+        `dtype`."""
         rate = cluster.device.rate(dtype)
         fastest = max(level.bandwidth for level in cluster.levels)
         return cls(rate / cluster.device.stream, rate / fastest)

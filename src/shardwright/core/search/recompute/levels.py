@@ -25,7 +25,8 @@ from shardwright.core.search.recompute.blocks import (
 from shardwright.core.search.recompute.knapsack import cheapest
 
 NUM_LEVELS = 16
-"""Number of equal steps into which the levels divide the bytes that recomputation can free."""
+"""Number of equal steps into which the recomputation levels divide the bytes that recomputation can
+free."""
 
 MIN_PEAK_RATIO = 0.93
 """Minimum expected ratio of the peak memory in a dry run to its estimate, for stages whose memory
@@ -54,8 +55,8 @@ class StageLevels:
         in_flight: maximum number of micro-batches whose activations exist at the same time.
 
     Attributes:
-        activation_bytes: estimated bytes of activations on a device, (at the first, at the last
-            level).
+        activation_bytes: estimated bytes of activations on a device, as (bytes at the first level,
+            bytes at the last level).
         key: value that is equal for stages with equal chunks, which share measured levels.
     """
 
