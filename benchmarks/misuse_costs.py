@@ -45,7 +45,7 @@ def main() -> None:
 def outputs_of_the_whole_batch() -> None:
     batch = OutputBatch("output", BatchSizes(local=4, total=8), lambda output, name: None)
     plain, labels = torch.randn(8, 16), torch.randn(8, 16)
-    output = batch.mark(plain.clone())
+    output = batch.label(plain.clone())
     operators: dict[str, Callable[[Tensor], object]] = {
         "mul by a number": lambda x: x * 2,
         "mul by a tensor": lambda x: x * labels,

@@ -44,7 +44,7 @@ def pipelines() -> Drawing:
             drawing.text(left - 8, y + 14, f"stage {stage}", 11, "end", SOFT)
             drawing.rect(left, y, line.seconds / longest * wide, high, "#f1f3f5", "#f1f3f5")
             for span in spans:
-                kind = span.action.kind
+                kind = span.action.pass_type
                 color = COLORS[{"F": 0, "W": 4}.get(kind, 2)]
                 x, length = left + span.start / longest * wide, span.end - span.start
                 drawing.rect(x, y, length / longest * wide, high, color)

@@ -51,8 +51,8 @@ class EmptyModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, rest = fullname.partition(".")
-        is_unused = package == "shardwright" and rest.split(".")[0] not in HELP_ROOMS
+        package, _, subpath = fullname.partition(".")
+        is_unused = package == "shardwright" and subpath.split(".")[0] not in HELP_ROOMS
         if is_unused or package == "torch":
             return ModuleSpec(fullname, self, is_package=True)
         return None

@@ -53,7 +53,7 @@ def _omit_middle(text: str, limit: int) -> str:
     first, last = len(head) // 2, len(tail) // 2
     start = max(head.rfind("\n", first) + 1, head.rfind(", ", first) + 2)
     start = start if start > 1 else head.rfind(" ", first) + 1
-    stops = [stop for mark in ("\n", ", ") if (stop := tail.find(mark, 0, last)) >= 0]
+    stops = [stop for separator in ("\n", ", ") if (stop := tail.find(separator, 0, last)) >= 0]
     stop = min(stops, default=tail.find(" ", 0, last))
     return (head[:start] or head) + _OMISSION + tail[max(stop, 0) :]
 

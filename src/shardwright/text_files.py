@@ -116,8 +116,8 @@ def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
         data = yaml.load(text, Loader=_PlainDataLoader)
         _check_plain_data(data, MAX_VALUES)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        position = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        start = error.problem_mark
+        position = f"line {start.line + 1}, column {start.column + 1}: " if start else ""
         raise error_type(f"{location}: {position}{_yaml_problem(error)}") from None
     except yaml.YAMLError as error:
         raise error_type(f"{location}: invalid YAML: {' '.join(str(error).split())}") from None
@@ -215,11 +215,11 @@ class _PlainDataLoader(yaml.SafeLoader):
             if isinstance(error, yaml.YAMLError):
                 raise
             tag = node.tag.rpartition(":")[2]
-            text = short_repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
+            scalar = short_repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"{text} cannot be read as {tag}: quote it to write a string",
+                f"{scalar} cannot be read as {tag}: quote it to write a string",
                 node.start_mark,
             ) from None
 

@@ -58,7 +58,7 @@ def test_a_size_without_a_unit_or_a_number_is_an_error(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [None, "None", ""])
 def test_none_and_nothing_are_as_if_the_key_were_not_there(given: Any) -> None:
-    assert keys(method=given).text("method", "plain") == "plain"
+    assert keys(method=given).string("method", "plain") == "plain"
     with pytest.raises(ConfigError, match=r"optimizer\.method: the key is missing"):
         keys(method=given).number("method")
 

@@ -82,14 +82,14 @@ def main() -> None:
         # A rank may find an invalid input that this process could not detect. Its message is
         # printed as if the error had been raised here.
         if issubclass(getattr(errors, error.exception_type, Exception), ShardwrightError):
-            _exit_with_error(error.text, 2)
+            _exit_with_error(error.exception_message, 2)
         _exit_with_error(str(error), 1)
     except OSError as error:
         # The user can fix errors with a path, and a full disk; other errors need a traceback.
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         _exit_with_error(
-            ": ".join(str(part) for part in (error.filename, error.strerror) if part), 2
+            ": ".join(str(detail) for detail in (error.filename, error.strerror) if detail), 2
         )
     except StoppedError as error:
         _exit_with_error(str(error), 128 + error.signal_number)
@@ -97,6 +97,6 @@ def main() -> None:
 
 def _exit_with_error(message: str, status: int) -> None:
     """Print `message`, with its remedy indented, and exit with `status`."""
-    text = message.replace("\n", "\n  ") if status == 2 else message
-    typer.echo(f"error: {text}", err=True)
+    indented = message.replace("\n", "\n  ") if status == 2 else message
+    typer.echo(f"error: {indented}", err=True)
     raise SystemExit(status)

@@ -166,8 +166,8 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
     table.add_column("model")
     table.add_column("devices", justify="right")
     table.add_column("batch", justify="right")
-    for kind in COLUMN_KINDS:
-        table.add_column(kind, justify="right")
+    for column_kind in COLUMN_KINDS:
+        table.add_column(column_kind, justify="right")
     table.add_column("gap", justify="right")
     table.add_column("speedup", justify="right")
     for comparison in comparisons:
@@ -175,7 +175,7 @@ def comparison_table(comparisons: list[Comparison]) -> Table:
             comparison.model,
             str(comparison.devices),
             str(comparison.global_batch),
-            *(_alternative_text(comparison.of_kind(kind)) for kind in COLUMN_KINDS),
+            *(_alternative_text(comparison.of_kind(column_kind)) for column_kind in COLUMN_KINDS),
             _optimality_gap_text(comparison.of_kind(AUTO)),
             f"{comparison.speed_up:.1%}",
         )
@@ -200,8 +200,8 @@ def too_large_text(comparison: Comparison) -> str:
 def _alternative_text(alternative: Alternative | None) -> str:
     if alternative is None:
         return "-"
-    parts = alternative.parts
-    grid = "" if parts is None else f" {'·'.join(map(str, parts))}"
+    degrees = alternative.parts
+    grid = "" if degrees is None else f" {'·'.join(map(str, degrees))}"
     over = "" if alternative.fits else " over limit"
     speed = f"{alternative.tokens_per_second / 1e3:.1f}{grid}"
     return f"{speed}\n{binary(alternative.memory)}{over}\nsends {binary(alternative.bytes)}"

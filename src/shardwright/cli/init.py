@@ -46,10 +46,10 @@ def tiny_config_of_family(family: str, names: Mapping[str, Path]) -> str | None:
 
 def first_line(file: Path) -> str:
     """Return the first line of the comment, docstring or heading at the top of a file."""
-    text = file.read_text(encoding="utf-8")
+    content = file.read_text(encoding="utf-8")
     if file.suffix == ".ipynb":
-        text = "".join(json.loads(text)["cells"][0]["source"])
-    lines = (line.strip('#" ') for line in text.splitlines() if not line.startswith("#!"))
+        content = "".join(json.loads(content)["cells"][0]["source"])
+    lines = (line.strip('#" ') for line in content.splitlines() if not line.startswith("#!"))
     return next(filter(None, lines), "").rstrip(".")
 
 

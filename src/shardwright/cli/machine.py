@@ -124,14 +124,15 @@ def calibrate_command(
     for why in left_out.values():
         typer.echo(f"left out: {why}")
     with show_progress(progress) as on_progress:
-        fit = fit_cluster(planned, base, on_progress)
+        fitted = fit_cluster(planned, base, on_progress)
     sources = sorted({f"#   {each.run.source}" for each in planned})
     header = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
-    text = "\n".join([header, *sources, cluster_to_yaml(fit.cluster)])
+    content = "\n".join([header, *sources, cluster_to_yaml(fitted.cluster)])
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
-    typer.echo(f"{len(planned)} runs on {base.name}, predicted {fit.error:.1%} off in the median")
-    for name, ratio in fit.unexplained.items():
+    out.write_text(content, encoding="utf-8")
+    off = f"predicted {fitted.error:.1%} off in the median"
+    typer.echo(f"{len(planned)} runs on {base.name}, {off}")
+    for name, ratio in fitted.unexplained.items():
         typer.echo(f"not explained: {name}, predicted time is {ratio:.2f} of the measured time")
     typer.echo(f"written to {out}")
 

@@ -125,15 +125,16 @@ def plan_command(
             plan = stopped.plan()
         plan.derive(on_progress)
         on_progress("table")
-        text = plan.to_json(memory=True) if json else plan_text(plan, full, every)
+        output = plan.to_json(memory=True) if json else plan_text(plan, full, every)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
     print_batch_formula(run, config, devices)
     if json or not sys.stdout.isatty():
-        typer.echo(text)
+        typer.echo(output)
     else:
-        Console(width=text_width(), highlight=False).print(_color_axes(text, plan), soft_wrap=True)
+        colored = _color_axes(output, plan)
+        Console(width=text_width(), highlight=False).print(colored, soft_wrap=True)
 
 
 def _color_axes(text: str, plan: Plan) -> Text:
@@ -201,8 +202,8 @@ def check_command(
     """
     run = run_of(config, mem_coeff).for_devices(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
-    text = f"{devices} simulated ranks vs. one device, float64\n{result}"
-    typer.echo(dumps(asdict(result), indent=1) if json else text)
+    summary = f"{devices} simulated ranks vs. one device, float64\n{result}"
+    typer.echo(dumps(asdict(result), indent=1) if json else summary)
     if not result.passes():
         raise typer.Exit(1)
 
@@ -342,11 +343,11 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
     lines = list[str]()
     for change in (Difference("", first, second), *changes):
         values = [wrap(value, value_width) for value in (change.first, change.second)]
-        for label, left, right in zip_longest([change.what], *values, fillvalue=""):
-            cells = label.ljust(label_width), left.ljust(value_width), right
+        for label, first_value, second_value in zip_longest([change.what], *values, fillvalue=""):
+            cells = label.ljust(label_width), first_value.ljust(value_width), second_value
             lines.append(GAP.join(cells).rstrip())
         for name in change.names[:MAX_LISTED_NAMES]:
-            lines += (GAP + part for part in at_dots(name, MIN_WIDTH - len(GAP)))
+            lines += (GAP + piece for piece in at_dots(name, MIN_WIDTH - len(GAP)))
         if len(change.names) > MAX_LISTED_NAMES:
             lines.append(f"{GAP}and {len(change.names) - MAX_LISTED_NAMES} more")
     return "\n".join(lines)

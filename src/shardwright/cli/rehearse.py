@@ -96,8 +96,8 @@ def _rank_table(rank: RankRehearsal, devices: int) -> Table:
     table.add_column("CPU seconds", justify="right")
     table.add_column("of these")
     for phase in rank.phases:
-        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phase.parts.items())
-        table.add_row(phase.name, f"{phase.seconds:.2f}", parts)
+        components = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phase.parts.items())
+        table.add_row(phase.name, f"{phase.seconds:.2f}", components)
     return table
 
 
@@ -105,14 +105,14 @@ def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
     yield f"process groups        {rank.groups:,} created"
     parameters, state = binary(rank.parameter_bytes), binary(rank.optimizer_bytes)
     yield f"memory between steps  {parameters} of parameters, {state} of optimizer state"
-    peak, planned = binary(rank.peak_bytes), binary(rank.planned_peak)
-    yield f"peak memory           {peak} counted, {planned} planned"
+    counted, planned = binary(rank.peak_bytes), binary(rank.planned_peak)
+    yield f"peak memory           {counted} counted, {planned} planned"
     if rank.checkpoint_bytes is None:
         yield "checkpoint            none, as meta tensors have no values: use --device cpu"
     else:
         yield f"checkpoint            {binary(rank.checkpoint_bytes)} written and read"
-    for kind, traffic in sorted(rank.traffic.items()):
-        yield f"{kind:21} {traffic.calls:,} calls, {traffic.bytes:,} bytes in a step"
+    for collective, traffic in sorted(rank.traffic.items()):
+        yield f"{collective:21} {traffic.calls:,} calls, {traffic.bytes:,} bytes in a step"
     verdict = "as planned" if rank.as_planned else "NOT as planned"
     yield (
         f"bytes sent            {rank.sent_bytes[-1]:,} counted, {rank.planned_bytes:,} planned:"

@@ -260,7 +260,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _prepare_unsharded_dataloader(self, loader: DataLoader[Any], **_: Any) -> Any:
         accelerator = self.accelerator
         config = accelerator.dataloader_config
-        rng_types = {str(RNGType(kind).value) for kind in accelerator.rng_types or ()}
+        rng_types = {str(RNGType(rng_type).value) for rng_type in accelerator.rng_types or ()}
         return prepare_data_loader(
             loader,
             accelerator.device,

@@ -56,7 +56,7 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
         ConfigError: if `pet_type` is not supported, or a number is missing or invalid.
     """
     section, ptuning = config.section("pet_config"), architecture == PTUNING_ARCHITECTURE
-    if ptuning and section.text("pet_type", "ptuning2") != "ptuning2":
+    if ptuning and section.string("pet_type", "ptuning2") != "ptuning2":
         raise section.error("pet_type", f"{architecture} needs ptuning2\nset it to ptuning2")
     # MindFormers overwrites both keys with pet_config in models with prefixes. In other models they
     # would have no effect.
@@ -66,7 +66,7 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
         raise config.error(name, f"needs the architecture {PTUNING_ARCHITECTURE}\nremove the key")
     if not section.content and not ptuning:
         return Adaptation()
-    pet_type = section.text("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))
+    pet_type = section.string("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))
     if ptuning or pet_type == "ptuning2":
         return Adaptation(prefix=_read_ptuning(section))
     if pet_type == "prefixtuning":

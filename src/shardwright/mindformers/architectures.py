@@ -47,7 +47,7 @@ def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
     valid = ", ".join(_ARCHITECTURES)
     if not arch.has("type"):
         raise arch.error("type", f"the key is missing\nuse one of {valid}")
-    name = arch.text("type")
+    name = arch.string("type")
     if name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
     remedy = "build the model yourself, or with `transformers`, and call `shardwright.parallelize`"

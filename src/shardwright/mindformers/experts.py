@@ -61,7 +61,7 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
     normalized = section.flag("norm_topk_prob", True)
     if section.integer("first_k_dense_replace", 0, minimum=0):
         raise section.error("first_k_dense_replace", "must be 0: all layers have experts")
-    if section.text("topk_method", "greedy") != "greedy":
+    if section.string("topk_method", "greedy") != "greedy":
         raise section.error("topk_method", "must be greedy: the router has no expert groups")
     if shared and not (has_qkv_bias and section.flag("use_shared_expert_gating", False)):
         problem = "must be 0 without qkv_has_bias and use_shared_expert_gating, as in Qwen's models"
@@ -84,7 +84,7 @@ def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]
         )
     if section.flag("use_shared_expert_gating", False):
         raise section.error("use_shared_expert_gating", "must be False: DeepSeek-V2 has no gate")
-    method = section.text("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
+    method = section.string("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
     hf: dict[str, Any] = {
         "topk_method": method,
         "n_shared_experts": section.integer("shared_expert_num"),

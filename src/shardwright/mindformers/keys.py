@@ -109,7 +109,7 @@ class Keys:
             return value.lower() == "true"
         raise self._invalid_value_error(name, "expected True or False", value)
 
-    def text(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
+    def string(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
         """Return the string at `name`.
 
         Args:

@@ -88,9 +88,9 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     section = keys.section("model")
     arch, config = section.section("arch"), section.section("model_config")
     family, positions, config_type = read_architecture(arch)
-    if config.text("type", config_type) != config_type:
+    if config.string("type", config_type) != config_type:
         raise config.error(
-            "type", f"{arch.text('type')} needs {config_type}, not {config.text('type')}"
+            "type", f"{arch.string('type')} needs {config_type}, not {config.string('type')}"
         )
     if config.integer("ignore_token_id", IGNORED, minimum=-(2**31)) != IGNORED:
         raise config.error("ignore_token_id", f"must be {IGNORED}: no other label is ignored")
@@ -98,7 +98,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         read = config.flag if isinstance(value, bool) else config.number
         if read(name, value) != value:  # type: ignore[arg-type]
             raise config.error(name, f"{config.any(name)} is not supported\nset it to {value}")
-    adaptation = read_adaptation(config, arch.text("type"), notes)
+    adaptation = read_adaptation(config, arch.string("type"), notes)
     family, experts = read_experts(keys.section("moe_config"), config, family, notes)
     sizes = _read_dimensions(config, family, positions, experts, config_type, notes)
     # Of MindFormers' models, only PanguAlpha has flash attention by default.
@@ -155,7 +155,7 @@ def _read_dimensions(
         "hf": {**experts.get("hf", {}), **_read_hf_arguments(config, family, positions)},
     }
     if family == "gpt":
-        sizes["activation"] = _GELU[config.text("hidden_act", "gelu", valid=list(_GELU))]
+        sizes["activation"] = _GELU[config.string("hidden_act", "gelu", valid=list(_GELU))]
     try:
         return Dimensions(
             family=family,
@@ -171,7 +171,7 @@ def _read_dimensions(
 
 def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
     """Read arguments of `transformers` configurations: biases, tied weights, RoPE scaling."""
-    config_type = config.text("type")
+    config_type = config.string("type")
     biases = {"InternLMConfig": ("has_bias", True), "InternLM2Config": ("has_bias", False)}
     name, default = (
         ("add_qkv_bias", True) if family == "glm" else biases.get(config_type, ("has_bias", False))
@@ -190,7 +190,7 @@ def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[
 
 def _read_rope_scaling(config: Keys) -> dict[str, Any]:
     """Read `rope_parameters` of `transformers`, for contexts beyond the pretraining length."""
-    method = config.text("extend_method", "None", valid=("None", "NTK", *_ROPE_SCALING))
+    method = config.string("extend_method", "None", valid=("None", "NTK", *_ROPE_SCALING))
     # NTK changes only the base; see `_read_rope_base`.
     if method in ("None", "NTK"):
         return {}
@@ -228,7 +228,7 @@ def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
         notes.append(
             f"model.model_config.{unused} has no effect: {config_type} has {used} {base:g}"
         )
-    if config.text("extend_method") == "NTK":
+    if config.string("extend_method") == "NTK":
         base *= config.number("scaling_factor", 1.0, minimum=1)
     return base * config.number("rope_ratio", 1.0, above=0)
 
@@ -246,7 +246,7 @@ def _read_dropout(config: Keys) -> float:
 
 def _read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
     """Read a dtype; float16 is replaced with bfloat16, whose range needs no loss scaling."""
-    requested = config.text(name, default, valid=list(_DTYPES))
+    requested = config.string(name, default, valid=list(_DTYPES))
     dtype = _DTYPES[requested]
     if dtype != requested and config.has(name):
         notes.append(

@@ -119,7 +119,7 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         vocab_emb_dp=config.flag("vocab_emb_dp", True),
         sharding=_read_zero_options(parallel),
         strategies=_read_strategy_input_file(keys, parallel),
-        cluster=parallel.text("cluster"),
+        cluster=parallel.string("cluster"),
     )
     return _apply_mode(parallelism, config.has("vocab_emb_dp"), notes)
 
@@ -152,7 +152,7 @@ def _read_search_mode(parallel: Keys) -> str:
     Replaces dynamic programming, which is not implemented here, by the recursive search.
     """
     names = ("search_mode", "auto_parallel_search_mode")
-    searches = [parallel.text(name, valid=_SEARCHES) for name in names]
+    searches = [parallel.string(name, valid=_SEARCHES) for name in names]
     if all(searches) and searches[0] != searches[1]:
         raise parallel.error(
             names[0], f"{searches[0]}, but its old name {names[1]} is {searches[1]}\nremove one"
@@ -173,7 +173,7 @@ def _read_mem_coeff(config: Keys) -> float | str:
 
 
 def _read_pipeline_schedule(config: Keys) -> str:
-    schedule = config.text("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
+    schedule = config.string("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
     if not config.flag("pipeline_interleave", False):
         return schedule
     if schedule == "gpipe":
@@ -186,7 +186,7 @@ def _read_pipeline_schedule(config: Keys) -> str:
 
 def _read_strategy_input_file(keys: Keys, parallel: Keys) -> str:
     """Read the path of the strategy file to load; empty if not set."""
-    file, mode = parallel.text("strategy_ckpt_load_file"), _read_parallel_mode(keys, parallel)
+    file, mode = parallel.string("strategy_ckpt_load_file"), _read_parallel_mode(keys, parallel)
     if file and mode in WITHOUT_OPERATOR_PARALLEL:
         raise parallel.error(
             "strategy_ckpt_load_file",

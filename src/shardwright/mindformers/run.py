@@ -70,14 +70,14 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         notes.append(f"{strategy_file}: strategies of the plan are written as JSON")
     run = LanguageRun(
         file=file,
-        name=keys.section("trainer").text("model_name", model.sizes.family),
+        name=keys.section("trainer").string("model_name", model.sizes.family),
         model=model,
         parallelism=parallelism,
         batch=read_batch(keys, parallelism, notes),
         training=read_training(keys, parallelism.stages, notes),
         layers=layers,
         memory_limit=keys.section("context").size("max_device_memory"),
-        dataset=keys.section("train_dataset").section("data_loader").text("dataset_dir"),
+        dataset=keys.section("train_dataset").section("data_loader").string("dataset_dir"),
         strategy_file=strategy_file,
         only_strategies=_read_only_strategies(keys, strategy_file),
         notes=tuple(notes),
@@ -89,7 +89,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
 def _read_strategy_output_file(keys: Keys) -> str:
     parallel = keys.section("parallel")
     config = parallel.section("strategy_ckpt_config")
-    files = [parallel.text("strategy_ckpt_save_file"), config.text("save_file")]
+    files = [parallel.string("strategy_ckpt_save_file"), config.string("save_file")]
     if all(files) and files[0] != files[1]:
         raise config.error(
             "save_file", f"{files[1]}, but strategy_ckpt_save_file is {files[0]}\nremove one"

@@ -85,14 +85,14 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
         ConfigError: if an optimizer or schedule is not supported, or a number is invalid or
             contradicts another.
     """
-    keys.text("run_mode", "train", valid=("train", "finetune"))
+    keys.string("run_mode", "train", valid=("train", "finetune"))
     seed, epochs = (
         keys.integer("seed", 0, minimum=0),
         keys.section("runner_config").integer("epochs", 1),
     )
     optimizer = _read_optimizer(keys, notes)
     recompute = _read_recomputation(keys.section("recompute_config"), stages, notes)
-    load, resume = keys.text("load_checkpoint"), keys.flag("resume_training", False)
+    load, resume = keys.string("load_checkpoint"), keys.flag("resume_training", False)
     if resume and not load:
         raise keys.error(
             "resume_training", "True needs the folder to resume from\nset `load_checkpoint`"
@@ -110,7 +110,7 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
 
 def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
     """Read the callback `CheckpointMonitor` as keys of `train.checkpoint`; {} if not set."""
-    callbacks, folder = keys.any("callbacks") or [], keys.text("output_dir", "output")
+    callbacks, folder = keys.any("callbacks") or [], keys.string("output_dir", "output")
     if not isinstance(callbacks, list):
         raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
     for index, content in enumerate(callbacks):
@@ -128,7 +128,7 @@ def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
 def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
     """Read the section `optimizer`; all types of MindFormers are variants of AdamW."""
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
-    section.text("type", "AdamW", valid=_OPTIMIZERS)
+    section.string("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
     norm = wrapper.number("max_grad_norm", _DEFAULT_CLIP_NORM, above=0)
     return {
@@ -184,7 +184,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
     for name, value in _ONLY_SCHEDULE_VALUES.items():
         if section.number(name, value) != value:
             raise section.error(name, f"{section.any(name)} is not supported\nset it to {value:g}")
-    kind = _SCHEDULES[section.text("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
+    decay = _SCHEDULES[section.string("type", "ConstantWarmUpLR", valid=list(_SCHEDULES))]
     steps, ratio = section.integer("warmup_steps", 0, minimum=0), None
     if section.has("warmup_ratio"):
         ratio = section.number("warmup_ratio", minimum=0, below=1)
@@ -194,7 +194,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
             )
     total = section.integer("total_steps", -1, minimum=-1)
     return {
-        "kind": kind,
+        "kind": decay,
         "end": section.number("lr_end", 0.0, minimum=0),
         "warmup_steps": steps,
         "warmup_ratio": ratio,

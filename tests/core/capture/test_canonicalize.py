@@ -11,7 +11,7 @@ import sample_models as models
 from core.capture.test_capture import Function, assert_equal, in_float64, x
 from shardwright.core.capture.capture import capture
 from shardwright.core.graph.custom_ops import batch_norm_train, cross_entropy
-from shardwright.core.graph.graph import Graph, Kind, Op
+from shardwright.core.graph.graph import Graph, Op, Origin
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def test_a_bias_is_an_operator_of_its_own() -> None:
     assert [v.shape for v in product.inputs] == [(8, 16), (32, 16)]
     assert bias.target is aten.add.Tensor
     assert bias.inputs[0] is product.output
-    assert bias.inputs[1].kind is Kind.PARAMETER
+    assert bias.inputs[1].origin is Origin.PARAMETER
 
 
 def test_numbers_that_vmap_casts_are_constants() -> None:

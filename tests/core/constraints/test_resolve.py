@@ -10,7 +10,7 @@ import shardwright as sw
 from shardwright.core.constraints import Entry, OperatorStrategy, resolve
 from shardwright.core.constraints.parse import mesh_of
 from shardwright.core.constraints.resolve import cut_axes
-from shardwright.core.graph.graph import Kind, Value
+from shardwright.core.graph.graph import Origin, Value
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.errors import LayoutError, StrategyError
@@ -108,7 +108,7 @@ def test_an_operator_pinned_whole_is_fixed_too() -> None:
     assert resolve(GRAPH, 8, {"up": OperatorStrategy(((1, 1), (1, 1)))}, {}).cuts["up"] == {}
 
 
-WEIGHT = Value("fc.weight", (16, 8), torch.float32, Kind.PARAMETER)
+WEIGHT = Value("fc.weight", (16, 8), torch.float32, Origin.PARAMETER)
 
 
 def stored(entry: Entry, used: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -170,7 +170,7 @@ def test_no_operator_without_a_rule_is_free() -> None:
 
     (op,) = capture(Net(), (torch.ones(4, 4),)).ops
     work = work_of(op)
-    assert (work.forward_flops, work.kind) == (16 + 16, "other operators")
+    assert (work.forward_flops, work.category) == (16 + 16, "other operators")
 
 
 @torch.library.custom_op("test_flops::power", mutates_args=())

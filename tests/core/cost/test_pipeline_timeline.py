@@ -56,7 +56,7 @@ def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: Pip
     for stage in line.stages:
         assert all(a.end <= b.start for a, b in itertools.pairwise(stage))
     for action, span in spans.items():
-        if action.kind != "F" or action.chunk == 0:
+        if action.pass_type != "F" or action.chunk == 0:
             continue
         before = spans[Action(action.chunk - 1, "F", action.micro_batch)]
         apart = pipeline.stage_of(action.chunk) != pipeline.stage_of(action.chunk - 1)

@@ -32,8 +32,8 @@ def test_the_peak_is_found_between_two_moments() -> None:
         b = torch.zeros(10)
         c = b + 1
         del c
-        assert sum(live.bytes_between(live.peak()).values()) == 400
-        assert sum(live.bytes_between(live.peak(start)).values()) == 80
+        assert sum(live.bytes_between(live.events_until_peak()).values()) == 400
+        assert sum(live.bytes_between(live.events_until_peak(start)).values()) == 80
 
 
 def test_what_autograd_keeps_counts_until_the_backward_pass() -> None:

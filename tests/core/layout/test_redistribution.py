@@ -47,21 +47,21 @@ def run(step: RedistributionStep, blocks: Blocks) -> Blocks:
     after = {}
     for group in groups_of(step.source.layout, step.axes):
         held, p = [blocks[rank] for rank in group], len(group)
-        if step.kind == "slice":
+        if step.operation == "slice":
             made = [np.split(held[i], p, step.dim)[i] for i in range(p)]
-        elif step.kind == "vary":
+        elif step.operation == "vary":
             made = held
-        elif step.kind == "all_reduce":
+        elif step.operation == "all_reduce":
             made = [sum(held)] * p
-        elif step.kind == "reduce_scatter":
+        elif step.operation == "reduce_scatter":
             made = np.split(sum(held), p, step.dim)
-        elif step.kind == "all_gather":
+        elif step.operation == "all_gather":
             made = [np.concatenate(held, step.dim)] * p
-        elif step.kind == "all_to_all":
+        elif step.operation == "all_to_all":
             pieces = [np.split(block, p, step.to_dim) for block in held]
             made = [np.concatenate([pieces[j][i] for j in range(p)], step.dim) for i in range(p)]
         else:
-            assert step.kind == "permute" and list(step.axes) == sorted(step.axes)
+            assert step.operation == "permute" and list(step.axes) == sorted(step.axes)
             made = [None] * p
             for sender, receiver in enumerate(step.permutation()):
                 made[receiver] = held[sender]
@@ -144,7 +144,7 @@ def test_steps_leave_each_rank_the_block_that_the_target_says(pair):
 def test_steps_without_gradients_end_in_the_same_blocks(pair):
     source, target, shape = pair
     check(source, target, shape, differentiable=False)
-    assert "vary" not in [s.kind for s in redistribution_steps(source, target, shape, False)]
+    assert "vary" not in [s.operation for s in redistribution_steps(source, target, shape, False)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -174,7 +174,7 @@ def exact_cost(step, shape):
         "all_gather": ring * after * (2 if varying else 1),
         "all_to_all": 2 * ring * before,
         "permute": 2 * before,
-    }[step.kind]
+    }[step.operation]
 
 
 def gather_and_slice_cost(source, target, shape):
@@ -297,7 +297,7 @@ def cropped(layout):
 
 def test_a_tensor_that_moves_between_dimensions_needs_one_all_to_all():
     a, b = mesh_of((2, 4))("b", "None"), mesh_of((2, 4))("None", "b")
-    assert [(s.kind, s.axes, s.dim, s.to_dim) for s in redistribution_steps(a, b, (8, 8))] == [
+    assert [(s.operation, s.axes, s.dim, s.to_dim) for s in redistribution_steps(a, b, (8, 8))] == [
         ("all_to_all", (1,), 0, 1)
     ]
 
@@ -337,7 +337,7 @@ def state(*axes, partial=(), varying=()):
 )
 def test_each_kind_of_step_sends_the_bytes_of_its_ring(source, target, kind, backward, sent):
     found = redistribution(source, target, (8, 8), itemsize=4)
-    assert [(step.kind, step.backward) for step in found.steps] == [(kind, backward)]
+    assert [(step.operation, step.backward) for step in found.steps] == [(kind, backward)]
     assert (found.forward_bytes, found.backward_bytes) == sent
 
 
@@ -354,18 +354,19 @@ def test_local_sizes_count_what_other_axes_cut():
 
 def test_joined_axes_are_one_collective():
     [step] = redistribution_steps(state((), (), partial=[0, 1]), state((), ()), (8, 8))
-    assert (step.kind, step.axes, step.group_size) == ("all_reduce", (0, 1), 8)
+    assert (step.operation, step.axes, step.group_size) == ("all_reduce", (0, 1), 8)
     [step] = redistribution_steps(state((1, 0), ()), state((), ()), (8, 8))
-    assert (step.kind, step.axes) == ("all_gather", (1, 0))
+    assert (step.operation, step.axes) == ("all_gather", (1, 0))
     [step] = redistribution_steps(state((), ()), state((1, 0), ()), (8, 8))
-    assert (step.kind, step.axes) == ("slice", (1, 0))
+    assert (step.operation, step.axes) == ("slice", (1, 0))
 
 
 def test_slices_come_first_and_gathers_last():
-    kinds = [s.kind for s in redistribution_steps(state((1,), ()), state((), (0,)), (8, 8))]
+    kinds = [s.operation for s in redistribution_steps(state((1,), ()), state((), (0,)), (8, 8))]
     assert kinds == ["slice", "all_gather"]
     kinds = [
-        s.kind for s in redistribution_steps(state((0,), (), partial=[1]), state((), (1,)), (8, 8))
+        s.operation
+        for s in redistribution_steps(state((0,), (), partial=[1]), state((), (1,)), (8, 8))
     ]
     assert kinds == ["reduce_scatter", "all_gather"]
 
@@ -373,14 +374,14 @@ def test_slices_come_first_and_gathers_last():
 def test_swapping_equal_axes_of_two_dimensions_is_a_permute():
     mesh = mesh_of((2, 2))
     [step] = redistribution_steps(mesh("a", "b"), mesh("b", "a"), (4, 4))
-    assert (step.kind, step.axes, step.permutation()) == ("permute", (0, 1), (0, 2, 1, 3))
+    assert (step.operation, step.axes, step.permutation()) == ("permute", (0, 1), (0, 2, 1, 3))
 
 
 def test_a_permute_may_exchange_a_sharded_axis_for_a_replicated_one():
     mesh = mesh_of((2, 2))
     source, target = mesh("a", "None"), mesh("b", "None")
     [step] = redistribution_steps(source, target, (4, 4), differentiable=True)
-    assert (step.kind, step.permutation()) == ("permute", (0, 2, 1, 3))
+    assert (step.operation, step.permutation()) == ("permute", (0, 2, 1, 3))
 
 
 def test_only_a_permute_has_a_permutation():

@@ -26,11 +26,11 @@ def test_equal_layers_become_calls_with_their_parameters() -> None:
     split = find_regions(layers("f", "f", "f"), ["loss"])
     assert split is not None
     assert split.arguments == ("x", "w0") and split.returns == ("z0",)
-    assert [each.text for each in split.body] == ["y0 = f(x, w0)", "z0 = add(x, y0)"]
+    assert [each.statement for each in split.body] == ["y0 = f(x, w0)", "z0 = add(x, y0)"]
     assert "\n".join(write_body(split.lines, ["loss"])).split("; del")[0].startswith("    x = ")
-    calls = [each.text for each in split.lines if "region" in each.expression]
+    calls = [each.statement for each in split.lines if "region" in each.expression]
     assert calls == ["z0, = region(x, w0)", "z1, = region(z0, w1)", "z2, = region(z1, w2)"]
-    assert split.lines[-1].text == "loss = sum(z2)"
+    assert split.lines[-1].statement == "loss = sum(z2)"
 
 
 def test_what_a_layer_hands_on_to_any_later_line_is_returned_by_all() -> None:

@@ -105,11 +105,11 @@ def test_a_part_is_refused_whatever_it_is_combined_by(name: str) -> None:
         output = torch.randn(rows * ranks, length, classes, requires_grad=True)
         labels, targets = torch.zeros(rows, length).long(), torch.randn(rows, length, classes)
         with pytest.raises(sw.DataError, match="put the loss into the model"):
-            BAD[name](batch_of(rows, rows * ranks).mark(output), labels, targets)
+            BAD[name](batch_of(rows, rows * ranks).label(output), labels, targets)
 
 
 def test_a_distribution_of_an_output_refuses_the_label_of_a_part_of_one_sample() -> None:
-    output = batch_of(1, 2).mark(torch.randn(2, 4))
+    output = batch_of(1, 2).label(torch.randn(2, 4))
     with pytest.raises(sw.DataError, match="put the loss into the model"):
         Categorical(logits=output).log_prob(torch.zeros(1))
 
@@ -117,14 +117,14 @@ def test_a_distribution_of_an_output_refuses_the_label_of_a_part_of_one_sample()
 def test_a_compiled_loss_takes_an_output() -> None:
     plain = torch.randn(2, 4, requires_grad=True)
     loss = torch.compile(F.mse_loss, backend="aot_eager")
-    value = loss(batch_of(1, 2).mark(plain), torch.zeros(2, 4))
+    value = loss(batch_of(1, 2).label(plain), torch.zeros(2, 4))
     torch.testing.assert_close(value, plain.square().mean())
     with pytest.raises(sw.DataError):
-        loss(batch_of(1, 2).mark(plain), torch.zeros(1, 4))
+        loss(batch_of(1, 2).label(plain), torch.zeros(1, 4))
 
 
 def test_the_error_names_operator_output_shapes_line_and_remedy() -> None:
-    output = batch_of(1, 2).mark(torch.randn(2, 4))
+    output = batch_of(1, 2).label(torch.randn(2, 4))
     line = test_the_error_names_operator_output_shapes_line_and_remedy.__code__.co_firstlineno + 4
     with pytest.raises(sw.DataError) as error:
         F.mse_loss(output.relu(), torch.zeros(1, 4))
@@ -195,7 +195,7 @@ def test_what_is_no_part_is_accepted(name: str) -> None:
     for rows, ranks, length, classes in SIZES:
         plain = torch.randn(rows * ranks, length, classes, requires_grad=True)
         results = []
-        for output in (plain, batch_of(rows, rows * ranks).mark(plain)):
+        for output in (plain, batch_of(rows, rows * ranks).label(plain)):
             torch.manual_seed(0)
             results.append(GOOD[name](output, length, classes))
             if results[-1].requires_grad:
@@ -207,8 +207,8 @@ def test_what_is_no_part_is_accepted(name: str) -> None:
 
 def test_constants_of_one_row_are_accepted_unless_a_part_has_one() -> None:
     output, constant = torch.randn(4, 3), torch.rand(1, 3)
-    batch_of(2, 4).mark(output) * constant
-    one_row = batch_of(1, 4).mark(output)
+    batch_of(2, 4).label(output) * constant
+    one_row = batch_of(1, 4).label(output)
     with pytest.raises(sw.DataError, match=r"pass the row \(`c\[0\]`\)"):
         one_row * constant
     torch.testing.assert_close(to_plain_tensor(one_row * constant[0]), output * constant)
@@ -218,7 +218,7 @@ def test_constants_of_one_row_are_accepted_unless_a_part_has_one() -> None:
 
 
 def test_numbers_and_copies_are_ordinary_tensors() -> None:
-    output = batch_of(1, 2).mark(torch.randn(2, 3))
+    output = batch_of(1, 2).label(torch.randn(2, 3))
     assert type(output.exp()) is WholeBatchTensor
     assert type(output.mean()) is type(copy.deepcopy(output)) is Tensor
     assert type(pickle.loads(pickle.dumps(output))) is Tensor
@@ -226,7 +226,7 @@ def test_numbers_and_copies_are_ordinary_tensors() -> None:
 
 def test_random_numbers_stay_those_of_ordinary_tensors() -> None:
     drawn = []
-    for output in (torch.ones(4, 3), batch_of(2, 4).mark(torch.ones(4, 3))):
+    for output in (torch.ones(4, 3), batch_of(2, 4).label(torch.ones(4, 3))):
         torch.manual_seed(0)
         drawn.append(to_plain_tensor(F.dropout(output) + torch.rand(3)) + torch.rand(1))
     torch.testing.assert_close(drawn[1], drawn[0])

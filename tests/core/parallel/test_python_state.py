@@ -335,7 +335,7 @@ def test_buffers_whose_values_were_read_are_told_when_they_have_changed() -> Non
     assert state.key() is not before
     assert state.changed_buffers == ["mask"]
     net.mask = None  # As in another pipeline stage.
-    assert state.key().texts == before.texts
+    assert state.key().contents == before.contents
 
 
 class Causal(nn.Module):

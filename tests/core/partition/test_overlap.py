@@ -60,7 +60,7 @@ def branches(*recomputed: str) -> tuple[nn.Module, sw.Plan]:
 def listed(plan: sw.Plan) -> Listed:
     (chunk,) = plan.partitioned.chunks
     return {
-        (t.step.kind, t.value.name): (
+        (t.step.operation, t.value.name): (
             [o.name for o in v.overlapping_ops],
             [o.name for o in v.delayed_linears],
         )

@@ -280,9 +280,9 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     axes = {axis for factor in reduction.factors for axis in cuts.get(factor, ())}
     if mesh.size(frozenset(axes)) == 1:
         return lambda tensor: tensor
-    if reduction.kind in (MIRROR, PREVIOUS, NEXT, RING):
+    if reduction.operation in (MIRROR, PREVIOUS, NEXT, RING):
         return _exchange(mesh, cuts, reduction)
-    if reduction.kind == GATHER:
+    if reduction.operation == GATHER:
         return _gather(mesh, cuts, reduction)
     ranks = [
         rank
@@ -296,8 +296,8 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
         assert tuple(tensor.shape) == tuple(reduction.shape), "not the shape that was declared"
         assert tensor.dtype == reduction.dtype, "not the dtype that was declared"
         if not reduction.differentiable:
-            return _reduced(tensor.detach(), reduction.kind, group)
-        return _AllReduce.apply(tensor, reduction.kind, group, reduction.varying)
+            return _reduced(tensor.detach(), reduction.operation, group)
+        return _AllReduce.apply(tensor, reduction.operation, group, reduction.varying)
 
     return Reduce(reduce, reduce, lambda tensor: tensor)
 
@@ -305,7 +305,7 @@ def _collective(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
 def _gather(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
     """Gathers blocks as the sum of tensors that are zero outside of each rank's own block."""
     number = torch.SymInt(LocalIntNode({r: _block(mesh, cuts, reduction, r) for r in mesh.ranks}))
-    reduce_sum = _collective(mesh, cuts, replace(reduction, kind="sum"))
+    reduce_sum = _collective(mesh, cuts, replace(reduction, operation="sum"))
 
     def gather(tensor: Tensor) -> Tensor:
         assert tuple(tensor.shape) == (1, *reduction.shape[1:]), "not the shape that was declared"
@@ -332,7 +332,7 @@ def _exchange(mesh: Layout, cuts: Cuts, reduction: Reduction) -> Reduce:
         """The rank like this one that holds the block which this one gets."""
         mine = _part(mesh, cuts, factor, rank)
         wanted = {MIRROR: count - 1 - mine, NEXT: (mine + 1) % count}.get(
-            reduction.kind, (mine - 1) % count
+            reduction.operation, (mine - 1) % count
         )
         return next(
             r for r in mesh.ranks if _part(mesh, cuts, factor, r) == wanted and like(r, rank)

@@ -104,8 +104,8 @@ def test_classes_pay_two_all_reduces_and_a_mean_over_rows_one_more() -> None:
     assert found is not None
     assert found.reductions(op, {"b": 1, "s": 1, "v": 1}) == ()
     largest, sums, count = found.reductions(op, {"b": 2, "s": 3, "v": 2})
-    assert (largest.kind, largest.shape, largest.differentiable) == ("max", (2, 2), False)
-    assert (sums.kind, sums.shape, sums.differentiable) == ("sum", (2, 2, 2), True)
+    assert (largest.operation, largest.shape, largest.differentiable) == ("max", (2, 2), False)
+    assert (sums.operation, sums.shape, sums.differentiable) == ("sum", (2, 2, 2), True)
     assert (count.factors, count.shape, count.differentiable) == (("b", "s"), (), False)
     assert not any(r.varying for r in (largest, sums, count))
 

@@ -133,7 +133,7 @@ def test_devices_that_know_their_place_compute_what_one_does(devices, rows, caus
     wires, results = Wires(devices), [None] * devices
 
     def exchange(index: int, reduction: Reduction) -> Reduce:
-        if reduction.kind == MIRROR:
+        if reduction.operation == MIRROR:
             other = devices - 1 - index
             return wires.to(index, other, other, differentiable=True)
         return wires.to(index, (index + 1) % devices, (index - 1) % devices, differentiable=False)

@@ -106,7 +106,7 @@ def test_what_is_exchanged_is_counted() -> None:
     found = rule_of(op)
     assert found is not None
     exchanges = found.reductions(op, {"s": 2, "t": 2})
-    assert [(each.kind, each.shape) for each in exchanges] == [
+    assert [(each.operation, each.shape) for each in exchanges] == [
         (PREVIOUS, (1, 2, 2, 3)),
         (NEXT, (1, 2, 2, 3)),
         (PREVIOUS, (1, 2, 8, 1)),

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwright.core.graph.custom_ops import cross_entropy
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 
 aten = torch.ops.aten
 
@@ -22,11 +22,11 @@ class GraphBuilder:
         self.ops: list[Op] = []
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Value:
-        self.inputs.append(Value(name, shape, dtype, Kind.INPUT))
+        self.inputs.append(Value(name, shape, dtype, Origin.INPUT))
         return self.inputs[-1]
 
     def parameter(self, name: str, *shape: int) -> Value:
-        self.parameters.append(Value(name, shape, torch.float32, Kind.PARAMETER, True))
+        self.parameters.append(Value(name, shape, torch.float32, Origin.PARAMETER, True))
         return self.parameters[-1]
 
     def op(self, name: str, target: Any, *args: Any, **kwargs: Any) -> Value:
@@ -38,7 +38,7 @@ class GraphBuilder:
         made = target(
             *pytree.tree_map_only(Value, meta, args), **pytree.tree_map_only(Value, meta, kwargs)
         )
-        output = Value(name, tuple(made.shape), made.dtype, Kind.ACTIVATION, True)
+        output = Value(name, tuple(made.shape), made.dtype, Origin.ACTIVATION, True)
         self.ops.append(Op(name, target, args, kwargs, (output,)))
         return output
 

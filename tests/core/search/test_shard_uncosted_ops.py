@@ -12,7 +12,7 @@ from core.search.handmade import llama as llama_graph
 from random_cases import random_cases
 from random_plans import random_cuts
 from sample_models import Model, bert, encoder, llama
-from shardwright.core.graph.graph import Graph, Kind
+from shardwright.core.graph.graph import Graph, Origin
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import communication, storage_as_used
@@ -31,7 +31,7 @@ def sent_for_activations(graph: Graph, mesh: Layout, cuts: CutsOfGraph) -> int:
     return sum(
         transfer.forward_bytes + transfer.backward_bytes
         for transfer in communication(graph, mesh, decisions).transfers
-        if transfer.value.kind is not Kind.PARAMETER
+        if transfer.value.origin is not Origin.PARAMETER
     )
 
 

@@ -108,7 +108,10 @@ def test_the_first_ranks_traceback_is_told_not_its_consequences(logs: LogFolder)
     assert message.startswith("rank 1 failed; its log: ")
     assert message.endswith("ValueError: the cause: this")
     assert message.count("Traceback") == 1
-    assert (caught.value.exception_type, caught.value.text) == ("ValueError", "the cause: this")
+    assert (caught.value.exception_type, caught.value.exception_message) == (
+        "ValueError",
+        "the cause: this",
+    )
 
 
 def launch_until_stopped(logs: LogFolder, said: Path) -> None:

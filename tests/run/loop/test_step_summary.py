@@ -47,7 +47,7 @@ def summary(*roots: Any, steps: int = 1, accelerated: bool = False) -> StepSumma
 
 
 def microseconds(found: StepSummary) -> dict[str, float]:
-    return {kind: round(1e6 * each, 6) for kind, each in found.kinds.items() if each}
+    return {kind: round(1e6 * each, 6) for kind, each in found.seconds_of.items() if each}
 
 
 def test_operators_count_to_their_kinds_and_ranges_alone_to_none() -> None:

@@ -70,7 +70,7 @@ def read(plan: sw.Plan) -> Reader:
 
 
 def headlines(plan: sw.Plan) -> dict[str, tuple[str, str]]:
-    return {each.label: (each.text, each.note) for each in plan_page(plan).headlines}
+    return {each.label: (each.figure, each.note) for each in plan_page(plan).headlines}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_axes_that_cut_nothing_are_called_copies_and_noted() -> None:
 def test_what_the_page_holds_is_what_the_html_shows(staged: sw.Plan) -> None:
     page, html = plan_page(staged), read(staged)
     shown = html.texts("div", "headline")
-    assert shown == [f"{each.label}{each.text}{each.note}".strip() for each in page.headlines]
+    assert shown == [f"{each.label}{each.figure}{each.note}".strip() for each in page.headlines]
     assert html.texts("p", "sentence") == [page.sentence]
     assert html.texts("h1") == [page.title]
 
@@ -149,7 +149,7 @@ def test_memory_is_shown_by_kind_against_the_limit(staged: sw.Plan) -> None:
     memory, limit, chart = staged.saved_memory, staged.memory_limit, plan_page(staged).memory
     assert memory is not None and limit is not None
     for stage, stack in zip(memory.stages, chart.rows, strict=True):
-        assert stack.text == binary(stage.peak)
+        assert stack.size_text == binary(stage.peak)
         assert sum(bar.length for bar in stack.bars) == pytest.approx(stage.peak / limit)
         assert stack.limit == 1
     assert [row[-2] for row in chart.table] == [binary(stage.peak) for stage in memory.stages]
@@ -237,7 +237,7 @@ def test_files_of_an_earlier_release_give_a_page_of_what_they_hold(staged: sw.Pl
     assert plan.step is not None and shown["Step"][0] == seconds_text(plan.step.seconds)
     assert shown["Parameters"][1] == f"{binary(plan.parameter_bytes)} stored per device"
     assert shown["Memory per device"][0] == "not predicted"
-    assert [bar.kind for bar in page.time.rows][:2] == ["computation", "communication"]
+    assert [bar.category for bar in page.time.rows][:2] == ["computation", "communication"]
     for note in (page.time.note, page.memory.note, page.pipeline_note):
         assert "plan again" in note
     read(plan)

@@ -85,14 +85,14 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
     Raises:
         PlanError: on every rank, with the first line that differs.
     """
-    text = "\n".join(lines)
-    hashes = gathered(torch.tensor(text_hash(text), device=device)).tolist()
+    description = "\n".join(lines)
+    hashes = gathered(torch.tensor(text_hash(description), device=device)).tolist()
     other = next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)
     if other is None:
         return
-    texts = [value_of_rank(text, rank).split("\n") for rank in (0, other)]
+    descriptions = [value_of_rank(description, rank).split("\n") for rank in (0, other)]
     first, second = next(
-        pair for pair in zip_longest(*texts, fillvalue="nothing") if len({*pair}) > 1
+        pair for pair in zip_longest(*descriptions, fillvalue="nothing") if len({*pair}) > 1
     )
     raise PlanError(
         f"models or plans differ between ranks: rank 0 has {first!r}, but rank {other} has "

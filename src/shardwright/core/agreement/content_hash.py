@@ -47,9 +47,9 @@ def content_hash(tensor: Tensor) -> Tensor:
     if flat.storage_offset() % WORD:  # `view(int64)` needs an aligned offset
         flat = flat.clone()
     count = flat.numel() // WORD
-    words, rest = flat[: count * WORD].view(torch.int64), flat[count * WORD :].long()
+    words, last_bytes = flat[: count * WORD].view(torch.int64), flat[count * WORD :].long()
     in_full_rows = count // COLUMNS * COLUMNS
-    to_sum = torch.cat([words[in_full_rows:], rest])
+    to_sum = torch.cat([words[in_full_rows:], last_bytes])
     if in_full_rows:
         columns = _hash_weights(COLUMNS, flat.device)
         to_sum = torch.cat([to_sum, _row_products(words[:in_full_rows].view(-1, COLUMNS), columns)])

@@ -29,11 +29,11 @@ class ExpectedCalls:
         self._before: tuple[str, ...] = ()
         self._replaced: dict[tuple[str, ...], str | None] = {}
 
-    def begin(self, kind: str) -> bool:
+    def begin(self, call_name: str) -> bool:
         """Record a call, and return whether the history predicted this call.
 
         Args:
-            kind: name of the call, such as "step".
+            call_name: name of the call, such as "step".
         """
         if len(self._next) > MAX_CONTEXTS:
             self._next.clear()
@@ -43,9 +43,9 @@ class ExpectedCalls:
                 context = last[-length:]
                 previous = self._next.get(context)
                 expected = previous if expected is None else expected
-                self._replaced[context], self._next[context] = previous, kind
-        self._before, self._last = last, (*last[1 - CONTEXTS[0] :], kind)
-        return kind == expected
+                self._replaced[context], self._next[context] = previous, call_name
+        self._before, self._last = last, (*last[1 - CONTEXTS[0] :], call_name)
+        return call_name == expected
 
     def undo(self) -> None:
         """Remove the last call from the history: it raised an error on this rank before it

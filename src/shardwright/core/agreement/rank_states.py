@@ -76,18 +76,18 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
     Args:
         states: the last state of each rank.
     """
-    checks = _differ_in_calls, _are_deadlocked, _begin_again
+    checks = _made_different_calls, _are_deadlocked, _has_begun_again
     if not any(check(*pair) for pair in _state_pairs(states) for check in checks):
         return ""
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
-    groups = [([state.rank for state in group], text) for text, group in groupby(ordered, key=str)]
-    places = [f"{_format_ranks(ranks)} {text}" for ranks, text in sorted(groups)]
-    if len(places) == 1:
-        places.append(_first_difference(states))
-    return f"{WAITING}: {', '.join(places)}\n{REMEDY}"
+    groups = [([state.rank for state in group], each) for each, group in groupby(ordered, key=str)]
+    positions = [f"{_format_ranks(ranks)} {position}" for ranks, position in sorted(groups)]
+    if len(positions) == 1:
+        positions.append(_format_first_difference(states))
+    return f"{WAITING}: {', '.join(positions)}\n{REMEDY}"
 
 
-def _first_difference(states: Sequence[RankState]) -> str:
+def _format_first_difference(states: Sequence[RankState]) -> str:
     """Describe the first call at which the histories of ranks differ, for ranks whose current calls
     have equal names."""
     for number in range(1, min(state.count for state in states) + 1):
@@ -142,17 +142,17 @@ def _state_pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState
     return [(a, b) for a in different for b in different if a is not b]
 
 
-def _differ_in_calls(a: RankState, b: RankState) -> bool:
+def _made_different_calls(a: RankState, b: RankState) -> bool:
     numbers = range(1, min(a.count, b.count) + 1)
-    both = ((a.call(n), b.call(n)) for n in numbers[-len(a.calls) :])
-    return any(x is not None and y is not None and x != y for x, y in both)
+    call_pairs = ((a.call(n), b.call(n)) for n in numbers[-len(a.calls) :])
+    return any(x is not None and y is not None and x != y for x, y in call_pairs)
 
 
 def _are_deadlocked(a: RankState, b: RankState) -> bool:
     return a.is_inside and bool(b.waits_in) and not b.is_inside and b.count < a.count
 
 
-def _begin_again(a: RankState, b: RankState) -> bool:
+def _has_begun_again(a: RankState, b: RankState) -> bool:
     return a.is_inside and b.is_inside and a.count == b.count and b.is_again and not a.is_again
 
 

@@ -45,7 +45,7 @@ PIECE = 4 * 2**20
 
 
 def check_same_facts(
-    store: Store, rank: int, size: int, facts: Mapping[str, Any], own: str | None = None
+    store: Store, rank: int, size: int, facts: Mapping[str, Any], unique_value: str | None = None
 ) -> None:
     """Check that settings are equal on all ranks. Collective.
 
@@ -53,17 +53,18 @@ def check_same_facts(
         store: a store without entries of an earlier check; may be served by rank 0's process.
         rank, size: this rank, and the number of ranks.
         facts: settings by name, as JSON values.
-        own: a value that must differ between ranks of a host, such as the name of the accelerator.
+        unique_value: a value that must differ between ranks of a host, such as the name of the
+            accelerator.
 
     Raises:
         ConfigError: on all ranks, with the first setting that differs.
         RuntimeError: if a rank does not call this function within the store's timeout.
     """
-    store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, own]))
+    store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, unique_value]))
     if rank == 0:
-        texts = store.multi_get([f"rank {each}" for each in range(size)])
-        ranks = [json.loads(text) for text in texts]
-        difference = _publish(store, lambda: _fact_error(ranks) or _device_error(ranks), str)
+        values = store.multi_get([f"rank {each}" for each in range(size)])
+        ranks = [json.loads(value) for value in values]
+        difference = _publish(store, lambda: _setting_message(ranks) or _device_message(ranks), str)
     else:
         difference = _receive_result(store)
     # Rank 0's process may serve the store: it must outlive the reads of the other ranks.
@@ -197,11 +198,11 @@ def _receive_result(store: Store) -> str:
     answer: dict[str, Any] = json.loads(zlib.decompress(b"".join(pieces)))
     if "result" in answer:
         return str(answer["result"])
-    kind, message = getattr(errors, str(answer["kind"]), None), answer["message"]
-    if kind is None:
+    error_type, message = getattr(errors, str(answer["kind"]), None), answer["message"]
+    if error_type is None:
         raise PlanError(f"rank 0 raised {answer['kind']}: {message}\nsee the log of rank 0")
     # Without `__init__`, whose arguments differ between exception classes.
-    error: Exception = kind.__new__(kind, message)
+    error: Exception = error_type.__new__(error_type, message)
     vars(error).update(answer["fields"])
     raise error
 
@@ -215,7 +216,7 @@ def _send_answer(store: Store, answer: Mapping[str, Any]) -> None:
     store.set("pieces", str(len(pieces)))
 
 
-def _fact_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+def _setting_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
     """Return an error message about the first setting that differs from rank 0's; empty if all are
     equal.
 
@@ -234,7 +235,7 @@ def _fact_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> s
     return ""
 
 
-def _device_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+def _device_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
     """Return an error message about the first accelerator that two ranks use; empty if each rank
     has its own.
 
@@ -242,8 +243,8 @@ def _device_error(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) ->
         ranks: host, settings by name, and unique value of each rank, as in `check_same_facts`.
     """
     users: dict[tuple[str, str], int] = {}
-    for rank, (host, _, own) in enumerate(ranks):
-        first = rank if own is None else users.setdefault((host, own), rank)
+    for rank, (host, _, device) in enumerate(ranks):
+        first = rank if device is None else users.setdefault((host, device), rank)
         if first != rank:
-            return f"ranks {first} and {rank} on {host} use the same device: {own}"
+            return f"ranks {first} and {rank} on {host} use the same device: {device}"
     return ""

@@ -124,7 +124,7 @@ class Check:
             worst = max(worst, *values)
         # Bytes have no tolerance: predictions and programs read the same list of transfers.
         tolerance = max(tolerance, min(ROUNDING_FACTOR * self.rounding, MAX_ROUNDING_DIFFERENCE))
-        return worst <= tolerance and self._sends_as_planned
+        return worst <= tolerance and self._has_planned_communication
 
     def __str__(self) -> str:
         """Return one line per difference, followed by the verdict."""
@@ -143,7 +143,7 @@ class Check:
         )
 
     @property
-    def _sends_as_planned(self) -> bool:
+    def _has_planned_communication(self) -> bool:
         if not self.opaque_operators:
             return self.counted_bytes == self.planned_bytes
         forward, backward = zip(self.counted_bytes, self.planned_bytes, strict=True)
@@ -214,12 +214,12 @@ def check(
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
-        partitioned = plan.partition(_drop_effects(graph_in_float64(captured, double_graph)))
+        partitioned = plan.partition(_without_effects(graph_in_float64(captured, double_graph)))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
         return _compare_training(partitioned, module, state, leaves)
 
 
-def _drop_effects(graph: Graph) -> Graph:
+def _without_effects(graph: Graph) -> Graph:
     """Return the graph without outputs that are side effects on Python objects."""
     return replace(graph, outputs=graph.outputs[: graph.out_spec.num_leaves])
 
@@ -351,7 +351,7 @@ def _initialized_tensors(net: nn.Module) -> dict[str, Tensor]:
     """
     named: dict[str, Tensor] = dict(net.named_parameters())
     named |= dict(net.named_buffers())
-    named |= values_of(named, lambda name, whole: whole)
+    named |= values_of(named, lambda name, tensor: tensor)
     for name, tensor in named.items():
         if tensor.is_meta:
             raise PlanError(

@@ -50,13 +50,13 @@ class SplitBatchNorms(TorchFunctionMode):
         if func not in FUNCTIONS:
             return func(*args, **kwargs)
         x = _batch_norm_input(args, kwargs)
-        rows, rest = divmod(x.shape[0], self._count)
-        if rest or (rows, *x.shape[1:]) not in self._shapes:
+        rows, remainder = divmod(x.shape[0], self._count)
+        if remainder or (rows, *x.shape[1:]) not in self._shapes:
             return func(*args, **kwargs)
         others = {name: value for name, value in kwargs.items() if name != "input"}
-        parts = parts_of_ranks(x, 0, self._shards, self._count)
-        normalized = [func(part, *args[1:], **others) for part in parts]
-        of_ranks = [part.unflatten(0, (self._shards, -1)) for part in normalized]
+        shards = parts_of_ranks(x, 0, self._shards, self._count)
+        normalized = [func(shard, *args[1:], **others) for shard in shards]
+        of_ranks = [shard.unflatten(0, (self._shards, -1)) for shard in normalized]
         return torch.stack(of_ranks, 1).reshape(x.shape)
 
 

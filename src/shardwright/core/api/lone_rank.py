@@ -95,15 +95,15 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self.traffic: dict[str, Traffic] = {}
         self._counts = self._tracks = False
 
-    def track(self, tensors: list[Tensor], kind: str) -> None:
+    def track(self, tensors: list[Tensor], category: str) -> None:
         """Start to track the live bytes of `tensors` and of all tensors created later.
 
         Args:
             tensors: existing tensors.
-            kind: memory category of `tensors`.
+            category: memory category of `tensors`.
         """
         self._tracks = True
-        self.watch(tensors, kind)
+        self.watch(tensors, category)
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function, so that `traffic` counts the collectives of its last call."""
@@ -128,7 +128,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.__name__.partition(".")[0]
         if is_collective(func):
-            self._count_traffic(name, args)
+            self._count_communication(name, args)
             return _collective_result(name, args)
         if is_group_call(func):
             return self._run_on_fake_group(func, name, args, kwargs)
@@ -144,7 +144,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         if self._tracks:
             super()._track_result(out, args)
 
-    def _count_traffic(self, name: str, args: tuple[Any, ...]) -> None:
+    def _count_communication(self, name: str, args: tuple[Any, ...]) -> None:
         collective = COLLECTIVE_NAMES.get(name)
         if collective is None or not self._counts:
             return
@@ -156,7 +156,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a `c10d` operator, such as `send`, on the fake group."""
-        self._count_traffic(name, args)
+        self._count_communication(name, args)
         # The fake group has no kernels for the meta device, and never reads tensors.
         cpu_args = pytree.tree_map_only(Tensor, lambda t: torch.empty(0) if t.is_meta else t, args)
         result = func(*cpu_args, **kwargs)

@@ -72,18 +72,18 @@ class MicroBatchCapture:
         if batch_dims is not None:
             dims = JoinedDims(self._global_batch_graph).named(batch_dims)
             try:
-                return self._capture_with_dims(dims), dims
+                return self._capture_with_batch_dims(dims), dims
             except CaptureError as error:
                 raise self._explain_error(error) from error
         graph, failure = None, None
         try:
-            graph = self._capture_with_dims(())
+            graph = self._capture_with_batch_dims(())
         except (CaptureError, PlanError) as error:
             failure = error
-        if self.averages and (graph is None or _may_have_better_dims(graph)):
-            found = self._capture_with_other_dims(graph)
-            if found is not None:
-                return found
+        if self.averages and (graph is None or _may_have_better_batch_dims(graph)):
+            with_other_dims = self._capture_with_other_dims(graph)
+            if with_other_dims is not None:
+                return with_other_dims
         if graph is None:
             assert failure is not None
             raise self._explain_error(failure)
@@ -112,21 +112,21 @@ class MicroBatchCapture:
             candidates = list(JoinedDims(self._global_batch_graph).candidates(self.count))
         except CaptureError:
             return None
-        found: list[tuple[Graph, SampleDims]] = []
+        captured: list[tuple[Graph, SampleDims]] = []
         if default is not None and not isinstance(default.whole_batch, str):
-            found.append((default, ()))
+            captured.append((default, ()))
         for dims in candidates:
             if dims == tried:
                 continue
             with suppress(CaptureError, PlanError):
-                graph = self._capture_with_dims(dims)
+                graph = self._capture_with_batch_dims(dims)
                 if not isinstance(graph.whole_batch, str):
-                    found.append((graph, dims))
+                    captured.append((graph, dims))
         # A tensor that is split only because of its size, such as a table, is read in full by each
         # micro-batch.
-        return min(found, key=lambda each: _num_global_elements(each[0]), default=None)
+        return min(captured, key=lambda each: _num_global_elements(each[0]), default=None)
 
-    def _capture_with_dims(self, dims: SampleDims) -> Graph:
+    def _capture_with_batch_dims(self, dims: SampleDims) -> Graph:
         piece = micro_batch(self.leaves, 0, self.count, dims)
         try:
             graph = self.capture(piece)
@@ -148,7 +148,7 @@ class MicroBatchCapture:
         return self.capture(list(self.leaves))
 
 
-def _may_have_better_dims(graph: Graph) -> bool:
+def _may_have_better_batch_dims(graph: Graph) -> bool:
     """Whether other batch dimensions may be better: micro-batches do not compute the loss of the
     global batch, or read slices of tensors that are computed for the global batch."""
     of_batch = graph.whole_batch

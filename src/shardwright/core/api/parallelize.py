@@ -102,7 +102,7 @@ def _parallelize(
 ) -> nn.Module:
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
-    with _in_training_mode(net, plan.training):
+    with _with_training_mode(net, plan.training):
         graph = _checked_graph(net, plan, rank_device)
         partitioned = plan.partition(graph)
         devices = Devices.of_process(
@@ -191,7 +191,7 @@ def _checked_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
 
 
 @contextmanager
-def _in_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
+def _with_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
     """Context manager in which `net` is in training or eval mode.
 
     If `net` is in that mode already, modes of submodules are not changed.

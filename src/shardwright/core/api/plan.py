@@ -316,7 +316,7 @@ class AutoParallel(ModuleWrapper):
             StrategyError: if an argument is not valid.
             PlanError: if the model is planned already.
         """
-        self._configure(hsdp=OptimizerParallel(optimizer_level, shard_size, threshold))
+        self._change_options(hsdp=OptimizerParallel(optimizer_level, shard_size, threshold))
 
     def pipeline(
         self,
@@ -351,7 +351,7 @@ class AutoParallel(ModuleWrapper):
         if not output_broadcast:
             log.info("output_broadcast=False has no effect: every stage receives the outputs")
         schedule = interleaved if interleave and interleaved is not None else scheduler
-        self._configure(stages=stages, schedule=schedule)
+        self._change_options(stages=stages, schedule=schedule)
 
     def dataset_strategy(self, config: DatasetStrategy) -> None:
         """Set whether ranks pass the global batch, local batches, or other shards of inputs.
@@ -363,7 +363,7 @@ class AutoParallel(ModuleWrapper):
             StrategyError: if `config` is not valid.
             PlanError: if the model is planned already.
         """
-        self._configure(dataset_strategy=config)
+        self._change_options(dataset_strategy=config)
 
     @property
     def full_batch(self) -> bool:
@@ -383,7 +383,7 @@ class AutoParallel(ModuleWrapper):
         Raises:
             PlanError: if the model is planned already.
         """
-        self._configure()  # Changes nothing, but raises if the model is planned.
+        self._change_options()  # Changes nothing, but raises if the model is planned.
         self._strategies = Path(path)
 
     # Planning and calls
@@ -481,7 +481,7 @@ class AutoParallel(ModuleWrapper):
             self.compile(*args, **kwargs)
         return self._parallel[0]
 
-    def _configure(self, **changes: Any) -> None:
+    def _change_options(self, **changes: Any) -> None:
         # After planning, changes would have no effect: parameters are sharded already.
         if self._parallel:
             raise PlanError(

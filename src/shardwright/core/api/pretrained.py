@@ -62,7 +62,7 @@ def unchanged_configurations(net: nn.Module) -> Iterator[None]:
     differ between ranks.
     """
     configurations = {
-        id(part.config): part.config for part in net.modules() if hasattr(part, "config")
+        id(module.config): module.config for module in net.modules() if hasattr(module, "config")
     }
     # The attribute dicts are restored in place, which also removes added attributes.
     before = [(vars(config), dict(vars(config))) for config in configurations.values()]

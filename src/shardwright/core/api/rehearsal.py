@@ -176,7 +176,7 @@ def rehearse_rank(
     ):
         allocated, peaks = AllocatedPeak.of(device), list[int]()
         trainee = prepare(device)
-        clock.parts["process groups"] = groups.seconds
+        clock.seconds_of["process groups"] = groups.seconds
         clock.end("start")
         step_bytes, step_ends = _instrument_training(trainee, lone_rank, clock), list[int]()
         # Meta tensors have no values to write.
@@ -212,7 +212,9 @@ def rehearse_rank(
         parameter_bytes=sum(detached_local(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(detached_local(t).nbytes for t in state),
         # Only up to the last step, as checkpoints allocate tensors too.
-        peak_bytes=sum(lone_rank.bytes_between(lone_rank.peak(end=step_ends[-1])).values()),
+        peak_bytes=sum(
+            lone_rank.bytes_between(lone_rank.events_until_peak(end=step_ends[-1])).values()
+        ),
         planned_peak=memory(net.execution.partitioned, optimizer, plan.dry_runs).stages[stage].peak,
         allocated_peak=max(peaks, default=None),
         checkpoint_bytes=None if checkpoints is None else sum(files),
@@ -229,24 +231,24 @@ class _PhaseClock:
     """Clock of CPU seconds for consecutive phases and their components."""
 
     phases: list[RehearsalPhase] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
+    seconds_of: dict[str, float] = field(default_factory=dict)
     start: float = field(default_factory=time.process_time)
 
     def end(self, name: str) -> None:
         """End the current phase, called `name`, and begin the next."""
         now = time.process_time()
-        self.phases.append(RehearsalPhase(name, now - self.start, self.parts))
-        self.parts, self.start = {}, now
+        self.phases.append(RehearsalPhase(name, now - self.start, self.seconds_of))
+        self.seconds_of, self.start = {}, now
 
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function, so that its CPU time is recorded as `part` of the current phase."""
+    def timed(self, component: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function, so that its CPU time is recorded as `component` of the current phase."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.parts[part] = time.process_time() - start
+                self.seconds_of[component] = time.process_time() - start
 
         return call
 

@@ -50,8 +50,8 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
 def _progress_bar(console: Console) -> Iterator[OnProgress]:
     # Without markup, as names of modules may have brackets.
     doing = TextColumn("{task.description}", markup=False)
-    left = TextColumn("{task.fields[left]}")
-    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), left)
+    time_column = TextColumn("{task.fields[left]}")
+    columns = (SpinnerColumn(), doing, BarColumn(), TimeElapsedColumn(), time_column)
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task, time_left = bar.add_task("starting", total=None, left=""), RemainingTime()
 
@@ -78,6 +78,6 @@ def _line_reporter() -> OnProgress:
 def _remaining_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     # Below 3 minutes, a number of minutes would hardly change while the user watches.
-    return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + rest} s left"
+    return f"{minutes} min left" if minutes > 2 else f"{minutes * 60 + seconds_left} s left"

@@ -109,9 +109,9 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         if any(each.alias_info is not None for each in schema_of(func).returns):
             return results
-        return pytree.tree_map_only(Tensor, self._perturb, results)
+        return pytree.tree_map_only(Tensor, self._perturb_tensor, results)
 
-    def _perturb(self, tensor: Tensor) -> Tensor:
+    def _perturb_tensor(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         signs = torch.randint(-1, 2, tensor.shape, generator=self._generator)
@@ -200,7 +200,7 @@ class EagerTraining:
         for _ in range(STEPS):
             self.module.zero_grad()
             with self._batch_norms_as_planned():
-                roots = self._total_loss() if self.trains_loss else self._outputs(self.calls[0])
+                roots = self._loss_roots() if self.trains_loss else self._outputs(self.calls[0])
                 root_gradients = root_gradients or _root_gradients(self.graph, roots)
                 backward(roots, root_gradients)
             outputs.append([end.detach().clone() for end in roots])
@@ -268,7 +268,7 @@ class EagerTraining:
         with undone_effects(python.capture.changes):
             return result_leaves(module(*args, **kwargs))[0]
 
-    def _total_loss(self) -> list[Tensor]:
+    def _loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
         return [torch.stack([self._outputs(leaves)[loss_index] for leaves in self.calls]).sum()]
 

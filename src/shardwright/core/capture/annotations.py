@@ -22,42 +22,42 @@ class RecomputeMark:
 
     Args:
         communication: whether redistribution collectives are recomputed too.
-        kinds: names of the operators to recompute, such as `softmax`; None for all.
+        op_types: names of the operators to recompute, such as `softmax`; None for all.
         checkpoint: whether the request comes from a call of `torch.utils.checkpoint` in the model.
     """
 
     communication: bool = True
-    kinds: tuple[str, ...] | None = None
+    op_types: tuple[str, ...] | None = None
     checkpoint: bool = False
 
 
 @dataclass(frozen=True)
-class ModulePlace:
+class ModuleLocation:
     """Location of a module in a captured model.
 
     Args:
         root: the captured model.
         path: path of the module in `root`, such as `layers.0.mlp`.
-        kind: class name of the module.
+        class_name: class name of the module.
     """
 
     root: nn.Module
     path: str
-    kind: str
+    class_name: str
 
     def __str__(self) -> str:
-        return f"{self.path or 'the model'} ({self.kind})"
+        return f"{self.path or 'the model'} ({self.class_name})"
 
 
 class ModuleTag:
     """Base class of module tags that change how the module is traced."""
 
-    def trace(self, module: nn.Module, place: ModulePlace) -> None:
+    def trace(self, module: nn.Module, location: ModuleLocation) -> None:
         """Modify a copy of the tagged module before tracing.
 
         Args:
             module: the copy.
-            place: location of the tagged module in the captured model.
+            location: location of the tagged module in the captured model.
         """
 
 
@@ -73,12 +73,12 @@ class PinnedCall:
     """A pinned call. The pin applies to a single operator, else to arguments and results.
 
     Args:
-        mark: the tag of the operators of the call.
+        tag: the tag of the operators of the call.
         problems: error messages of the pin, raised only if the call has several operators.
-        is_pin: whether `mark` is the pin itself, which a single operator keeps.
+        is_pin: whether `tag` is the pin itself, which a single operator keeps.
     """
 
-    mark: Any
+    tag: Any
     problems: list[str]
     is_pin: bool
 
@@ -115,7 +115,7 @@ def trace_tags(twin: nn.Module, root: nn.Module) -> None:
     for path, module in twin.named_modules():
         for tag in vars(module).get(_KEY, {}).values():
             if isinstance(tag, ModuleTag):
-                tag.trace(module, ModulePlace(root, path, type(module).__name__))
+                tag.trace(module, ModuleLocation(root, path, type(module).__name__))
 
 
 @contextmanager

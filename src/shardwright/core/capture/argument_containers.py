@@ -35,8 +35,8 @@ class ArgumentContainers:
             held = contents_of(value)
             if not isinstance(value, tuple):
                 self._before.append((path, value, held))
-            for key, part in held.items():
-                self._record_contents(f"{path}[{key!r}]", part)
+            for key, item in held.items():
+                self._record_contents(f"{path}[{key!r}]", item)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
         """Return an error if the call changed a container, None otherwise.
@@ -52,7 +52,7 @@ class ArgumentContainers:
             for key, now in contents_of(container).items():
                 old = before.get(key, MISSING)
                 prepared = by_name and isinstance(now, Tensor)
-                if not prepared and not is_same(old, now, lambda one, other: False):
+                if not prepared and not is_same(old, now, lambda before_call, other: False):
                     where = f"{path}[{key!r}]" if by_name else path
                     return located(
                         codes,

@@ -72,12 +72,12 @@ def content(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(content, value)
     if isinstance(value, dict):
-        return "dict", *((content(key), content(part)) for key, part in value.items())
+        return "dict", *((content(key), content(item)) for key, item in value.items())
     if isinstance(value, (set, frozenset)):
         return "set", frozenset(map(content, value))
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         inner = vars(value).items()
-        return "object", id(value), *((name, _shallow_content(part)) for name, part in inner)
+        return "object", id(value), *((name, _shallow_content(item)) for name, item in inner)
     return type(value).__name__, id(value)
 
 
@@ -86,14 +86,14 @@ def _only_replaces_none(before: Any, after: Any) -> bool:
 
     Example: the first call sets `problem_type` in configurations of `transformers`.
     """
-    kinds = {kind.__name__ for kind in _PLAIN}
+    plain_types = {plain_type.__name__ for plain_type in _PLAIN}
     return (
         before is not None
         and before[:2] == after[:2]
         and before[0] == "object"
         and [name for name, _ in before[2:]] == [name for name, _ in after[2:]]
         and all(
-            old == new or (old == content(None) and new[0] in kinds)
+            old == new or (old == content(None) and new[0] in plain_types)
             for (_, old), (_, new) in zip(before[2:], after[2:], strict=True)
         )
     )
@@ -101,8 +101,8 @@ def _only_replaces_none(before: Any, after: Any) -> bool:
 
 def _only_adds_entries(before: Any, after: Any) -> bool:
     """Whether the only change to a dictionary is new entries, as in a cache."""
-    kinds = {each[0] for each in (before, after) if each is not None}
-    return kinds == {"dict"} and set(before[1:]) <= set(after[1:])
+    type_names = {each[0] for each in (before, after) if each is not None}
+    return type_names == {"dict"} and set(before[1:]) <= set(after[1:])
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
@@ -127,17 +127,17 @@ def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
 
     An attribute that only the class defines counts if the value is plain or a tuple.
     """
-    own = variables_at(modules, path)
-    if name in own or path.startswith((GLOBALS, BUFFERS)):
-        return own.get(name, MISSING)
+    variables = variables_at(modules, path)
+    if name in variables or path.startswith((GLOBALS, BUFFERS)):
+        return variables.get(name, MISSING)
     of_class = getattr(type(modules[path]), name, MISSING)
     return of_class if isinstance(of_class, (*_PLAIN, tuple)) else MISSING
 
 
 def plain_text(value: Any) -> str:
     """Return the `repr` of a number, string, None or tuple of these; `""` for other values."""
-    parts = value if isinstance(value, tuple) else (value,)
-    return repr(value) if all(isinstance(part, _PLAIN) for part in parts) else ""
+    items = value if isinstance(value, tuple) else (value,)
+    return repr(value) if all(isinstance(item, _PLAIN) for item in items) else ""
 
 
 def state_text(path: str, value: Any) -> str:
@@ -177,19 +177,20 @@ def attribute_texts(
         if path in modules or path.startswith((GLOBALS, BUFFERS))
     )
     structure = ("", CLASSES, hashlib.sha256(classes.encode()).hexdigest()[:16])
-    return (*attributes, *((*place, SET) for place in written), *hooks, structure)
+    return (*attributes, *((*key, SET) for key in written), *hooks, structure)
 
 
 def _qualified_class_name(module: nn.Module) -> str:
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    module_class = type(module)
+    return f"{module_class.__module__}.{module_class.__qualname__}"
 
 
-def has_attributes(module: nn.Module, known: tuple[tuple[str, str, str], ...]) -> bool:
+def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]) -> bool:
     """Return whether a module still has the captured attributes, hooks and submodule classes."""
-    read = [(path, name) for path, name, text in known if name not in OF_MODULES and text != SET]
-    written = [(path, name) for path, name, text in known if text == SET]
-    return attribute_texts(module, read, written) == known
+    of_attributes = [entry for entry in captured if entry[1] not in OF_MODULES]
+    read = [(path, name) for path, name, value in of_attributes if value != SET]
+    written = [(path, name) for path, name, value in captured if value == SET]
+    return attribute_texts(module, read, written) == captured
 
 
 def _shallow_content(value: Any) -> Hashable:
@@ -242,11 +243,11 @@ class TracedAttributes:
             self._before.setdefault(path, {})[name] = content(globals_of(path)[name])
 
     @contextmanager
-    def recording(self, known: KnownValues) -> Iterator[None]:
+    def recording(self, known_values: KnownValues) -> Iterator[None]:
         """Return a context that records attribute accesses of all modules.
 
         Args:
-            known: values of traced tensors that do not depend on inputs or parameters.
+            known_values: values of traced tensors that do not depend on inputs or parameters.
 
         Raises:
             CaptureError: if `forward` changes an attribute that the next call reads, or other state
@@ -262,8 +263,8 @@ class TracedAttributes:
                 unset = ((path, each) for each in sorted(names) if (path, each) not in self.writes)
                 self.reads.update(dict.fromkeys(unset))
             if path is not None and name not in OF_TORCH and (path, name) not in self.writes:
-                own = object.__getattribute__(module, "__dict__")
-                if name in own or not (
+                variables = object.__getattribute__(module, "__dict__")
+                if name in variables or not (
                     name.startswith("__") or self._is_module_member(module, name)
                 ):
                     self.reads[path, name] = None
@@ -295,9 +296,9 @@ class TracedAttributes:
         handles = (
             root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             root.register_forward_hook(lambda _, args, result: registered.update(result)),
-            root.register_forward_hook(lambda *_: self._check_variables(known)),
+            root.register_forward_hook(lambda *_: self._check_variables(known_values)),
             root.register_forward_hook(lambda *_: self._check_arguments_and_hooks()),
-            root.register_forward_hook(lambda *_: self._check_reachable_state(known)),
+            root.register_forward_hook(lambda *_: self._check_reachable_state(known_values)),
         )
         try:
             yield
@@ -335,33 +336,33 @@ class TracedAttributes:
             return
         self._is_second, self._reachable = True, ReachableState(self._module)
         try:
-            again = trace_again()
+            second = trace_again()
         except _SecondTraceEndedError:
             return
         except CaptureError:
             raise
         except Exception as error:
             raise self._state_change_error(self._filled[0]) from error
-        if again.graph_module.code != traced.graph_module.code:
+        if second.graph_module.code != traced.graph_module.code:
             raise self._state_change_error(self._filled[0])
 
-    def _check_variables(self, known: KnownValues) -> None:
+    def _check_variables(self, values: KnownValues) -> None:
         for path, name in self.reads:
-            own = variables_at(self._by_path, path)
-            if name in own:
-                before, after = self._before[path].get(name), content(own[name])
+            variables = variables_at(self._by_path, path)
+            if name in variables:
+                before, after = self._before[path].get(name), content(variables[name])
                 if before == after or _only_replaces_none(before, after):
                     continue
                 is_cache = path.startswith(GLOBALS) and _only_adds_entries(before, after)
-                if self._is_second or not is_cache or _has_unknown_values(own[name], known):
+                if self._is_second or not is_cache or _has_unknown_values(variables[name], values):
                     raise self._variable_change_error(path, name)
-                kind = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
-                self._filled.append(Change(StateLocation(kind, name), own[name], adds=True))
+                where = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
+                self._filled.append(Change(StateLocation(where, name), variables[name], adds=True))
                 self._before[path][name] = after
         for path, before_call in self._at_begin.items():
             attributes = vars(self._by_path[path])
             self._record_added_attributes(
-                path, attributes.keys() - before_call.keys() - OF_TORCH, known
+                path, attributes.keys() - before_call.keys() - OF_TORCH, values
             )
             for name in before_call.keys() - OF_TORCH:
                 value = attributes.get(name, MISSING)
@@ -373,17 +374,19 @@ class TracedAttributes:
                 ):
                     raise self._variable_change_error(path, name)
 
-    def _record_added_attributes(self, path: str, names: Iterable[str], known: KnownValues) -> None:
+    def _record_added_attributes(
+        self, path: str, names: Iterable[str], values: KnownValues
+    ) -> None:
         """Record new attributes that were set through `__dict__`, as by `cached_property`."""
         for name in sorted(names):
             if (path, name) in self.writes or (path, name) in self.reads:
                 continue
             value = vars(self._by_path[path])[name]
-            if self._is_second or _has_unknown_values(value, known):
+            if self._is_second or _has_unknown_values(value, values):
                 raise self._variable_change_error(path, name)
-            kind = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
-            place = StateLocation(kind, path).inside(name, indexed=False)
-            self._filled.append(Change(place, value, adds=True))
+            description = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
+            location = StateLocation(description, path).inside(name, indexed=False)
+            self._filled.append(Change(location, value, adds=True))
             self._before[path][name] = content(value)
 
     def _check_arguments_and_hooks(self) -> None:
@@ -402,12 +405,12 @@ class TracedAttributes:
     def _count_hooks(self) -> dict[str, int]:
         return {path: count_hooks(child) for path, child in self._by_path.items()}
 
-    def _check_reachable_state(self, known: KnownValues) -> None:
-        def equal(one: Tensor, other: Tensor) -> bool:
-            return _are_equal_tensors(known.value_of(one), known.value_of(other))
+    def _check_reachable_state(self, values: KnownValues) -> None:
+        def equal(first: Tensor, other: Tensor) -> bool:
+            return _are_equal_tensors(values.value_of(first), values.value_of(other))
 
         for change in self._reachable.changes(equal):
-            if self._is_second or not change.adds or _has_unknown_values(change.value, known):
+            if self._is_second or not change.adds or _has_unknown_values(change.value, values):
                 raise self._state_change_error(change)
             self._filled.append(change)
         # Of a tensor that the first trace has computed and kept, the second reads the values.
@@ -417,7 +420,9 @@ class TracedAttributes:
             raise _SecondTraceEndedError
 
     def _state_change_error(self, change: Change) -> CaptureError:
-        return located(self._forward_codes, change.place.path, _change_message(f"{change.place}"))
+        return located(
+            self._forward_codes, change.location.path, _change_message(f"{change.location}")
+        )
 
     def _variable_change_error(self, path: str, name: str) -> CaptureError:
         if path.startswith(GLOBALS):
@@ -438,7 +443,7 @@ class TracedAttributes:
         """Whether `name` is a method, property, parameter, buffer or submodule."""
         if not isinstance(getattr(type(module), name, ""), (*_PLAIN, tuple)):
             return True
-        tensors = (vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules"))
+        tensors = (vars(module)[registry] for registry in ("_parameters", "_buffers", "_modules"))
         return any(name in named for named in tensors)
 
 
@@ -453,21 +458,21 @@ def _fingerprint_attributes(module: nn.Module) -> dict[str, Hashable]:
     return {name: content(value) for name, value in vars(module).items() if name not in OF_TORCH}
 
 
-def _are_equal_tensors(one: Tensor | None, other: Tensor | None) -> bool:
+def _are_equal_tensors(first: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors are equal; False if the values of either are unknown (None)."""
-    if one is None or other is None or one.dtype != other.dtype:
+    if first is None or other is None or first.dtype != other.dtype:
         return False
     with without_dispatch_modes(), without_torch_function():
-        return torch.equal(one, other)
+        return torch.equal(first, other)
 
 
 def _is_user_code(frame: FrameType) -> bool:
     return not str(frame.f_globals.get("__name__")).startswith(("torch.", "shardwright."))
 
 
-def _has_unknown_values(value: Any, known: KnownValues) -> bool:
+def _has_unknown_values(value: Any, known_values: KnownValues) -> bool:
     """Whether an object contains a tensor whose values depend on inputs or parameters."""
-    return any(known.value_of(tensor) is None for tensor in _tensors_in(value))
+    return any(known_values.value_of(tensor) is None for tensor in _tensors_in(value))
 
 
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -475,5 +480,5 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
-        for part in contents_of(value).values():
-            yield from _tensors_in(part, depth + 1)
+        for item in contents_of(value).values():
+            yield from _tensors_in(item, depth + 1)

@@ -36,8 +36,8 @@ LIKE_CUDA = ("cuda", "xpu", "mtia")
 """Device types whose autocast uses the operator lists of CUDA."""
 
 
-def _split_names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _split_names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
 
 
 LOWER = _split_names(
@@ -117,8 +117,8 @@ class Autocast:
 
     def disabled(self) -> AbstractContextManager[Any]:
         """Return a context that disables autocast."""
-        kind = self.device_type
-        return nullcontext() if kind is None else torch.autocast(kind, enabled=False)
+        device_type = self.device_type
+        return nullcontext() if device_type is None else torch.autocast(device_type, enabled=False)
 
 
 ON_CPU = Autocast()
@@ -214,10 +214,10 @@ def traced_autocast(autocast: Autocast) -> Iterator[TracedRegions]:
     def entered(region: Any) -> Any:
         return regions.enter(region, getattr(region, "asked", region_of(region)[1]), enter)
 
-    def left(region: Any, *error: Any) -> Any:
+    def exited(region: Any, *error: Any) -> Any:
         return regions.exit(region, lambda region: leave(region, *error))
 
-    _set_autocast_methods((init, entered, left))
+    _set_autocast_methods((init, entered, exited))
     try:
         yield regions
     finally:
@@ -247,9 +247,9 @@ def kernels_like_cuda() -> dict[str, Callable[..., Any]]:
     """Return kernels by operator name that give CPU autocast the behavior of CUDA autocast."""
     kernels = dict.fromkeys(names_with_autocast("AutocastCPU"), fallthrough_kernel)
     for names, cast in (
-        (LOWER, _cast_to_lower),
-        (SINGLE, _cast_to_single),
-        (WIDEST, _cast_to_widest),
+        (LOWER, _cast_to_lower_precision),
+        (SINGLE, _cast_to_float32),
+        (WIDEST, _cast_to_widest_dtype),
     ):
         for name in names:
             operator, _, overload = name.partition(".")
@@ -264,17 +264,17 @@ def _run_with_casts(op: OpOverload, cast: Callable[..., Any], *args: Any, **kwar
         return op(*args, **kwargs)
 
 
-def _cast_to_lower(op: OpOverload, args: Any, kwargs: Any) -> Any:
+def _cast_to_lower_precision(op: OpOverload, args: Any, kwargs: Any) -> Any:
     return _cast_arguments(torch.get_autocast_dtype(CPU), args, kwargs)
 
 
-def _cast_to_single(op: OpOverload, args: Any, kwargs: Any) -> Any:
+def _cast_to_float32(op: OpOverload, args: Any, kwargs: Any) -> Any:
     names = (argument.name for argument in schema_of(op).arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return (args, kwargs) if given.get("dtype") else _cast_arguments(torch.float32, args, kwargs)
 
 
-def _cast_to_widest(op: OpOverload, args: Any, kwargs: Any) -> Any:
+def _cast_to_widest_dtype(op: OpOverload, args: Any, kwargs: Any) -> Any:
     dtypes = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_castable(leaf)}
     wide = torch.float32 in dtypes
     return _cast_arguments(torch.float32 if wide else torch.get_autocast_dtype(CPU), args, kwargs)

@@ -100,11 +100,11 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
     types = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
     # In a thread of its own none of the modes of a capture is active.
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(trial, function, args, kwargs, types).result()
-    if found.way == OPERATORS:
+        tried = thread.submit(trial, function, args, kwargs, types).result()
+    if tried.way == OPERATORS:
         return _differentiate_operators(function, args, kwargs)
-    if found.way != FACTOR:
-        result, problem = None, found.problem
+    if tried.way != FACTOR:
+        result, problem = None, tried.problem
         if problem != CHANGES_INPUT and not in_transform():
             result, problem = traced_in_full(function, args, kwargs)
         if problem:
@@ -113,11 +113,11 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
                 f"`{function.__qualname__}`: {problem}\n{_REMEDY}"
             )
         return result
-    if found.is_curved and in_differentiating_transform():
+    if tried.is_curved and in_differentiating_transform():
         raise CaptureError(second_derivative(function.__qualname__))
     result = _multiply_by_factor(function, args, kwargs)
     mode = get_proxy_mode()
-    if found.is_curved and mode is not None:
+    if tried.is_curved and mode is not None:
         last = next(iter(reversed(mode.tracer.graph.nodes)))
         last.meta[CUSTOM_GRADIENT] = function.__qualname__
     return result

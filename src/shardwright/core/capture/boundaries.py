@@ -47,13 +47,13 @@ def settle_boundaries(graph: fx.Graph) -> None:
                 aliases[tag.call].append((node, tag))
             inside[id(tag)].append(node)
     for call, candidates in aliases.items():
-        own = {node for node, _ in candidates}
-        nodes = [node for node in inside[id(call.mark)] if node not in own]
+        alias_nodes = {node for node, _ in candidates}
+        nodes = [node for node in inside[id(call.tag)] if node not in alias_nodes]
         is_one = _is_one_operator(nodes)
         if not is_one and call.problems:
             raise StrategyError(call.problems[0])
-        for node in () if is_one and call.is_pin else inside[id(call.mark)]:
-            retag(node, call.mark)
+        for node in () if is_one and call.is_pin else inside[id(call.tag)]:
+            retag(node, call.tag)
         for node, tag in candidates:
             if is_one:
                 source = node.args[0]
@@ -65,7 +65,7 @@ def settle_boundaries(graph: fx.Graph) -> None:
 
 def _is_one_operator(nodes: Sequence[fx.Node]) -> bool:
     operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
-    computing = [node for node in operators if not _only_changes_form(node)]
+    computing = [node for node in operators if not _only_moves_or_casts(node)]
     # Operators that create constants do not count, unless the call has no others.
     computing = [node for node in computing if node.all_input_nodes] or computing
     main = [node for node in computing if _is_main_operator(node)]
@@ -78,7 +78,7 @@ def _is_main_operator(node: fx.Node) -> bool:
     return ours or node.target in MAIN
 
 
-def _only_changes_form(node: fx.Node) -> bool:
+def _only_moves_or_casts(node: fx.Node) -> bool:
     """Whether an operator only views, copies, casts or broadcasts tensors."""
     if node.target in _MOVING or not isinstance(node.target, OpOverload):
         return True

@@ -29,7 +29,7 @@ from shardwright.core.capture.signature import (
     placeholders,
     results,
 )
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
@@ -86,23 +86,23 @@ def build_graph(
 
     stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
 
-    def used(named: dict[str, str], kind: Kind) -> tuple[Value, ...]:
+    def used(named: dict[str, str], origin: Origin) -> tuple[Value, ...]:
         used_nodes = [
             (name, node) for name, node in named.items() if nodes[node].users or node in updates
         ]
         return tuple(
-            values.add(nodes[node], name, kind, stored.get(name)) for name, node in used_nodes
+            values.add(nodes[node], name, origin, stored.get(name)) for name, node in used_nodes
         )
 
-    parameters = used(signature.parameters, Kind.PARAMETER)
-    buffers = used(signature.buffers, Kind.BUFFER)
+    parameters = used(signature.parameters, Origin.PARAMETER)
+    buffers = used(signature.buffers, Origin.BUFFER)
     constants = {
-        values.add(nodes[name], f"constant_{index}", Kind.CONSTANT): constant
+        values.add(nodes[name], f"constant_{index}", Origin.CONSTANT): constant
         for index, (name, constant) in enumerate(signature.constants.items())
         if nodes[name].users
     }
     inputs = tuple(
-        values.add(nodes[node], name, Kind.INPUT, leaf.dtype)
+        values.add(nodes[node], name, Origin.INPUT, leaf.dtype)
         if isinstance(leaf, torch.Tensor)
         else leaf
         for node, name, leaf in zip(signature.inputs, input_names(call), leaves, strict=True)
@@ -176,10 +176,10 @@ class _ValueTable:
         self.names: set[str] = {*signature.parameters, *signature.buffers}
 
     def add(
-        self, node: fx.Node, name: str, kind: Kind, outer_dtype: torch.dtype | None = None
+        self, node: fx.Node, name: str, origin: Origin, outer_dtype: torch.dtype | None = None
     ) -> Value:
-        if kind not in (Kind.PARAMETER, Kind.BUFFER):
-            name = self._make_unique_name(name, "input" if kind is Kind.INPUT else "output")
+        if origin not in (Origin.PARAMETER, Origin.BUFFER):
+            name = self._make_unique_name(name, "input" if origin is Origin.INPUT else "output")
         fake, requires_grad = tensor(node), node in self.requires_grad
         requires_other_grad = node in self.differentiable and not requires_grad
         shape, dtype = tuple(fake.shape), fake.dtype
@@ -188,7 +188,7 @@ class _ValueTable:
                 f"{source_of(node) or name}: a sparse tensor ({fake.layout}) cannot be sharded\n"
                 "use a dense one: `x.to_dense()`"
             )
-        value = Value(name, shape, dtype, kind, requires_grad, requires_other_grad)
+        value = Value(name, shape, dtype, origin, requires_grad, requires_other_grad)
         if outer_dtype not in (None, value.dtype):
             value = replace(value, outer_dtype=outer_dtype)
         self.values[node] = value
@@ -206,7 +206,7 @@ class _ValueTable:
 
     def operator(self, node: fx.Node, name: str) -> Op:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        args, kwargs = _use_builtin_containers(args), _use_builtin_containers(kwargs)
+        args, kwargs = _to_builtin_containers(args), _to_builtin_containers(kwargs)
         path, _ = module_path(node)
         results = self._add_results(node, name)
         target: Any = node.target
@@ -216,7 +216,7 @@ class _ValueTable:
 
     def _add_results(self, node: fx.Node, name: str) -> tuple[Value, ...]:
         if is_tensor(node):
-            return (self.add(node, name, Kind.ACTIVATION),)
+            return (self.add(node, name, Origin.ACTIVATION),)
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         results = []
         for index, fake in enumerate(node.meta["val"]):
@@ -224,21 +224,21 @@ class _ValueTable:
                 continue
             label = f"{name}[{index}]"
             if index in getitems:
-                results.append(self.add(getitems[index], label, Kind.ACTIVATION))
+                results.append(self.add(getitems[index], label, Origin.ACTIVATION))
             else:
                 unread = self._make_unique_name(label, "output")
                 results.append(Value(unread, tuple(fake.shape), fake.dtype))
         return tuple(results)
 
 
-def _use_builtin_containers(arguments: Any) -> Any:
+def _to_builtin_containers(arguments: Any) -> Any:
     """Replace the immutable lists and dicts of `torch.fx`, which pytree does not support."""
     if isinstance(arguments, tuple):
-        return tuple(_use_builtin_containers(a) for a in arguments)
+        return tuple(_to_builtin_containers(a) for a in arguments)
     if isinstance(arguments, list):
-        return [_use_builtin_containers(a) for a in arguments]
+        return [_to_builtin_containers(a) for a in arguments]
     if isinstance(arguments, dict):
-        return {key: _use_builtin_containers(a) for key, a in arguments.items()}
+        return {key: _to_builtin_containers(a) for key, a in arguments.items()}
     return arguments
 
 

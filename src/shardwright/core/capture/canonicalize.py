@@ -292,13 +292,13 @@ def _rewrite_masked_write(node: fx.Node) -> fx.Node | None:
     arguments = node_arguments(node)
     source, values = arguments["self"], arguments["values"]
     masks = [index for index in arguments["indices"] if index is not None]
-    place = arguments["indices"].index(masks[0])
+    position = arguments["indices"].index(masks[0])
     if len(masks) > 1 or tensor(masks[0]).dtype != torch.bool or arguments["accumulate"]:
         return None
-    rest = len(node_shape(source)) - place - len(node_shape(masks[0]))
-    if len(node_shape(values)) > rest:
+    num_inner_dims = len(node_shape(source)) - position - len(node_shape(masks[0]))
+    if len(node_shape(values)) > num_inner_dims:
         return None
-    sizes = node_shape(masks[0]) + (1,) * rest
+    sizes = node_shape(masks[0]) + (1,) * num_inner_dims
     mask = insert_reshape(masks[0], sizes, node)
     return insert(node, aten.where.self, (mask, values, source))
 

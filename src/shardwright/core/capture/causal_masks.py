@@ -104,25 +104,25 @@ def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
     if mask.target in AND:
         return _decompose_conjunction(mask, proofs)
     if mask.target in SAME and node_shape(mask.args[0])[-2:] == node_shape(mask)[-2:]:
-        found = _decompose_mask(mask.args[0], proofs)
-        if found is None or mask.target is not aten.reshape.default:
-            return found
-        return found.reshaped(mask.args[0], mask)
+        conditions = _decompose_mask(mask.args[0], proofs)
+        if conditions is None or mask.target is not aten.reshape.default:
+            return conditions
+        return conditions.reshaped(mask.args[0], mask)
     if mask.target in _NAMES and all(_is_query_or_key_vector(each) for each in mask.args):
         return _MaskConditions(terms=(_Condition(_NAMES[mask.target], mask.args),))
     return None
 
 
 def _decompose_conjunction(mask: fx.Node, proofs: BandProofs) -> _MaskConditions | None:
-    found = _MaskConditions()
+    conjunction = _MaskConditions()
     for each in mask.args:
-        parts = _decompose_mask(each, proofs)
-        if parts is None:
+        conditions = _decompose_mask(each, proofs)
+        if conditions is None:
             return None
-        if parts.band != ALL and node_shape(each)[-2:] != node_shape(mask)[-2:]:  # type: ignore[arg-type]
+        if conditions.band != ALL and node_shape(each)[-2:] != node_shape(mask)[-2:]:  # type: ignore[arg-type]
             return None
-        found &= parts
-    return found
+        conjunction &= conditions
+    return conjunction
 
 
 def _is_query_or_key_vector(node: Any) -> bool:
@@ -133,25 +133,25 @@ _NAMES = {getattr(aten, name).Tensor: name for name in ("eq", "ne", "ge", "gt", 
 
 
 def _use_blockwise_attention(
-    node: fx.Node, inputs: tuple[fx.Node, ...], parts: _MaskConditions | None, scale: float | None
+    node: fx.Node, inputs: tuple[fx.Node, ...], mask: _MaskConditions | None, scale: float | None
 ) -> None:
     query, key, value = inputs[0], *map(_find_unrepeated_heads, inputs[1:])
     shapes = [node_shape(each) for each in (query, key, value)]
-    if parts is None or {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
+    if mask is None or {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
         return
     batch, _, positions, _ = shapes[0]
-    if parts.band.after not in (0, inf) or (batch, positions) != (shapes[1][0], shapes[1][2]):
+    if mask.band.after not in (0, inf) or (batch, positions) != (shapes[1][0], shapes[1][2]):
         return
-    causal = parts.band.after == 0
-    window = None if parts.band.before == inf else int(parts.band.before) + 1
-    if causal and window and not parts.terms:
+    causal = mask.band.after == 0
+    window = None if mask.band.before == inf else int(mask.band.before) + 1
+    if causal and window and not mask.terms:
         node.target, node.args = windowed_attention, (query, key, value, window, scale)
-    elif positions**2 > LARGE and (causal or any(each.name != "all" for each in parts.terms)):
-        vectors = list(dict.fromkeys(each for term in parts.terms for each in term.vectors))
-        numbers = [[str(vectors.index(each)) for each in term.vectors] for term in parts.terms]
-        said = [" ".join((t.name, *read)) for t, read in zip(parts.terms, numbers, strict=True)]
+    elif positions**2 > LARGE and (causal or any(each.name != "all" for each in mask.terms)):
+        vectors = list(dict.fromkeys(each for term in mask.terms for each in term.vectors))
+        numbers = [[str(vectors.index(each)) for each in term.vectors] for term in mask.terms]
+        terms = [" ".join((t.name, *read)) for t, read in zip(mask.terms, numbers, strict=True)]
         node.target = masked_attention
-        options = (tuple(vectors), ", ".join(said), causal, window, scale)
+        options = (tuple(vectors), ", ".join(terms), causal, window, scale)
         node.args = (query, key, value, *options)
     else:
         return
@@ -168,8 +168,8 @@ def _find_unrepeated_heads(heads: fx.Node) -> fx.Node:
             return heads
         chain.append(node_shape(repeated))
         repeated = repeated.args[0]
-    batch, count, *rest = shape = node_shape(repeated)
+    batch, count, *inner_shape = shape = node_shape(repeated)
     groups = chain[0][1] // count
-    expected = [(batch, count * groups, *rest), (batch, count, groups, *rest)]
-    apart = (batch, count, 1, *rest)
+    expected = [(batch, count * groups, *inner_shape), (batch, count, groups, *inner_shape)]
+    apart = (batch, count, 1, *inner_shape)
     return repeated if len(shape) == 4 and chain == [*expected, apart] else heads

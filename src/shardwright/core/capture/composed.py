@@ -76,10 +76,10 @@ def _scatter_mean(
     *,
     include_self: bool = True,
 ) -> torch.Tensor:
-    ones = torch.ones_like(index, dtype=base.dtype)
+    increments = torch.ones_like(index, dtype=base.dtype)
     start = base if include_self else torch.zeros_like(base)
     count = (torch.ones_like if include_self else torch.zeros_like)(base)
-    count = count.scatter_add(dim, index, ones)
+    count = count.scatter_add(dim, index, increments)
     total = start.scatter_add(dim, index, src)
     if include_self:
         return total / count
@@ -105,8 +105,8 @@ def _insert_decomposition(node: fx.Node, function: Callable[..., Any]) -> Any:
     with mode, torch.enable_grad():
         region = make_fx(run)(*fakes).graph
     region.eliminate_dead_code()
-    places = [each for each in region.nodes if each.op == "placeholder"]
-    copies = dict(zip(places, inputs, strict=True))
+    region_inputs = [each for each in region.nodes if each.op == "placeholder"]
+    copies = dict(zip(region_inputs, inputs, strict=True))
     for each in region.nodes:
         if each.op == "output":
             return fx.map_arg(each.args[0], copies.__getitem__)

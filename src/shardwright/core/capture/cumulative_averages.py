@@ -22,10 +22,10 @@ def average_on_tensors(twin: nn.Module) -> None:
     for norm in (child for child in twin.modules() if isinstance(child, _NORMS)):
         if norm.momentum is None and norm.training and norm.running_mean is not None:
             norm.momentum = 1.0  # Statistics become those of the batch.
-            _average_with_hooks(norm)
+            _update_averages_in_hooks(norm)
 
 
-def _average_with_hooks(norm: nn.Module) -> None:
+def _update_averages_in_hooks(norm: nn.Module) -> None:
     before: list[Tensor] = []
 
     def keep(*_: Any) -> None:

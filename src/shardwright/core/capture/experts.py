@@ -162,8 +162,8 @@ def _check_operands(
 
 def hint_of_experts(model: nn.Module) -> str:
     """Return a hint for errors about loops over experts; `""` if no module name suggests MoE."""
-    parts = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
-    if any(word in part.lower() for part in parts for word in ("expert", "moe", "mixture")):
+    names = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
+    if any(word in name.lower() for name in names for word in ("expert", "moe", "mixture")):
         return " Replace a loop over experts by one call of `sw.mixture_of_experts`."
     return ""
 
@@ -175,7 +175,7 @@ def dispatch_in_one_operator(model: nn.Module) -> None:
         model: the copy that will be traced; modified in place.
     """
     for module in model.modules():
-        if _is_replaceable(module):
+        if _is_experts_operator(module):
             module.forward = MethodType(_forward_in_one_operator, module)
 
 
@@ -184,7 +184,7 @@ def is_one_operator(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is _forward_in_one_operator
 
 
-def _is_replaceable(module: nn.Module) -> bool:
+def _is_experts_operator(module: nn.Module) -> bool:
     """Whether `custom_ops.experts` computes the same as the module.
 
     The module must use the MoE interface of `transformers`, and its gate be the same function of
@@ -218,18 +218,18 @@ def _run_gate(module: Any, x: Tensor) -> Tensor:
 
 
 def _has_columnwise_gate(module: Any) -> bool:
-    parts, width = 1 + module.has_gate, module.down_proj.shape[1 if module.is_transposed else 2]
-    rows = torch.arange(4.0 * parts * width).mul(0.7).sin().mul(12).view(4, -1)
+    count, width = 1 + module.has_gate, module.down_proj.shape[1 if module.is_transposed else 2]
+    rows = torch.arange(4.0 * count * width).mul(0.7).sin().mul(12).view(4, -1)
     columns = (
-        rows.view(4, width, parts) if _interleaves_gate(module) else rows.view(4, parts, width).mT
+        rows.view(4, width, count) if _interleaves_gate(module) else rows.view(4, count, width).mT
     )
     try:
         with torch.no_grad():
-            whole, single = (
+            joint, single = (
                 _run_gate(module, rows),
                 _run_gate(module, columns).squeeze(-1),
             )
-            return whole.shape == single.shape and torch.allclose(whole, single)
+            return joint.shape == single.shape and torch.allclose(joint, single)
     except Exception:  # Code of the model, with a tensor of another shape than it expects.
         return False
 
@@ -265,8 +265,8 @@ def _forward_in_one_operator(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     projection, down = _get_up_projection(self), self.down_proj
-    parts = 1 + self.has_gate
-    sizes = (-1, parts) if _interleaves_gate(self) else (parts, -1)
+    num_projections = 1 + self.has_gate
+    sizes = (-1, num_projections) if _interleaves_gate(self) else (num_projections, -1)
     if self.is_transposed:
         gate_up, down = projection.unflatten(-1, sizes).permute(0, 2, 3, 1), down.mT
     else:
@@ -275,7 +275,7 @@ def _forward_in_one_operator(
     if self.has_bias:
         name = "gate_up_proj_bias" if self.has_gate else "up_proj_bias"
         gate_up_bias, down_bias = getattr(self, name).unflatten(-1, sizes), self.down_proj_bias
-    column = projection.new_zeros(1, 1, parts)
+    column = projection.new_zeros(1, 1, num_projections)
     result: Tensor = torch.ops.shardwright.experts(
         *(hidden_states, top_k_index, top_k_weights, gate_up, down, gate_up_bias, down_bias),
         *(column, _run_gate(self, column), _interleaves_gate(self)),
@@ -307,8 +307,8 @@ def _trace_gate_steps(column: Any, gate_output: Any) -> custom_ops.Steps:
 
     def visit(node: fx.Node) -> str:
         if node not in numbers:
-            known = torch.Tag.pointwise in getattr(node.target, "tags", ())
-            if not known and node.target not in _OF_COLUMNS:
+            is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+            if not is_pointwise and node.target not in _OF_COLUMNS:
                 raise CaptureError(
                     f"{line_of(node)}: the gate of these experts is not elementwise, or reads "
                     "other tensors\ncompute the gate from the up projection alone by elementwise "

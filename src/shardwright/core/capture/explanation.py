@@ -29,32 +29,32 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
         raises_alone: returns whether the model also raises the error without `torch.export`.
     """
     line = line_of_error(error)
-    text = str(error).strip()
-    if "data-dependent" in text or "DataDependent" in type(error).__name__:
+    message = str(error).strip()
+    if "data-dependent" in message or "DataDependent" in type(error).__name__:
         return (
             f"{line}: this depends on the value of a tensor, which is unknown during capture\nuse "
             f"`torch.where` on tensors instead, or make the value a Python constant.{hint}"
         )
-    if "numpy() is not supported" in text:
+    if "numpy() is not supported" in message:
         return (
             f"{line}: this converts a tensor to numpy, but its values are unknown during capture\n"
             "compute with torch operators, or outside of the model, or write a "
             "`torch.library.custom_op`"
         )
-    if "in output, which is not a known type" in text:
+    if "in output, which is not a known type" in message:
         return (
             f"{line}: `forward` returns an object that may contain tensors: "
-            f"{text.split(' in out')[0]}\nreturn tensors, numbers, tuples, lists, dicts or "
+            f"{message.split(' in out')[0]}\nreturn tensors, numbers, tuples, lists, dicts or "
             "dataclasses that are initialized by their fields alone; call a model of "
             "`transformers` without `use_cache=True`"
         )
-    if "Creating a new Tensor subclass" in text:
+    if "Creating a new Tensor subclass" in message:
         return (
-            f"{line}: this creates a tensor subclass, {text.split()[5]}, which cannot be captured\n"
-            "use a plain tensor: in place of a `CausalBias` (`causal_lower_right`),"
+            f"{line}: this creates a tensor subclass, {message.split()[5]}, which cannot be "
+            "captured\nuse a plain tensor: in place of a `CausalBias` (`causal_lower_right`),"
             " the mask `torch.ones(n, m, dtype=torch.bool).tril(m - n)`"
         )
-    if "FlexAttention" in text:
+    if "FlexAttention" in message:
         return (
             f"{line}: `flex_attention` cannot be captured\nuse `scaled_dot_product_attention` with "
             "`is_causal=True` or a mask; a sliding-window mask is not materialized"
@@ -65,22 +65,22 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
             "or `map`, cannot be sharded\ncompute both branches and select by `torch.where`, loop "
             "in Python a known number of times, and call `torch.vmap` in place of `map`"
         )
-    if "Unsupported input type" in text:
-        kind = text.partition("input type ")[2].partition(">. ")[0]
+    if "Unsupported input type" in message:
+        object_type = message.partition("input type ")[2].partition(">. ")[0]
         return (
-            f"an argument is an object ({kind}>)\npass its fields, or tensors, numbers, tuples, "
-            "lists and dicts"
+            f"an argument is an object ({object_type}>)\npass its fields, or tensors, numbers, "
+            "tuples, lists and dicts"
         )
-    if "nested_tensor" in text or "nested_tensor" in line:
+    if "nested_tensor" in message or "nested_tensor" in line:
         return f"{line}: {NESTED}"
-    if "UnsupportedOperator" in type(error).__name__ or "no fake impl" in text:
+    if "UnsupportedOperator" in type(error).__name__ or "no fake impl" in message:
         return (
-            f"{line}: capture needs a fake implementation of this operator ({text.splitlines()[0]})"
-            "\nregister one by `torch.library.register_fake`"
+            f"{line}: capture needs a fake implementation of this operator "
+            f"({message.splitlines()[0]})\nregister one by `torch.library.register_fake`"
         )
-    first = (text.splitlines()[0] if text else "").removesuffix(".")
+    first = (message.splitlines()[0] if message else "").removesuffix(".")
     of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
-    if of_arguments and "data pointer" not in text and raises_alone():
+    if of_arguments and "data pointer" not in message and raises_alone():
         # An operator called by a module of torch may have no line in the user's code.
         where = "" if line == NO_LINE else f"{line}: "
         return f"{where}{OWN_ERROR}: {type(error).__name__}: {first}{ACCEPTED}"

@@ -64,8 +64,8 @@ def fake_copy(
         CaptureError: if the module has uninitialized (lazy) or sparse parameters or scripted parts,
             or cannot be deep-copied.
     """
-    for path, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{path or 'the model'} is scripted or traced by `torch.jit`, and has no Python "
                 "code to capture\nuse the module that it was made from"
@@ -310,10 +310,10 @@ class LossesInSinglePrecision(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in LOSSES:
-            args, kwargs = pytree.tree_map_only(Tensor, _cast_to_single, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(Tensor, _cast_to_stored_dtype, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _cast_to_single(tensor: Tensor) -> Tensor:
+def _cast_to_stored_dtype(tensor: Tensor) -> Tensor:
     half = tensor.is_floating_point() and tensor.dtype.itemsize < STORED.itemsize
     return tensor.to(STORED) if half else tensor

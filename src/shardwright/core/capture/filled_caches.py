@@ -18,18 +18,18 @@ from torch import Tensor
 _Cache = type(lru_cache(lambda: None))
 
 
-def fill(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+def fill(values_of_fakes: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Replace fake tensors by tensors with values in all Python objects that refer to them.
 
     Args:
-        kept: pairs of a fake tensor that outlives its trace and the tensor with its values.
+        values_of_fakes: pairs of a fake tensor that outlives its trace, and its values.
     """
-    if not kept:
+    if not values_of_fakes:
         return
-    values = {id(tensor): value for tensor, value in kept}
-    own = {id(kept), *map(id, kept)}
-    for holder in gc.get_referrers(*(tensor for tensor, _ in kept)):
-        if id(holder) in own:
+    values = {id(tensor): value for tensor, value in values_of_fakes}
+    excluded = {id(values_of_fakes), *map(id, values_of_fakes)}
+    for holder in gc.get_referrers(*(tensor for tensor, _ in values_of_fakes)):
+        if id(holder) in excluded:
             continue
         if isinstance(holder, dict):
             _replace_in_dict(holder, values)
@@ -47,15 +47,15 @@ class CachedFunctions:
         caches = [x for x in gc.get_referrers(_Cache) if type(x) is _Cache]
         self._misses = [(x, x.cache_info().misses) for x in caches if not _is_library_function(x)]
 
-    def forget(self, kind: type[Tensor] = Tensor) -> Iterator[tuple[Any, list[Tensor]]]:
+    def forget(self, tensor_type: type[Tensor] = Tensor) -> Iterator[tuple[Any, list[Tensor]]]:
         """Clear the caches that gained tensors since construction; yield each with its tensors.
 
         Args:
-            kind: only tensors of this class count.
+            tensor_type: only tensors of this class count.
         """
         for cache, before in self._misses:
             if cache.cache_info().misses != before:
-                held = [x for x in _find_cached_tensors(cache) if issubclass(type(x), kind)]
+                held = [x for x in _find_cached_tensors(cache) if issubclass(type(x), tensor_type)]
                 if held:
                     cache.cache_clear()
                     yield cache, held
@@ -72,11 +72,11 @@ def _find_cached_tensors(cache: Any) -> list[Tensor]:
 
 def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
     """Return the tensors in a list and its nested tuples, lists and dicts, `depth` levels deep."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for _ in range(depth):
-        found += [x for x in held if issubclass(type(x), Tensor)]
+        tensors += [x for x in held if issubclass(type(x), Tensor)]
         held = gc.get_referents(*(x for x in held if type(x) in (tuple, list, dict)))
-    return found
+    return tensors
 
 
 @contextmanager
@@ -94,10 +94,10 @@ def without_new_cached_tensors() -> Iterator[None]:
 
 
 def _replace_in_dict(holder: dict[Any, Any], values: Mapping[int, Tensor]) -> None:
-    found = {key: values[id(x)] for key, x in holder.items() if id(x) in values}
-    kinds = (kind for kind in gc.get_referrers(holder) if found and isinstance(kind, type))
-    of_class = [k for k in kinds if all(vars(k).get(name) is holder[name] for name in found)]
-    for key, value in found.items():
+    replaced = {key: values[id(x)] for key, x in holder.items() if id(x) in values}
+    classes = (cls for cls in gc.get_referrers(holder) if replaced and isinstance(cls, type))
+    of_class = [k for k in classes if all(vars(k).get(name) is holder[name] for name in replaced)]
+    for key, value in replaced.items():
         if of_class:
             # `setattr` also invalidates Python's cache of class attributes.
             setattr(of_class[0], key, value)

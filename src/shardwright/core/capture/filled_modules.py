@@ -51,7 +51,7 @@ class RegisteredTensors:
     def begin(self) -> None:
         """Record the parameters, buffers and submodules before `forward`."""
         drop_buffer_assignments_of_export()
-        self._before = {path: _list_registered(module) for path, module in self._by_path.items()}
+        self._before = {path: _registered_members(module) for path, module in self._by_path.items()}
         self._trained = [
             (_join_path(path, name), parameter, parameter.requires_grad)
             for path, held in self._before.items()
@@ -75,13 +75,13 @@ class RegisteredTensors:
         """
         assigned: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         for path, module in self._by_path.items():
-            for kind, now in _list_registered(module).items():
-                before = self._before[path][kind]
+            for registry, now in _registered_members(module).items():
+                before = self._before[path][registry]
                 for name in {**before, **now}:
                     old, new = before.get(name), now.get(name)
                     if new is not old:
                         assigned[path, name] = self._check_assignment(
-                            kind, _join_path(path, name), old, new
+                            registry, _join_path(path, name), old, new
                         )
         for name, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
@@ -112,8 +112,8 @@ class RegisteredTensors:
     ) -> None:
         memory: dict[int, str] = {}
         for path, module in self._by_path.items():
-            for kind in ("parameter", "buffer"):
-                for name, tensor in _list_registered(module)[kind].items():
+            for registry in ("parameter", "buffer"):
+                for name, tensor in _registered_members(module)[registry].items():
                     if (path, name) not in assigned and isinstance(tensor, Tensor):
                         memory.setdefault(storage_id(tensor), _join_path(path, name))
         for (path, name), (_, new) in assigned.items():
@@ -135,14 +135,14 @@ class RegisteredTensors:
                 )
 
     def _check_assignment(
-        self, kind: str, path: str, old: object, new: object
+        self, registry: str, path: str, old: object, new: object
     ) -> tuple[Tensor, Tensor]:
         """Return the old and the new value of an assigned buffer.
 
         Raises:
             CaptureError: if the assigned object is not a buffer, or shape or dtype differ.
         """
-        where = f"{kind} {path!r}"
+        where = f"{registry} {path!r}"
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             what = "removes" if new is None else "makes"
             raise self._locate_error(
@@ -155,7 +155,7 @@ class RegisteredTensors:
                 f"`forward` gives the {where} another shape or dtype, {list(new.shape)} "
                 f"{new.dtype} instead of {list(old.shape)} {old.dtype}\n{ONCE}",
             )
-        if kind != "buffer":
+        if registry != "buffer":
             raise self._locate_error(
                 path,
                 f"`forward` puts another tensor in the place of the {where}, which a captured "
@@ -171,13 +171,13 @@ def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def _list_registered(module: nn.Module) -> Registered:
-    kinds: dict[str, Mapping[str, object]] = {
+def _registered_members(module: nn.Module) -> Registered:
+    registries: dict[str, Mapping[str, object]] = {
         "parameter": own_parameters(module),
         "buffer": own_buffers(module),
         "submodule": own_modules(module),
     }
     return {
-        kind: {name: held for name, held in own.items() if held is not None}
-        for kind, own in kinds.items()
+        registry: {name: held for name, held in members.items() if held is not None}
+        for registry, members in registries.items()
     }

@@ -88,20 +88,20 @@ def called(
         The result, the function that computes gradients of `args`, and the context.
     """
     context = FunctionContext(tuple(map(_is_differentiable, args)))
-    own: Any = context  # Replaces PyTorch's `ctx`.
+    ctx: Any = context  # Replaces PyTorch's `ctx`.
     if sets_up_context(function):
         result = function.forward(*args, **kwargs)
-        function.setup_context(own, tuple(args), result)
+        function.setup_context(ctx, tuple(args), result)
     else:
-        result = function.forward(own, *args, **kwargs)
+        result = function.forward(ctx, *args, **kwargs)
     has_vjp = function.vjp is not Function.vjp
     own_backward: Callable[..., Any] = function.vjp if has_vjp else function.backward
 
     def backward(*gradients: Tensor | None) -> Sequence[Tensor | None]:
         boxed = getattr(function, "boxed_grads_call", False)
         given = [list(gradients)] if boxed else gradients
-        found = own_backward(own, *given)
-        every = found if isinstance(found, tuple) else (found,)
+        result = own_backward(ctx, *given)
+        every = result if isinstance(result, tuple) else (result,)
         # As in PyTorch, `backward` may return more or fewer gradients than there are arguments.
         return (*every, *[None] * len(args))[: len(args)]
 
@@ -136,8 +136,8 @@ def reduced(types: ArgumentTypes, most: int) -> ArgumentTypes:
     while any(prod(shape) > most for shape in shapes):
         largest = max(size for shape in shapes for size in shape)
         shapes = [[size // 2 if size == largest else size for size in shape] for shape in shapes]
-    left = iter(shapes)
-    return [each if each is None else (torch.Size(next(left)), each[1]) for each in types]
+    remaining = iter(shapes)
+    return [each if each is None else (torch.Size(next(remaining)), each[1]) for each in types]
 
 
 class _FunctionTrial:
@@ -170,15 +170,13 @@ class _FunctionTrial:
                     return CHANGES_INPUT, False
                 factors = backward(torch.ones_like(y))
                 gradient = self._draw_gradient(y)
-                for x, factor, found in zip(inputs, factors, backward(gradient), strict=True):
-                    if problem := _find_factor_problem(x, factor, found, gradient):
+                for x, factor, actual in zip(inputs, factors, backward(gradient), strict=True):
+                    if problem := _find_factor_problem(x, factor, actual, gradient):
                         return problem, False
                 near = [_perturb_tensor(x) for x in inputs]
                 y, backward, _ = called(self._function, near, self._kwargs)
                 pairs = zip(factors, backward(torch.ones_like(y)), strict=True)
-                is_flat = all(
-                    one is None or other is None or torch.equal(one, other) for one, other in pairs
-                )
+                is_flat = all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
                 return "", not is_flat
         except Exception as error:
             return f"on random numbers it raises {type(error).__name__}: {error}", False
@@ -188,7 +186,7 @@ class _FunctionTrial:
 
         It is tried on normal inputs, on inputs of many magnitudes and integers, and on zeros.
         """
-        draws = (self._draw_normal, self._draw_any_magnitude, torch.zeros)
+        draws = (self._draw_normal, self._draw_with_random_magnitude, torch.zeros)
         try:
             return all(self._is_derivative_on(draw) for draw in draws * 2)
         except Exception:  # Raised by the function, or by operators without a derivative.
@@ -196,9 +194,9 @@ class _FunctionTrial:
 
     def _is_derivative_on(self, draw: RandomNumbers) -> bool:
         leaves = self._draw_arguments(draw)
-        places = [n for n, x in enumerate(leaves) if _is_differentiable(x)]
-        for place in places:
-            leaves[place].requires_grad_()
+        positions = [n for n, x in enumerate(leaves) if _is_differentiable(x)]
+        for position in positions:
+            leaves[position].requires_grad_()
         with torch.enable_grad():
             # A function may change non-leaf tensors in place.
             inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
@@ -208,9 +206,9 @@ class _FunctionTrial:
         if not outputs:
             return False
         gradients = {id(y): self._draw_gradient(y) for y in outputs}
-        found = torch.autograd.grad(
+        actual = torch.autograd.grad(
             outputs,
-            [leaves[place] for place in places],
+            [leaves[position] for position in positions],
             list(gradients.values()),
             retain_graph=True,
             materialize_grads=True,
@@ -219,8 +217,8 @@ class _FunctionTrial:
             wanted = backward(*(_look_up_gradient(y, gradients) for y in every))
         rounding = max(torch.finfo(y.dtype).eps for y in outputs)
         return all(
-            _are_equal_gradients(gradient, wanted[place], 1e3 * rounding)
-            for place, gradient in zip(places, found, strict=True)
+            _are_equal_gradients(gradient, wanted[position], 1e3 * rounding)
+            for position, gradient in zip(positions, actual, strict=True)
         )
 
     def _draw_arguments(self, draw: RandomNumbers | None = None) -> list[Any]:
@@ -235,7 +233,7 @@ class _FunctionTrial:
             return draw(shape).double()
         return torch.randint(0, 2, shape, generator=self._generator).to(dtype)
 
-    def _draw_any_magnitude(self, shape: torch.Size) -> Tensor:
+    def _draw_with_random_magnitude(self, shape: torch.Size) -> Tensor:
         numbers = self._draw_normal(shape).sign() * 10 ** (4 * self._draw_normal(shape))
         are_round = self._draw_normal(shape) > 1
         return torch.where(are_round, self._draw_normal(shape).round(), numbers)
@@ -250,17 +248,17 @@ class _FunctionTrial:
 
 
 def _find_factor_problem(
-    x: Any, factor: Tensor | None, found: Tensor | None, gradient: Tensor
+    x: Any, factor: Tensor | None, actual: Tensor | None, gradient: Tensor
 ) -> str:
     """Return why an input's gradient is not the output's gradient times the factor; "" if it is."""
-    if (factor is None) != (found is None):
+    if (factor is None) != (actual is None):
         return "which inputs have a gradient depends on numbers"
-    if factor is None or found is None:
+    if factor is None or actual is None:
         return ""
     if not _is_differentiable(x) or factor.shape != gradient.shape or x.shape != gradient.shape:
         return "an input with a gradient has another shape than the output"
     exact, rounding = gradient.double() * factor, 8 * torch.finfo(gradient.dtype).eps
-    if not torch.allclose(found.double(), exact.double(), rtol=rounding, atol=0.0):
+    if not torch.allclose(actual.double(), exact.double(), rtol=rounding, atol=0.0):
         return "a gradient is not that of the output times a factor for each element"
     return ""
 

@@ -164,8 +164,8 @@ class _FunctionalProgram:
     def _replace_in_place(self, node: fx.Node, changed: list[str]) -> None:
         arguments = node_arguments(node)
         function = _find_overload_without_out(node.target) if changed == ["out"] else None
-        known = function is not None or changed == [next(iter(arguments))]
-        if not known or not isinstance(arguments[changed[0]], fx.Node):
+        is_supported = function is not None or changed == [next(iter(arguments))]
+        if not is_supported or not isinstance(arguments[changed[0]], fx.Node):
             raise CaptureError(
                 f"{line_of(node)}: cannot capture `{node.target}`, which writes into its argument "
                 f"{changed[0]!r}\nuse the operator that returns a new tensor"
@@ -219,8 +219,8 @@ class _FunctionalProgram:
 
     def _insert_fill_diagonal(self, old: fx.Node, value: Any, node: fx.Node) -> fx.Node:
         """Insert `fill_diagonal_` as a masked fill, whose rows can be sharded."""
-        ones = call(self.graph, aten.ones_like.default, (old,), {"dtype": torch.bool}, like=node)
-        lower = call(self.graph, aten.tril.default, (ones,), like=node)
+        mask = call(self.graph, aten.ones_like.default, (old,), {"dtype": torch.bool}, like=node)
+        lower = call(self.graph, aten.tril.default, (mask,), like=node)
         mask = call(self.graph, aten.triu.default, (lower,), like=node)
         return call(self.graph, aten.masked_fill.Scalar, (old, mask, value), like=node)
 
@@ -240,10 +240,10 @@ class _FunctionalProgram:
         result = call(
             self.graph, target, (*tensors, arguments["momentum"], arguments["eps"]), like=node
         )
-        parts = [call(self.graph, operator.getitem, (result, i), like=node) for i in range(3)]
-        self.holds[node] = (0, parts[0])
-        self.write(arguments["running_mean"], parts[1], node)
-        self.write(arguments["running_var"], parts[2], node)
+        results = [call(self.graph, operator.getitem, (result, i), like=node) for i in range(3)]
+        self.holds[node] = (0, results[0])
+        self.write(arguments["running_mean"], results[1], node)
+        self.write(arguments["running_var"], results[2], node)
 
     def mutated_placeholders(self) -> dict[fx.Node, fx.Node]:
         """Return the mutated placeholders of the new graph, with nodes of their final values."""

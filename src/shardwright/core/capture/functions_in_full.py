@@ -42,7 +42,7 @@ class AppliedFunction:
         return self.function.apply(*args, **kwargs), {}  # type: ignore[no-untyped-call]
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}"
 
 
@@ -68,17 +68,19 @@ def traced_in_full(
         return None, CHANGES_INPUT
     inputs = tuple(("_",) * tensor.ndim for tensor in tensors)
     outputs = tuple(("_",) * len(shape) for shape, _ in dry.results)
-    text = f"{_format_dimensions(inputs)} -> {_format_dimensions(outputs)}"
-    declaration = Declaration(inputs, outputs, (None,) * len(outputs), text)
+    notation = f"{_format_dimensions(inputs)} -> {_format_dimensions(outputs)}"
+    declaration = Declaration(inputs, outputs, (None,) * len(outputs), notation)
     where = f"autograd function `{function.__qualname__}` at {current_line()}"
-    part = LocalPart(where, Options(declaration, None, None, None, None), body, body)
-    return part.traced(tuple(args), dict(kwargs), []), ""
+    local_part = LocalPart(where, Options(declaration, None, None, None, None), body, body)
+    return local_part.traced(tuple(args), dict(kwargs), []), ""
 
 
 def warn_of_functions_in_full(graph: Graph) -> None:
     """Warn of the custom autograd functions that every device computes in full."""
     bodies = (op.target.body for op in graph.ops if isinstance(op.target, LocalCall))
-    names = {body.text: body.function for body in bodies if isinstance(body, AppliedFunction)}
+    names = {
+        body.description: body.function for body in bodies if isinstance(body, AppliedFunction)
+    }
     for function in names.values():
         log.warning(
             "every device computes the autograd function %s in full, as its gradients are not "
@@ -104,9 +106,9 @@ def _find_hidden_parameters(
 
 def _list_own_methods(function: type[Function]) -> Iterator[Any]:
     for name in ("forward", "setup_context", "backward", "vjp"):
-        own = getattr(function, name)
-        if own is not getattr(Function, name):
-            yield own
+        method = getattr(function, name)
+        if method is not getattr(Function, name):
+            yield method
 
 
 def _format_dimensions(entries: Sequence[Sequence[str]]) -> str:

@@ -28,8 +28,8 @@ def restore_nodes(module: fx.GraphModule) -> None:
     After `torch.export` rewrites one of two equal arguments, `users` of the other lacks the reader.
     Operators remain that raised an error which the user's code caught.
     """
-    for part in module.modules():
-        nodes = list(part.graph.nodes) if isinstance(part, fx.GraphModule) else []
+    for submodule in module.modules():
+        nodes = list(submodule.graph.nodes) if isinstance(submodule, fx.GraphModule) else []
         for node in nodes:
             for read in node.all_input_nodes:
                 read.users.setdefault(node)

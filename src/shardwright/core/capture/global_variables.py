@@ -51,11 +51,11 @@ def reads_gradient_mode(model: nn.Module) -> bool:
     return GRADIENT_MODE in globals_read(model)
 
 
-def globals_of(place: str) -> dict[str, Any]:
+def globals_of(scope: str) -> dict[str, Any]:
     """Return the global variables of a place; none if its Python module is not imported."""
-    if place == GRADIENT_MODE[0]:
+    if scope == GRADIENT_MODE[0]:
         return _GradientMode()
-    file = sys.modules.get(place.removeprefix(GLOBALS))
+    file = sys.modules.get(scope.removeprefix(GLOBALS))
     return {} if file is None else vars(file)
 
 
@@ -72,12 +72,12 @@ def globals_read(
         codes: if given, receives the code objects of these functions as keys.
     """
     seen = {} if codes is None else codes
-    for kind in dict.fromkeys(map(type, model.modules())):
-        if not is_library(kind.__module__):
-            yield from _find_reads(getattr(kind, "forward", None), kind, seen)
+    for cls in dict.fromkeys(map(type, model.modules())):
+        if not is_library(cls.__module__):
+            yield from _find_reads(getattr(cls, "forward", None), cls, seen)
 
 
-def _find_reads(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterator[tuple[str, str]]:
+def _find_reads(function: Any, cls: type, seen: dict[CodeType, None]) -> Iterator[tuple[str, str]]:
     function = getattr(function, "__func__", function)
     function = inspect.unwrap(function) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or function.__code__ in seen:
@@ -89,21 +89,21 @@ def _find_reads(function: Any, kind: type, seen: dict[CodeType, None]) -> Iterat
     if GRADIENT_MODE[1] in names:
         yield GRADIENT_MODE
     for name in sorted(names):
-        for base in kind.__mro__:  # `super()` may call any of them.
-            yield from _find_reads(vars(base).get(name), kind, seen)
+        for base in cls.__mro__:  # `super()` may call any of them.
+            yield from _find_reads(vars(base).get(name), cls, seen)
     file = sys.modules.get(function.__module__)
     if file is None or vars(file) is not function.__globals__:
         return
     # An attribute `self.p` is no global variable `p`, which only some ranks may have.
     own_names = _global_names_in(function.__code__)
     imported = [vars(file)[name] for name in own_names & vars(file).keys()]
-    for place in (file, *(value for value in imported if isinstance(value, ModuleType))):
-        if is_library(place.__name__):
+    for module in (file, *(value for value in imported if isinstance(value, ModuleType))):
+        if is_library(module.__name__):
             continue
-        for name in sorted((own_names if place is file else names) & vars(place).keys()):
-            if _is_variable(vars(place)[name]) and not name.startswith("__"):
-                yield GLOBALS + place.__name__, name
-            yield from _find_reads(vars(place)[name], kind, seen)
+        for name in sorted((own_names if module is file else names) & vars(module).keys()):
+            if _is_variable(vars(module)[name]) and not name.startswith("__"):
+                yield GLOBALS + module.__name__, name
+            yield from _find_reads(vars(module)[name], cls, seen)
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -47,8 +47,8 @@ def check_hooks(module: nn.Module) -> None:
 
 def count_hooks(module: nn.Module) -> int:
     """Return the number of hooks of a module, without hooks of libraries."""
-    kinds = (*forward_hooks(module), *backward_hooks(module))
-    return sum(not _is_library_hook(hook) for hooks in kinds for hook in hooks.values())
+    registries = (*forward_hooks(module), *backward_hooks(module))
+    return sum(not _is_library_hook(hook) for hooks in registries for hook in hooks.values())
 
 
 def _is_library_hook(hook: Callable[..., Any]) -> bool:
@@ -71,7 +71,7 @@ def observe_forward_hooks(twin: nn.Module) -> None:
 def _wrap_hook(path: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = dict(vars(module))
-        with _InPlaceChanges() as changes:
+        with _InPlaceChangeRecorder() as changes:
             result = hook(module, *args, **kwargs)
         after = vars(module)
         changed = changes.seen or any(after[key] is not before.get(key) for key in after)
@@ -91,7 +91,7 @@ def _format_path(path: str) -> str:
     return f"module {path!r}" if path else "the model"
 
 
-class _InPlaceChanges(TorchFunctionMode):
+class _InPlaceChangeRecorder(TorchFunctionMode):
     """A context that records whether a tensor is changed in place."""
 
     seen = False

@@ -124,7 +124,7 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
     arguments = [arg for arg in node.all_input_nodes if is_tensor(arg)]
     if not recorded or not arguments or node.target is operator.getitem:
         return
-    both = {dtype, torch.float32} <= {tensor(arg).dtype for arg in arguments}
+    has_both = {dtype, torch.float32} <= {tensor(arg).dtype for arg in arguments}
     name = str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
     # Fake tensors let products take both dtypes at once; normalizations do, for their statistics.
     mixed = torch.float32 in {tensor(arg).dtype for arg in arguments} and dtype in recorded
@@ -138,7 +138,7 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
 
         if cast_to is None:
             if _infer_result_dtypes(node.target, node.args, node.kwargs) == recorded:
-                if both and name in _CELLS_WITH_INNER_CASTS:
+                if has_both and name in _CELLS_WITH_INNER_CASTS:
                     break
                 return
             continue

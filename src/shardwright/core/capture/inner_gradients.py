@@ -63,32 +63,32 @@ def gradients(
     given, cotangent_spec = pytree.tree_flatten(grad_outputs)
     cotangents = [leaf for leaf in given if isinstance(leaf, Tensor)]
     tensors = [trace.tensor(node) for node in (*between.roots, *between.others)]
-    known = [trace.tensor(node) for node in between.unchanged_results]
-    found: list[Tensor | None] = []
+    unchanged = [trace.tensor(node) for node in between.unchanged_results]
+    input_gradients: list[Tensor | None] = []
 
     def back(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
         count = len(between.roots) + len(between.others)
         values = between.call(operators, tensors[:count])
-        left = iter(tensors[count:])
-        directions = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in given]
-        found[:] = torch.autograd.grad(
+        derivatives = iter(tensors[count:])
+        directions = [next(derivatives) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        input_gradients[:] = torch.autograd.grad(
             [values[node] for node in ends],
             [values[node] for node in starts],
             pytree.tree_unflatten(directions, cotangent_spec),
             create_graph=True,
             **options,
         )
-        kept = [values[node] for node in between.unchanged_results]
-        return [*kept, *(gradient for gradient in found if gradient is not None)]
+        results = [values[node] for node in between.unchanged_results]
+        return [*results, *(gradient for gradient in input_gradients if gradient is not None)]
 
     with without_function_modes(), without_dispatch_modes():
         leaves = [t.detach() for t in (*tensors, *cotangents)]
         for leaf in leaves[: len(between.roots)]:
             leaf.requires_grad_()
     module = operators_of(back, leaves)
-    _turn_results_into_inputs(module.graph, len(known))
-    made = iter(called_again(module, [*tensors, *cotangents, *known]))
-    results = [None if gradient is None else next(made) for gradient in found]
+    _turn_results_into_inputs(module.graph, len(unchanged))
+    made = iter(called_again(module, [*tensors, *cotangents, *unchanged]))
+    results = [None if gradient is None else next(made) for gradient in input_gradients]
     return tuple(r if r is None or create_graph else r.detach() for r in results)
 
 
@@ -190,10 +190,10 @@ class _GradientPath:
     @property
     def unchanged_results(self) -> list[fx.Node]:
         """Operators that return one tensor, which no later operator changes in place."""
-        writers = {node: found for node in self.operators if (found := _list_changed(node))}
-        changed = {*writers, *(tensor for found in writers.values() for tensor in found)}
-        tensors = (node for node in self.operators if isinstance(node.meta["val"], Tensor))
-        return [node for node in tensors if node not in changed]
+        writers = {node: tensors for node in self.operators if (tensors := _changed_tensors(node))}
+        changed = {*writers, *(tensor for tensors in writers.values() for tensor in tensors)}
+        of_tensors = (node for node in self.operators if isinstance(node.meta["val"], Tensor))
+        return [node for node in of_tensors if node not in changed]
 
     def call(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
         """Call the operators on `tensors`, values of `roots` and `others`; return all values."""
@@ -225,15 +225,15 @@ class _GradientPath:
             CaptureError: if an operator draws random numbers, cannot be captured, or reads a tensor
                 that is changed in place.
         """
-        read, own = {*depending, *self.others}, set(self.operators)
+        read, operators = {*depending, *self.others}, set(self.operators)
         for node in graph.nodes:
             if "autocast" in str(node.target):
                 raise CaptureError(
                     "`forward` computes gradients in or after an autocast region, which cannot be "
                     f"captured\ncompute the gradient outside of the model, {_OR_CUSTOM_OP}"
                 )
-            changed = read.intersection(_list_changed(node))
-            if changed and not (node in own and changed <= own):
+            changed = read.intersection(_changed_tensors(node))
+            if changed and not (node in operators and changed <= operators):
                 raise CaptureError(
                     "`forward` computes gradients through a tensor that it changes in place "
                     f"({line_of(node)})\ncompute a new tensor instead: `x = x + y`, not `x += y`"
@@ -259,7 +259,7 @@ def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node
 
     A node of `starts` is included only if it depends on another one.
     """
-    found: dict[fx.Node, None] = {}
+    dependents: dict[fx.Node, None] = {}
     first, enabled = set(starts), True
     for node in graph.nodes:
         if "set_grad_enabled" in str(node.target):
@@ -267,23 +267,23 @@ def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node
         elif (
             enabled
             and _get_operator_name(node) not in _WITHOUT_VALUES
-            and any(arg in found or arg in first for arg in node.all_input_nodes)
+            and any(arg in dependents or arg in first for arg in node.all_input_nodes)
         ):
-            found[node] = None
-    return found
+            dependents[node] = None
+    return dependents
 
 
-def _list_changed(node: fx.Node) -> list[fx.Node]:
+def _changed_tensors(node: fx.Node) -> list[fx.Node]:
     """List the tensors that an operator changes in place, and the tensors that these view."""
-    found: list[fx.Node] = []
+    changed_tensors: list[fx.Node] = []
     arguments = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
     for argument, given in zip(arguments, node.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for changed in pytree.tree_leaves(given):
                 while isinstance(changed, fx.Node):
-                    found.append(changed)
+                    changed_tensors.append(changed)
                     changed = _find_viewed_tensor(changed)
-    return found
+    return changed_tensors
 
 
 def _find_viewed_tensor(node: fx.Node) -> Any:

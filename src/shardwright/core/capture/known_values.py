@@ -52,7 +52,7 @@ _METADATA = {
 _SELECTED = {torch.masked_select, Tensor.masked_select}
 
 
-class _UnknownError(Exception):
+class _UnknownValueError(Exception):
     """Raised for a value that is drawn at random or depends on arguments or parameters."""
 
 
@@ -77,14 +77,14 @@ class _Recipe:
             result if self.result_index is None else pytree.tree_leaves(result)[self.result_index]
         )
         if type(value) is not Tensor or not value.is_cpu:
-            raise _UnknownError
+            raise _UnknownValueError
         return value
 
     def result(self) -> Any:
         """Call the function; return its result, or the first argument if it is changed in place.
 
         Raises:
-            _UnknownError: if the function draws random numbers or fails.
+            _UnknownValueError: if the function draws random numbers or fails.
         """
         args, kwargs = pytree.tree_map_only(_Recipe, lambda r: r.value, self.arguments)
         drawn = torch.default_generator.get_state()
@@ -94,10 +94,10 @@ class _Recipe:
                     args = (args[0].clone(), *args[1:])
                 result = self.function(*args, **kwargs)
         except Exception as error:
-            raise _UnknownError from error
+            raise _UnknownValueError from error
         if not torch.equal(drawn, torch.default_generator.get_state()):
             torch.default_generator.set_state(drawn)
-            raise _UnknownError
+            raise _UnknownValueError
         return args[0] if self.result_index is None else result
 
 
@@ -105,10 +105,10 @@ def _require_unchanged(tensor: Tensor, seen: int) -> Tensor:
     """Return a tensor made before `forward`.
 
     Raises:
-        _UnknownError: if `tensor` was changed in place since version `seen`.
+        _UnknownValueError: if `tensor` was changed in place since version `seen`.
     """
     if version(tensor) != seen:
-        raise _UnknownError
+        raise _UnknownValueError
     return tensor
 
 
@@ -117,13 +117,13 @@ class _BufferAtStart:
     """A buffer of the model at the start of `forward`.
 
     Args:
-        place: path of the module and name of the buffer.
+        key: path of the module and name of the buffer.
         fake: the fake tensor for the buffer in the trace.
         seen: version counter of `fake` at the start of `forward`.
         held: the buffer itself.
     """
 
-    place: tuple[str, str]
+    key: tuple[str, str]
     fake: ref[Tensor]
     seen: int
     held: Tensor
@@ -134,7 +134,7 @@ def _make_empty_recipe(like: Tensor) -> _Recipe:
     return _Recipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
 
 
-def _has_dims(value: Any) -> bool:
+def _is_nonscalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
@@ -156,15 +156,15 @@ def filling_caches() -> Iterator[None]:
     try:
         yield
     finally:
-        kept = [pair for known in _known_values_of_traces for pair in known.kept()]
+        known_pairs = [pair for each in _known_values_of_traces for pair in each.known_pairs()]
         _known_values_of_traces.clear()
-        known = {id(tensor) for tensor, _ in kept}
+        known_ids = {id(tensor) for tensor, _ in known_pairs}
         made = [
             cache
             for cache, tensors in caches.forget(FakeTensor)
-            if not known.issuperset(map(id, tensors))
+            if not known_ids.issuperset(map(id, tensors))
         ]
-        fill(kept)
+        fill(known_pairs)
     if made:
         raise CaptureError(
             f"`{made[0].__qualname__}` caches, with `functools.lru_cache`, a tensor that its first "
@@ -194,20 +194,20 @@ class KnownValues(TorchFunctionMode):
         self._device = next(iter(devices), torch.device("cpu"))
         _known_values_of_traces.append(self)
 
-    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def known_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each fake tensor that is still alive after its trace and has a known value.
 
         The second of each pair is its value, on the device of the model.
         """
         for tensor, (seen, recipe) in list(self._recipes.items()):
             if isinstance(tensor, FakeTensor) and seen == version(tensor):
-                with suppress(_UnknownError):
+                with suppress(_UnknownValueError):
                     yield tensor, recipe.value.to(self._device)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor that does not depend on arguments, or None if unknown."""
         seen, recipe = self._recipes.get(tensor, (None, None))
-        with suppress(_UnknownError):
+        with suppress(_UnknownValueError):
             if recipe is not None and seen == version(tensor):
                 value: Tensor = recipe.value
                 return value
@@ -216,17 +216,17 @@ class KnownValues(TorchFunctionMode):
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
         """Find the fake tensors of buffers; `torch.export` may have replaced those of `twin`."""
         held = dict(module.named_modules())
-        for path, part in twin.named_modules():
-            for name, fake in own_buffers(part).items():
+        for path, submodule in twin.named_modules():
+            for name, fake in own_buffers(submodule).items():
                 buffer = own_buffers(held[path])[name] if path in held else None
                 if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
-                    place = (path, name)
+                    key = (path, name)
                     self._buffers_at_start[id(fake)] = _BufferAtStart(
-                        place, ref(fake), version(fake), buffer
+                        key, ref(fake), version(fake), buffer
                     )
 
     def _read_buffer(self, buffer: _BufferAtStart) -> Tensor:
-        self.read[buffer.place] = None
+        self.read[buffer.key] = None
         return buffer.held.detach().cpu()
 
     def __torch_function__(
@@ -238,47 +238,47 @@ class KnownValues(TorchFunctionMode):
         try:
             if func in _READING or (func is torch.where and len(args) == 1):
                 return _Recipe(func, self._convert_to_recipes((args, kwargs))).result()
-        except _UnknownError:
+        except _UnknownValueError:
             pass
-        if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _has_dims(args[2])):
+        if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_nonscalar(args[2])):
             args = (args[0], self._resolve_masks(args[1]), *args[2:])
         elif func in _SELECTED and len(args) == 2:
             shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
             mask = self._call_and_record(Tensor.expand, (args[1], shape), {})
-            places = self._find_mask_indices(mask)
-            if places[0] is not mask:
-                return args[0].expand(shape)[places]
+            indices = self._find_mask_indices(mask)
+            if indices[0] is not mask:
+                return args[0].expand(shape)[indices]
         return self._call_and_record(func, args, kwargs)
 
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function and record the recipes of its results, if its arguments are known."""
         try:
             read = (_make_empty_recipe(args[0]), *args[1:]) if func in _LIKE and args else args
-            known = self._convert_to_recipes((read, kwargs))
-        except _UnknownError:
+            recipe_args = self._convert_to_recipes((read, kwargs))
+        except _UnknownValueError:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         before = 0 if first is None else version(first)
         result = func(*args, **kwargs)
         if first is not None and version(first) != before:
-            self._recipes[first] = version(first), _Recipe(func, known, None)
+            self._recipes[first] = version(first), _Recipe(func, recipe_args, None)
             return result
-        for place, leaf in enumerate(pytree.tree_leaves(result)):
+        for position, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, Tensor):
-                self._recipes[leaf] = version(leaf), _Recipe(func, known, place)
+                self._recipes[leaf] = version(leaf), _Recipe(func, recipe_args, position)
         return result
 
     def _convert_to_recipes(self, arguments: Any) -> Any:
         """Replace the tensors among arguments with their recipes.
 
         Raises:
-            _UnknownError: if the value of an argument is unknown.
+            _UnknownValueError: if the value of an argument is unknown.
         """
         return pytree.tree_map(self._find_recipe, arguments)
 
     def _find_recipe(self, leaf: Any) -> Any:
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
-            raise _UnknownError
+            raise _UnknownValueError
         if not isinstance(leaf, Tensor):
             return leaf
         seen, recipe = self._recipes.get(leaf, (None, None))
@@ -289,15 +289,15 @@ class KnownValues(TorchFunctionMode):
             return _Recipe(self._read_buffer, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
             return _Recipe(_require_unchanged, ((leaf, version(leaf)), {}))
-        raise _UnknownError
+        raise _UnknownValueError
 
     def _resolve_masks(self, index: Any) -> Any:
         """Replace the known masks of an index with the indices of their true elements."""
-        parts = index if isinstance(index, tuple) else (index,)
-        masks = [p for p in parts if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
+        entries = index if isinstance(index, tuple) else (index,)
+        masks = [p for p in entries if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
         if not masks:
             return index
-        return tuple(place for part in parts for place in self._find_mask_indices(part))
+        return tuple(resolved for entry in entries for resolved in self._find_mask_indices(entry))
 
     def _find_mask_indices(self, mask: Any) -> tuple[Any, ...]:
         """Return the indices of the true elements of a mask, one tensor per dimension.
@@ -307,9 +307,9 @@ class KnownValues(TorchFunctionMode):
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)
         try:
-            found = _Recipe(
+            indices = _Recipe(
                 torch.nonzero, self._convert_to_recipes(((mask,), {"as_tuple": True}))
             ).result()
-        except _UnknownError:
+        except _UnknownValueError:
             return (mask,)
-        return tuple(found)
+        return tuple(indices)

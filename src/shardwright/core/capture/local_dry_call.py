@@ -80,7 +80,7 @@ class DryCall:
             with (
                 functions_applied_by(lambda _, args, kwargs, original: original()),
                 FakeTensorMode(),
-                _RecordEffects() as effects,
+                _EffectRecorder() as effects,
                 torch.autocast("cpu", self.autocast, enabled=self.autocast is not None),
             ):
                 tensors = [
@@ -94,28 +94,28 @@ class DryCall:
                 result, after = self.sample.run(args, kwargs, tensors[given:])
         except Exception:  # The user's code, which may need values.
             return None
-        parts, structure = pytree.tree_flatten(result)
-        found = [part for part in parts if isinstance(part, Tensor)]
-        if any(not isinstance(size, int) for part in found for size in part.shape):
+        result_leaves, structure = pytree.tree_flatten(result)
+        returned = [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
+        if any(not isinstance(size, int) for leaf in returned for size in leaf.shape):
             return None  # A size that depends on values.
 
         def output(made: Sequence[Tensor]) -> Any:
             remaining = (
-                result if part.requires_grad else result.detach()
-                for part, result in zip(found, made, strict=True)
+                result if x.requires_grad else result.detach()
+                for x, result in zip(returned, made, strict=True)
             )
-            filled = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
+            filled = [next(remaining) if isinstance(x, Tensor) else x for x in result_leaves]
             return pytree.tree_unflatten(filled, structure)
 
-        results = [(tuple(part.shape), part.dtype) for part in found]
+        results = [(tuple(leaf.shape), leaf.dtype) for leaf in returned]
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
-        constant = _find_without_gradient(tensors, found)
+        constant = _untrained_indices(tensors, returned)
         return DryResult(results, output, changed, constant, effects.random, in_place)
 
 
-def _find_without_gradient(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
+def _untrained_indices(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
     """Return the indices of the tensors that require a gradient and get none from `results`."""
     trained = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
     reached = reached_by_gradients(results, [tensors[number] for number in trained])
@@ -131,7 +131,7 @@ _NORMALIZATIONS = frozenset(
 """Operators that change their fourth and fifth argument without increasing their version."""
 
 
-class _RecordEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _EffectRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that records draws of random numbers, and the ids of running statistics."""
 
     random = False

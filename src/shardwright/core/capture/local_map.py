@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwright.core.capture.annotations import ModulePlace, ModuleTag, attach
+from shardwright.core.capture.annotations import ModuleLocation, ModuleTag, attach
 from shardwright.core.capture.local_trace import LocalPart, Options
 from shardwright.core.capture.naming import current_line
 from shardwright.core.deferred import copies_of_attributes
@@ -101,7 +101,7 @@ def local_map(
     if isinstance(target, nn.Module):
         attach(target, LocalMapTag(options, _check_buffer_names(target, buffers)))
         return target
-    _check_reads_nothing_trained(target)
+    _check_reads_no_trained_tensor(target)
     function: Any = LocalFunction(target, options)
     return function  # type: ignore[no-any-return]
 
@@ -113,38 +113,38 @@ class LocalMapTag(ModuleTag):
     options: Options
     buffers: frozenset[str] = frozenset()
 
-    def trace(self, module: nn.Module, place: ModulePlace) -> None:
-        part, names = (
-            self._make_local_part(module, place),
+    def trace(self, module: nn.Module, location: ModuleLocation) -> None:
+        local_part, names = (
+            self._make_local_part(module, location),
             list(_collect_tensor_names(module).values()),
         )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Read in each call, since a trace replaces the parameters and buffers.
             tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            return part.traced(args, kwargs, [tensors[name] for name, *_ in names])
+            return local_part.traced(args, kwargs, [tensors[name] for name, *_ in names])
 
         module.forward = forward
 
-    def _make_local_part(self, module: nn.Module, place: ModulePlace) -> LocalPart:
+    def _make_local_part(self, module: nn.Module, location: ModuleLocation) -> LocalPart:
         names = tuple(_collect_tensor_names(module).values())
         sample = _copy_to_meta_device(module)
-        text = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
+        description = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
         count = len({id(parameter) for parameter in module.parameters()})
-        body = ModuleBody(weakref.ref(place.root), place.path, names, count, text)
-        sampled = ModuleBody(lambda: sample, "", names, count, text)
+        body = ModuleBody(weakref.ref(location.root), location.path, names, count, description)
+        sampled = ModuleBody(lambda: sample, "", names, count, description)
         statistics = tuple(
             number
             for number, (name, *_) in enumerate(names)
             if name in self.buffers or _is_running_statistic(module, name)
         )
-        return LocalPart(str(place), self.options, body, sampled, statistics)
+        return LocalPart(str(location), self.options, body, sampled, statistics)
 
-    def module_call(self, module: nn.Module, place: ModulePlace) -> ModuleCall:
+    def module_call(self, module: nn.Module, location: ModuleLocation) -> ModuleCall:
         """Return the call that TorchDynamo puts into its graph for a copy of the module."""
-        part = self._make_local_part(module, place)
+        local_part = self._make_local_part(module, location)
         names = tuple(name for name, *_ in _collect_tensor_names(module).values())
-        return ModuleCall(as_one_call(lambda *call: part.traced(*call)), names)
+        return ModuleCall(as_one_call(lambda *call: local_part.traced(*call)), names)
 
 
 def _check_buffer_names(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
@@ -153,12 +153,12 @@ def _check_buffer_names(module: nn.Module, names: Sequence[str]) -> frozenset[st
     Raises:
         StrategyError: if a name is not that of a buffer.
     """
-    own = dict(module.named_buffers())
+    buffers = dict(module.named_buffers())
     for name in names:
-        if name not in own:
+        if name not in buffers:
             raise StrategyError(
                 f"local_map: {name!r} is no buffer of the {type(module).__name__}\n"
-                f"give names of its buffers: {', '.join(own) or 'none'}"
+                f"give names of its buffers: {', '.join(buffers) or 'none'}"
             )
     return frozenset(names)
 
@@ -169,8 +169,8 @@ def calls_of_modules(twin: nn.Module, root: nn.Module) -> dict[int, ModuleCall]:
     for path, module in twin.named_modules():
         tag = vars(module).get("shardwright", {}).get(LocalMapTag.__name__)
         if tag is not None:
-            place = ModulePlace(root, path, type(module).__name__)
-            calls[id(module)] = tag.module_call(module, place)
+            location = ModuleLocation(root, path, type(module).__name__)
+            calls[id(module)] = tag.module_call(module, location)
     return calls
 
 
@@ -185,7 +185,7 @@ class LocalFunction:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self.function, self.options = function, options
         update_wrapper(self, function)
-        self._set_call_in_graph()
+        self._set_dynamo_call()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return call_locally(self, args, kwargs)
@@ -195,9 +195,9 @@ class LocalFunction:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._set_call_in_graph()
+        self._set_dynamo_call()
 
-    def _set_call_in_graph(self) -> None:
+    def _set_dynamo_call(self) -> None:
         reference = weakref.ref(self)
 
         @as_one_call
@@ -215,7 +215,7 @@ class LocalFunction:
             StrategyError: if the call does not fit the notation.
         """
         body = FunctionBody(self.function)
-        where = f"{body.text} at {current_line()}"
+        where = f"{body.description} at {current_line()}"
         return LocalPart(where, self.options, body, body).traced(args, kwargs, [])
 
 
@@ -288,8 +288,8 @@ def _parse_options(
     Raises:
         StrategyError: if an argument is malformed.
     """
-    left, arrow, right = notation.partition("->") if isinstance(notation, str) else ("", "", "")
-    inputs, outputs = _parse_entries(left), _parse_entries(right)
+    before, arrow, after = notation.partition("->") if isinstance(notation, str) else ("", "", "")
+    inputs, outputs = _parse_entries(before), _parse_entries(after)
     tokens = [token for entry in (*inputs, *outputs) for token in entry]
     digits = [token for entry in inputs for token in entry if token.isdigit()]
     bad = [t for t in tokens if not (t.isidentifier() or t.isdigit())] + digits
@@ -313,10 +313,10 @@ def _parse_options(
             f"local_map {notation!r}: {len(dtypes)} dtypes for {len(outputs)} results\n"
             f"give one for each: dtypes=({'torch.float32, ' * len(outputs)})"
         )
-    kinds = None if dtypes is None else tuple(dtypes)
+    result_dtypes = None if dtypes is None else tuple(dtypes)
     declaration = Declaration(inputs, outputs, partials, notation)
     _check_can_be_sharded(declaration)
-    return Options(declaration, kinds, random, flops, saved_bytes)
+    return Options(declaration, result_dtypes, random, flops, saved_bytes)
 
 
 def _check_can_be_sharded(declaration: Declaration) -> None:
@@ -338,17 +338,17 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     reductions = ['"mean"' if n == number else repr(p) for n, (_, p) in enumerate(results)]
     given = reductions[0] if len(results) == 1 else f"({', '.join(reductions)})"
     raise StrategyError(
-        f"local_map {declaration.text!r}: result {number} lacks {name!r}, so nothing can be sharded"
-        f'\nsay how shards are reduced: partial={given}, or "sum"; or write `_` for {name!r}'
+        f"local_map {declaration.notation!r}: result {number} lacks {name!r}, so nothing can be "
+        f'sharded\nsay how shards are reduced: partial={given}, or "sum"; or write `_` for {name!r}'
     )
 
 
 def _parse_entries(side: str) -> tuple[tuple[str, ...], ...]:
-    texts = [text.strip() for text in side.split(",")] if side.strip() else []
-    return tuple(() if text == "()" else tuple(text.split()) for text in texts)
+    entries = [entry.strip() for entry in side.split(",")] if side.strip() else []
+    return tuple(() if entry == "()" else tuple(entry.split()) for entry in entries)
 
 
-def _check_reads_nothing_trained(function: Any) -> None:
+def _check_reads_no_trained_tensor(function: Any) -> None:
     """Check that a function reads no trained module or tensor besides its arguments.
 
     Raises:
@@ -365,10 +365,10 @@ def _check_reads_nothing_trained(function: Any) -> None:
 
 def trained_reads(function: Any) -> Iterator[Any]:
     """Yield the trained modules and tensors that a function reads and that are not arguments."""
-    for thing in _list_captured_values(function):
-        tensors = thing.parameters() if isinstance(thing, nn.Module) else (thing,)
+    for captured in _list_captured_values(function):
+        tensors = captured.parameters() if isinstance(captured, nn.Module) else (captured,)
         if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
-            yield thing
+            yield captured
 
 
 def _list_captured_values(function: Any) -> Iterator[Any]:

@@ -92,7 +92,7 @@ class LocalPart:
         changed = self._find_changed_buffers(dry, state)
         options = self.options
         call = LocalCall(
-            name=self.body.path if isinstance(self.body, ModuleBody) else self.body.text,
+            name=self.body.path if isinstance(self.body, ModuleBody) else self.body.description,
             declaration=self.declared,
             body=self.body,
             sample=None if dry is None else self.sample,
@@ -120,14 +120,14 @@ class LocalPart:
         Raises:
             StrategyError: if the call does not fit the notation.
         """
-        entries, text = self.declared.inputs, self.declared.text
+        entries, notation = self.declared.inputs, self.declared.notation
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors"
         if [len(entry) for entry in entries] != [tensor.ndim for tensor in tensors]:
             given = example_entries(tensors)
             raise StrategyError(
-                f"local_map {self.where}: called with {shapes}, which `{text}` does not describe\n"
-                "write an entry for each tensor, with a name or `_` for each dimension:"
-                f' "{given} -> {text.partition("->")[2].strip()}"'
+                f"local_map {self.where}: called with {shapes}, which `{notation}` does not "
+                "describe\nwrite an entry for each tensor, with a name or `_` for each dimension:"
+                f' "{given} -> {notation.partition("->")[2].strip()}"'
             )
         sizes: dict[str, Any] = {}
         for entry, tensor in zip(entries, tensors, strict=True):
@@ -135,7 +135,7 @@ class LocalPart:
                 if name != "_" and sizes.setdefault(name, size) != size:
                     raise StrategyError(
                         f"local_map {self.where}: called with {shapes}, in which `{name}` of"
-                        f" `{text}` is both {sizes[name]} and {size}\n"
+                        f" `{notation}` is both {sizes[name]} and {size}\n"
                         "give dimensions of different sizes different names"
                     )
 
@@ -176,7 +176,7 @@ class LocalPart:
             if unknown:
                 raise StrategyError(
                     f"local_map {self.where}: it needs the values of tensors, so the"
-                    f" size of `{unknown[0]}` in `{self.declared.text}` is unknown\n"
+                    f" size of `{unknown[0]}` in `{self.declared.notation}` is unknown\n"
                     'name it after a dimension of an argument, as in "b _h -> b _h", or write a'
                     ' number, as in "b _h -> b 10"'
                 )
@@ -209,7 +209,7 @@ class LocalPart:
         Raises:
             StrategyError: if the results of a dry call do not fit the notation.
         """
-        entries, text = self.declared.outputs, self.declared.text
+        entries, notation = self.declared.outputs, self.declared.notation
         sizes = {n: size_of(s) for n, s in self.declared.sizes(tensors).items()}
         fits = len(shapes) == len(entries) and all(
             len(shape) == len(entry)
@@ -223,10 +223,10 @@ class LocalPart:
             return
         names = {size: name for name, size in reversed(sizes.items())}
         example = ", ".join(" ".join(names.get(s, "_") for s in shape) or "()" for shape in shapes)
-        found = ", ".join(str(list(shape)) for shape in shapes) or "no tensors"
+        returned = ", ".join(str(list(shape)) for shape in shapes) or "no tensors"
         raise StrategyError(
-            f"local_map {self.where}: returns {found}, which `{text}` does not describe\n"
-            f'write an entry for each result: "{text.partition("->")[0].strip()} -> {example}"'
+            f"local_map {self.where}: returns {returned}, which `{notation}` does not describe\n"
+            f'write an entry for each result: "{notation.partition("->")[0].strip()} -> {example}"'
         )
 
 
@@ -280,11 +280,11 @@ def _local_map(
 def _(
     tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
 ) -> list[Tensor]:
-    left, results = list(sizes), []
+    remaining_sizes, results = list(sizes), []
     for rank, dtype in zip(ranks, dtypes.split(), strict=True):
-        shape, left = left[:rank], left[rank:]
-        kind = getattr(torch, dtype.removeprefix("torch."))
-        results.append(torch.empty(shape, dtype=kind, device="cpu"))
+        shape, remaining_sizes = remaining_sizes[:rank], remaining_sizes[rank:]
+        torch_dtype = getattr(torch, dtype.removeprefix("torch."))
+        results.append(torch.empty(shape, dtype=torch_dtype, device="cpu"))
     return results
 
 

@@ -58,48 +58,48 @@ class BandProofs:
     def band(self, mask: fx.Node) -> Band | None:
         """Return the band that a boolean mask allows, or None if this is not proved."""
         if mask not in self._bands:
-            self._bands[mask] = self._prove_band(mask)
+            self._bands[mask] = self._infer_band(mask)
         return self._bands[mask]
 
-    def _prove_band(self, mask: fx.Node) -> Band | None:
+    def _infer_band(self, mask: fx.Node) -> Band | None:
         if mask.meta["val"].dtype != torch.bool or mask.op != "call_function":
             return None
         if mask.target in AND:
-            first, *others = (self._prove_reshaped(each, mask) for each in mask.args)
+            first, *others = (self._infer_reshaped_band(each, mask) for each in mask.args)
             for band in others:
                 first = None if first is None or band is None else first & band
             return first
         if mask.target in SAME:
-            return self._prove_reshaped(mask.args[0], mask)
+            return self._infer_reshaped_band(mask.args[0], mask)
         if mask.target in _ONES:
             return ALL
         if mask.target in _TRIANGLES:
-            return self._prove_triangle(mask)
+            return self._infer_triangle_band(mask)
         if mask.target in _NOT:
-            return self._prove_comparison(mask.args[0], opposite=True)  # type: ignore[arg-type]
+            return self._infer_comparison_band(mask.args[0], opposite=True)  # type: ignore[arg-type]
         if mask.target is aten.eq.Tensor:
             numbers = [n for each in mask.args if (n := self._get_value(each)) is not None]
             ends = [end.item() for n in numbers for end in n.aminmax()]
             return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
         if mask.target in _COMPARISONS:
-            return self._prove_comparison(mask)
+            return self._infer_comparison_band(mask)
         value = self._get_value(mask)
         return ALL if value is not None and bool(value.all()) else None
 
-    def _prove_reshaped(self, source: Any, mask: fx.Node) -> Band | None:
+    def _infer_reshaped_band(self, source: Any, mask: fx.Node) -> Band | None:
         """Return the band of `mask`, an expanded or reshaped `source`, or None if not proved."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
         return band if band == ALL or same_pairs else None
 
-    def _prove_triangle(self, mask: fx.Node) -> Band | None:
+    def _infer_triangle_band(self, mask: fx.Node) -> Band | None:
         """Return the band of `tril` or `triu` of a mask, or None if not proved."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
         return None if band is None or reach < 0 else band & Band(**{name: reach})
 
-    def _prove_comparison(self, mask: fx.Node, opposite: bool = False) -> Band | None:
+    def _infer_comparison_band(self, mask: fx.Node, opposite: bool = False) -> Band | None:
         """Return the band of a comparison of queries `[..., s, 1]` and keys `[..., 1, t]`, or None.
 
         Args:
@@ -118,10 +118,10 @@ class BandProofs:
         if swapped:
             first, second = second, first
         if first.shape[-1] == 1 and second.shape[-2] == 1:
-            return _prove_greater(first.squeeze(-1), second.squeeze(-2), greater)
+            return _band_of_order(first.squeeze(-1), second.squeeze(-2), greater)
         if first.shape[-2] == 1 and second.shape[-1] == 1:
-            return _prove_greater(
-                _negate_order(second).squeeze(-1), _negate_order(first).squeeze(-2), greater
+            return _band_of_order(
+                _reverse_order(second).squeeze(-1), _reverse_order(first).squeeze(-2), greater
             )
         return None
 
@@ -148,7 +148,7 @@ class BandProofs:
         return result
 
 
-def _prove_greater(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
+def _band_of_order(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
     """Return the band where `greater(query, key)`, or None; both tensors `[..., positions]`."""
     if bool(greater(queries.amin(), keys.amax())):
         return ALL
@@ -178,6 +178,6 @@ def _count_keys_after(queries: Tensor, keys: Tensor, greater: Any) -> int | None
     return reach if bool(exact) else None
 
 
-def _negate_order(numbers: Tensor) -> Tensor:
+def _reverse_order(numbers: Tensor) -> Tensor:
     """Reverse the order of numbers: negate floats, invert integers (negation may overflow)."""
     return -numbers if numbers.is_floating_point() else ~numbers.long()

@@ -26,15 +26,15 @@ class ModuleTree(nn.Module):
         program: Callable[[nn.Module, Sequence[Any], Mapping[str, Tensor]], list[Any]],
     ) -> None:
         super().__init__()
-        parts: dict[str, nn.Module] = {"": self}
+        submodules: dict[str, nn.Module] = {"": self}
         for path, module in model.named_modules(remove_duplicate=False):
-            part = parts.setdefault(path, nn.Module())
+            submodule = submodules.setdefault(path, nn.Module())
             if path:
                 parent, _, name = path.rpartition(".")
-                own_modules(parts[parent])[name] = part
-            own_parameters(part).update(own_parameters(module))
-            own_buffers(part).update(own_buffers(module))
-            part.training = module.training
+                own_modules(submodules[parent])[name] = submodule
+            own_parameters(submodule).update(own_parameters(module))
+            own_buffers(submodule).update(own_buffers(module))
+            submodule.training = module.training
         self._program = program
 
     def forward(

@@ -79,8 +79,8 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     used: Counter[str] = Counter()
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
-        whole = module in leaves or any(_replaces_children(node.target) for node in nodes)
-        main = _find_main_operator(nodes) if module and whole else None
+        is_one_operator = module in leaves or any(_replaces_children(node.target) for node in nodes)
+        main = _find_main_operator(nodes) if module and is_one_operator else None
         for node in nodes:
             product = node.meta.get("bias_of")
             if node is main:
@@ -220,10 +220,10 @@ def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
                 if position is not None and position.lineno is not None:
                     lines[code.co_filename, position.lineno].append(instruction)
     for name in reversed(re.findall(r"[A-Za-z_]\w*", path)):
-        for seems_to_change in (_assigns, _changes_contents):
-            for place, instructions in lines.items():
+        for seems_to_change in (_assigns_name, _changes_contents):
+            for location, instructions in lines.items():
                 if seems_to_change(instructions, name):
-                    return _format_line(*place)
+                    return _format_line(*location)
     return ""
 
 
@@ -233,7 +233,7 @@ def located(codes: Iterable[CodeType], path: str, message: str) -> CaptureError:
     return LocatedError(f"{line}: {message}") if line else CaptureError(message)
 
 
-def _assigns(instructions: Iterable[dis.Instruction], name: str) -> bool:
+def _assigns_name(instructions: Iterable[dis.Instruction], name: str) -> bool:
     return any(i.opname in _STORES and i.argval == name for i in instructions)
 
 

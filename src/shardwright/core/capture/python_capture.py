@@ -235,10 +235,10 @@ class _TracedCall:
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)
         # A function may refer to the model itself instead of the copy that is traced.
-        both = (call.module, twin)
+        models = (call.module, twin)
         names = {
             id(tensor): name
-            for module in both
+            for module in models
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
         leaves = enumerate(pytree.tree_leaves((args, kwargs)))
@@ -261,9 +261,9 @@ class _TracedCall:
     def changes_objects(self) -> bool:
         """Return whether the call changes Python objects other than buffers of the model."""
         owners = {
-            id(owner): own_buffers(part).keys()
-            for part in self.twin.modules()
-            for owner in (part, own_buffers(part))
+            id(owner): own_buffers(submodule).keys()
+            for submodule in self.twin.modules()
+            for owner in (submodule, own_buffers(submodule))
         }
         return any(
             not set(change.attributes or ()) <= owners.get(id(change.value), set())
@@ -271,11 +271,11 @@ class _TracedCall:
             for change in self.dynamo.changes
         )
 
-    def _check_stored_tensors(self, kept: Iterable[tuple[Tensor, str | None]]) -> None:
+    def _check_stored_tensors(self, stored: Iterable[tuple[Tensor, str | None]]) -> None:
         """Check the tensors that Python objects refer to after the call.
 
         Args:
-            kept: each tensor, with the name of the buffer that it is assigned to, or None.
+            stored: each tensor, with the name of the buffer that it is assigned to, or None.
 
         Raises:
             CaptureError: if a tensor shares memory with a parameter, another buffer or attribute.
@@ -287,7 +287,7 @@ class _TracedCall:
             for source, example in zip(self.sources, examples, strict=True)
             if isinstance(example, Tensor) and not isinstance(source, int)
         }
-        for tensor, buffer in kept:
+        for tensor, buffer in stored:
             storage = storage_id(tensor)
             # `self.steps += 1` assigns the buffer to itself.
             if storage in owners and (buffer is None or owners[storage] != buffer):
@@ -309,10 +309,10 @@ class _TracedCall:
             return
         code = self.graph_module.print_readable(print_output=False)
         with calls_in_graph():
-            again = self.trace().graph_module
-        if again is not None:
-            drop_assertions(again)
-        if again is None or again.print_readable(print_output=False) != code:
+            second = self.trace().graph_module
+        if second is not None:
+            drop_assertions(second)
+        if second is None or second.print_readable(print_output=False) != code:
             raise CaptureError(
                 "TorchDynamo does not see that `forward` depends on state that it changes\nset that"
                 " state before `plan`, or read it as a plain attribute"
@@ -392,11 +392,11 @@ def _convert_to_containers(value: Any) -> Any:
     if isinstance(value, (Tensor, *_PLAIN)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _convert_to_containers(part) for key, part in value.items()}
+        return {str(key): _convert_to_containers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_convert_to_containers(part) for part in value]
+        return [_convert_to_containers(item) for item in value]
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        return {name: _convert_to_containers(part) for name, part in vars(value).items()}
+        return {name: _convert_to_containers(item) for name, item in vars(value).items()}
     return None
 
 

@@ -17,9 +17,9 @@ def module_slots(module: nn.Module) -> dict[str, Any]:
     """Return the parameters, buffers and submodules of a model by path, including None values."""
     return {
         f"{path}.{name}".removeprefix("."): value
-        for path, part in module.named_modules()
-        for own in (own_parameters(part), own_buffers(part), own_modules(part))
-        for name, value in own.items()
+        for path, submodule in module.named_modules()
+        for registry in (own_parameters(submodule), own_buffers(submodule), own_modules(submodule))
+        for name, value in registry.items()
     }
 
 

@@ -55,33 +55,33 @@ class StateLocation(NamedTuple):
     """The place of an object in the reachable state, as error messages name it.
 
     Args:
-        kind: description of the place, with `{}` instead of `path`.
+        description: description of the place, with `{}` instead of `path`.
         path: the object as the user writes it.
     """
 
-    kind: str
+    description: str
     path: str = ""
 
     def inside(self, key: Hashable, indexed: bool) -> StateLocation:
         if key == STATE:
             return self
         path = f"{self.path}[{key!r}]" if indexed else f"{self.path}.{key}".removeprefix(".")
-        return StateLocation(self.kind, path)
+        return StateLocation(self.description, path)
 
     def __str__(self) -> str:
-        return self.kind.replace("{}", repr(self.path), 1)
+        return self.description.replace("{}", repr(self.path), 1)
 
 
 class Change(NamedTuple):
     """A difference between the recorded and the current state.
 
     Args:
-        place: location of the changed object.
+        location: location of the changed object.
         value: the current object.
         adds: whether the place was empty or None before, as when a cache is filled.
     """
 
-    place: StateLocation
+    location: StateLocation
     value: Any
     adds: bool
 
@@ -89,9 +89,9 @@ class Change(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _RecordedObject:
     value: Any
-    place: StateLocation
+    location: StateLocation
     read: Callable[[Any], Parts]
-    parts: Parts
+    contents: Parts
 
 
 class ReachableState:
@@ -119,8 +119,8 @@ class ReachableState:
         self._parts_left = max_parts
         self.codes: dict[CodeType, None] = {}
         self._recorded: list[_RecordedObject] = []
-        known = (*_GENERATORS_OF_LIBRARIES, alias)
-        self._seen: dict[int, Any] = {id(each): each for each in known}
+        excluded = (*_GENERATORS_OF_LIBRARIES, alias)
+        self._seen: dict[int, Any] = {id(each): each for each in excluded}
         self._names: set[str] = {"forward"}
         self._classes: dict[type, None] = {}
         self._waiting: deque[tuple[Any, StateLocation]] = deque()
@@ -130,9 +130,9 @@ class ReachableState:
         for path, child in module.named_modules():
             self._seen[id(child)] = child
             self._add_class(type(child))
-            kind = f"attribute {{}} of a {type(child).__name__}"
+            description = f"attribute {{}} of a {type(child).__name__}"
             for name, value in _read_module_attributes(child).items():
-                self._enqueue(value, StateLocation(kind, path).inside(name, indexed=False))
+                self._enqueue(value, StateLocation(description, path).inside(name, indexed=False))
             for hook in (hook for hooks in forward_hooks(child) for hook in hooks.values()):
                 self._enqueue(
                     hook, StateLocation("forward hook of {}", path or type(child).__name__)
@@ -146,14 +146,14 @@ class ReachableState:
             equal: function that returns whether two tensors are known to have equal values.
         """
         for holder in self._recorded:
-            before, now = holder.parts, holder.read(holder.value)
+            before, now = holder.contents, holder.read(holder.value)
             for key in {**before, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if not is_same(old, new, equal):
-                    place = holder.place
+                    location = holder.location
                     if not isinstance(holder.value, _ORDERED):
-                        place = place.inside(key, isinstance(holder.value, _INDEXED))
-                    yield Change(place, new, old in (None, MISSING) and new is not MISSING)
+                        location = location.inside(key, isinstance(holder.value, _INDEXED))
+                    yield Change(location, new, old in (None, MISSING) and new is not MISSING)
 
     def restore(self) -> None:
         """Restore the recorded contents of all objects, after a trace that failed.
@@ -162,73 +162,73 @@ class ReachableState:
         """
         for holder in self._recorded:
             now = holder.read(holder.value)
-            if now.keys() != holder.parts.keys() or any(
-                now[key] is not part for key, part in holder.parts.items()
+            if now.keys() != holder.contents.keys() or any(
+                now[key] is not item for key, item in holder.contents.items()
             ):
-                _restore_contents(holder.value, holder.read, holder.parts, now)
+                _restore_contents(holder.value, holder.read, holder.contents, now)
 
     def _visit_all(self) -> None:
         """Visit queued objects, and then methods whose names occur in visited functions."""
-        found = True
-        while found:
+        has_new = True
+        while has_new:
             while self._waiting and len(self._recorded) < _MOST_OBJECTS:
                 self._visit(*self._waiting.popleft())
             self._waiting.clear()
-            for kind in self._classes:
-                for name, value in vars(kind).items():
+            for cls in self._classes:
+                for name, value in vars(cls).items():
                     named = self._names & {name, "getattr", "methodcaller"} or name[:2] == "__"
                     if isinstance(value, _METHODS) and named:
-                        self._enqueue(value, StateLocation("method {}", f"{kind.__name__}.{name}"))
-            found = bool(self._waiting)
+                        self._enqueue(value, StateLocation("method {}", f"{cls.__name__}.{name}"))
+            has_new = bool(self._waiting)
 
-    def _enqueue(self, value: Any, place: StateLocation) -> None:
+    def _enqueue(self, value: Any, location: StateLocation) -> None:
         if id(value) not in self._seen and not issubclass(type(value), ATOMS):
             self._seen[id(value)] = value
-            self._waiting.append((value, place))
+            self._waiting.append((value, location))
 
     def _record(
-        self, value: Any, place: StateLocation, read: Callable[[Any], Parts] = contents_of
+        self, value: Any, location: StateLocation, read: Callable[[Any], Parts] = contents_of
     ) -> None:
-        parts = read(value)
-        sizes = (len(part) for part in parts.values() if isinstance(part, bytes))
-        self._parts_left -= len(parts) + sum(sizes) // 1_000
+        contents = read(value)
+        sizes = (len(item) for item in contents.values() if isinstance(item, bytes))
+        self._parts_left -= len(contents) + sum(sizes) // 1_000
         if self._parts_left < 0:
             return
-        self._recorded.append(_RecordedObject(value, place, read, parts))
-        if len(parts) <= _MOST_PARTS:
-            for key, part in parts.items():
-                self._enqueue(part, place.inside(key, isinstance(value, _INDEXED)))
+        self._recorded.append(_RecordedObject(value, location, read, contents))
+        if len(contents) <= _MOST_PARTS:
+            for key, item in contents.items():
+                self._enqueue(item, location.inside(key, isinstance(value, _INDEXED)))
 
-    def _visit(self, value: Any, place: StateLocation) -> None:
-        kind = type(value)
-        if kind is FunctionType:
+    def _visit(self, value: Any, location: StateLocation) -> None:
+        value_type = type(value)
+        if value_type is FunctionType:
             self._visit_function(value)
-        elif kind in _METHODS:
+        elif value_type in _METHODS:
             for name in ("fget", "fset", "func", "__func__"):
-                self._enqueue(getattr(value, name, None), place)
-        elif kind is MethodType:
-            self._enqueue(value.__func__, place)
-            self._enqueue(value.__self__, place)
-        elif kind is BuiltinMethodType:  # For example `append` of a list.
-            self._enqueue(value.__self__, place)
-        elif kind is Cache:
-            self._enqueue(value.__wrapped__, place)
+                self._enqueue(getattr(value, name, None), location)
+        elif value_type is MethodType:
+            self._enqueue(value.__func__, location)
+            self._enqueue(value.__self__, location)
+        elif value_type is BuiltinMethodType:  # For example `append` of a list.
+            self._enqueue(value.__self__, location)
+        elif value_type is Cache:
+            self._enqueue(value.__wrapped__, location)
             if self._is_user_module(str(value.__module__)):
-                kept = f"result of `{value.__qualname__}` under `functools.lru_cache`"
-                self._record(value, StateLocation(kept), cached_results)
-        elif issubclass(kind, type):
+                description = f"result of `{value.__qualname__}` under `functools.lru_cache`"
+                self._record(value, StateLocation(description), cached_results)
+        elif issubclass(value_type, type):
             self._add_class(value)
-        elif issubclass(kind, ModuleType):
+        elif issubclass(value_type, ModuleType):
             return  # Its variables are recorded for the functions that name them.
-        elif issubclass(kind, nn.Module):  # A module that is not a registered submodule.
-            self._add_class(kind)
-            self._record(value, place, _read_module_attributes)
+        elif issubclass(value_type, nn.Module):  # A module that is not a registered submodule.
+            self._add_class(value_type)
+            self._record(value, location, _read_module_attributes)
             for held in (value.children(), value.parameters(False), value.buffers(False)):
-                for part in held:
-                    self._enqueue(part, place)
-        elif self._holds_state(kind):
-            self._add_class(kind)
-            self._record(value, place)
+                for member in held:
+                    self._enqueue(member, location)
+        elif self._has_user_state(value_type):
+            self._add_class(value_type)
+            self._record(value, location)
 
     def _visit_function(self, function: FunctionType) -> None:
         file = str(function.__globals__.get("__name__"))
@@ -266,10 +266,10 @@ class ReachableState:
             self._record(os.environ, StateLocation("environment variable {}"), dict)
         if "globals" in names:
             names |= function.__globals__.keys()
-        read = _ReadGlobals(names)
+        read = _GlobalsReader(names)
         self._record(function, StateLocation(f"global variable {{}} of {file}"), read)
-        found = [*read(function).values(), *(sys.modules.get(name) for name in names)]
-        modules = {id(module): module for module in found if isinstance(module, ModuleType)}
+        named = [*read(function).values(), *(sys.modules.get(name) for name in names)]
+        modules = {id(module): module for module in named if isinstance(module, ModuleType)}
         waiting = list(modules.values())
         while waiting:
             module = waiting.pop()
@@ -282,8 +282,8 @@ class ReachableState:
                         modules[id(inner)] = inner
                         waiting.append(inner)
 
-    def _add_class(self, kind: type) -> None:
-        for base in kind.__mro__:
+    def _add_class(self, cls: type) -> None:
+        for base in cls.__mro__:
             if base not in self._classes and self._is_user_module(base.__module__):
                 self._classes[base] = None
                 self._record(
@@ -292,10 +292,10 @@ class ReachableState:
                     _read_class_attributes,
                 )
 
-    def _holds_state(self, kind: type) -> bool:
+    def _has_user_state(self, cls: type) -> bool:
         """Whether objects of this type hold state of the user."""
-        plain = kind.__module__ in _PLAIN or issubclass(kind, CONTENT_TYPES)
-        return plain or self._is_user_module(kind.__module__)
+        plain = cls.__module__ in _PLAIN or issubclass(cls, CONTENT_TYPES)
+        return plain or self._is_user_module(cls.__module__)
 
     def _is_user_module(self, file: str) -> bool:
         """Whether a Python module is the user's, or of the package that defines the model."""
@@ -313,7 +313,7 @@ class ReachableState:
 
 
 @dataclass(frozen=True)
-class _ReadGlobals:
+class _GlobalsReader:
     """Function that reads global variables by name, of a module or of the file of a function."""
 
     names: frozenset[str]
@@ -342,7 +342,7 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
         os.environ.update(before)
     elif isinstance(value, (list, deque)):
         value.clear()
-        value.extend([part for key, part in before.items() if isinstance(key, int)])
+        value.extend([item for key, item in before.items() if isinstance(key, int)])
     elif isinstance(value, set):
         set.clear(value)
         set.update(value, before)
@@ -351,7 +351,7 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
             dict.pop(value, key, None)
         dict.update(value, before)
     else:
-        variables = isinstance(read, _ReadGlobals) and isinstance(value, FunctionType)
+        variables = isinstance(read, _GlobalsReader) and isinstance(value, FunctionType)
         owner = _AttributeWriter(value.__globals__ if variables else None, value)
         for key in {**now, **before}:
             if before.get(key, MISSING) is not now.get(key, MISSING) and isinstance(key, str):
@@ -384,11 +384,11 @@ def _read_module_attributes(module: nn.Module) -> Parts:
     return {name: value for name, value in vars(module).items() if name not in OF_TORCH}
 
 
-def _read_class_attributes(kind: type[Any]) -> Parts:
+def _read_class_attributes(cls: type[Any]) -> Parts:
     """Read the attributes of a class that are not methods."""
     return {
         name: value
-        for name, value in vars(kind).items()
+        for name, value in vars(cls).items()
         if not (name.startswith("__") or name == "_abc_impl" or isinstance(value, _METHODS))
     }
 

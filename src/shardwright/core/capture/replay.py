@@ -148,8 +148,8 @@ def drop_assertions(graph_module: fx.GraphModule) -> None:
 
     A captured model does not check values.
     """
-    for part in graph_module.modules():
-        for node in reversed(part.graph.nodes) if isinstance(part, fx.GraphModule) else ():
+    for graph in graph_module.modules():
+        for node in reversed(graph.graph.nodes) if isinstance(graph, fx.GraphModule) else ():
             if node.users or node.op not in ("call_function", "call_method"):
                 continue
             is_check = "_assert" in _get_function_name(node.target)
@@ -202,10 +202,10 @@ def name_modules(graph_module: fx.GraphModule, models: Sequence[nn.Module]) -> N
         graph_module: Dynamo's graph.
         models: the model and its copy; submodules of either may have been called.
     """
-    paths = {str(id(part)): path for model in models for path, part in model.named_modules()}
+    paths = {str(id(inner)): path for model in models for path, inner in model.named_modules()}
     root = {"": ("", type(models[0]))}
-    for part in graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+    for inner in graph_module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
             if node.op in ("placeholder", "output"):
                 continue
             stack: dict[str, tuple[str, Any]] = dict(root)

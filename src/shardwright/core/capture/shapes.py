@@ -42,9 +42,9 @@ class Captures:
     """
 
     def __init__(self, graph: Graph, state: Hashable) -> None:
-        known = () if graph.is_term_of_batch else (graph,)
+        captured = () if graph.is_term_of_batch else (graph,)
         self._by_signature = {
-            _make_call_key(graph.inputs, graph.in_spec, state): _CapturesOfSizes(*known)
+            _make_call_key(graph.inputs, graph.in_spec, state): _CapturesOfSizes(*captured)
         }
 
     def graph(
@@ -56,9 +56,9 @@ class Captures:
             CaptureError: if the call cannot be captured.
         """
         started = time.perf_counter()
-        kind = _make_call_key(*pytree.tree_flatten((call.args, call.kwargs)), state)
-        self._by_signature[kind] = captures = (
-            self._by_signature.pop(kind, None) or _CapturesOfSizes()
+        call_key = _make_call_key(*pytree.tree_flatten((call.args, call.kwargs)), state)
+        self._by_signature[call_key] = captures = (
+            self._by_signature.pop(call_key, None) or _CapturesOfSizes()
         )
         for other in list(self._by_signature)[:-MOST_KINDS]:
             del self._by_signature[other]
@@ -73,8 +73,8 @@ class _CapturesOfSizes:
         known: graphs with fixed sizes, latest first.
     """
 
-    def __init__(self, *known: Graph) -> None:
-        self._known = list(known)
+    def __init__(self, *captured: Graph) -> None:
+        self._captured = list(captured)
         self._traces: list[DynamicTrace] = []
         self._tries_left = MOST_TRACES
 
@@ -87,7 +87,7 @@ class _CapturesOfSizes:
             graph = capture(
                 call.module, call.args, call.kwargs, compute_dtype, autocast=call.autocast
             )
-            self._known = [graph, *self._known][:KNOWN]
+            self._captured = [graph, *self._captured][:KNOWN]
         return graph
 
     def _trace_with_symbols(
@@ -98,17 +98,18 @@ class _CapturesOfSizes:
         Return None if the trace does not reproduce the graphs with fixed sizes.
         """
         leaves = pytree.tree_leaves((call.args, call.kwargs))
-        sizes = _find_varying_sizes([leaves, *(known.inputs for known in self._known)])
+        sizes = _find_varying_sizes([leaves, *(each.inputs for each in self._captured)])
         # A size of 1 gets no symbol, since dimensions of size 1 are broadcast.
-        if len(self._known) < KNOWN or not self._tries_left or min(sizes.values(), default=0) < 2:
+        has_symbols = min(sizes.values(), default=0) >= 2
+        if len(self._captured) < KNOWN or not self._tries_left or not has_symbols:
             return None
         try:
             trace = DynamicTrace(call, compute_dtype, sizes)
         except CaptureError:
             self._tries_left = 0
             return None
-        found = [(known, trace.graph(_rebuild_call(known, call))) for known in self._known]
-        same = {are_equal(known, graph) for known, graph in found if graph is not None}
+        pairs = [(each, trace.graph(_rebuild_call(each, call))) for each in self._captured]
+        same = {are_equal(each, graph) for each, graph in pairs if graph is not None}
         self._tries_left = 0 if False in same else self._tries_left - 1
         if same != {True}:
             return None
@@ -116,9 +117,9 @@ class _CapturesOfSizes:
         return trace.graph(call)
 
 
-def are_equal(known: Graph, graph: Graph) -> bool:
-    pairs = zip(known.constants.values(), graph.constants.values(), strict=True)
-    return known.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)
+def are_equal(other: Graph, graph: Graph) -> bool:
+    pairs = zip(other.constants.values(), graph.constants.values(), strict=True)
+    return other.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)
 
 
 def _make_call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable) -> Hashable:

@@ -28,11 +28,11 @@ def check_memory(module: nn.Module, graph: Graph) -> None:
     for value in (*graph.parameters, *graph.buffers):
         if value.name in named:
             sharing[storage_id(named[value.name])].append(value.name)
-    for one, other in chain.from_iterable(combinations(names, 2) for names in sharing.values()):
-        if written & {one, other} and _overlap(named[one], named[other]):
+    for first, other in chain.from_iterable(combinations(names, 2) for names in sharing.values()):
+        if written & {first, other} and _share_elements(named[first], named[other]):
             raise CaptureError(
-                f"{one!r} and {other!r} are two tensors in the same memory: a step that changes one"
-                " would change both in the module, but not on shards\ngive both names one"
+                f"{first!r} and {other!r} are two tensors in the same memory: a step that changes "
+                "one would change both in the module, but not on shards\ngive both names one"
                 " parameter, compute one from the other in `forward`, or `clone()` it"
             )
 
@@ -51,7 +51,7 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
         held[storage_id(tensor)].append(tensor)
     for name, parameter in module.named_parameters():
         sharing = held.get(storage_id(parameter), ()) if parameter.requires_grad else ()
-        if any(_overlap(parameter, tensor) for tensor in sharing):
+        if any(_share_elements(parameter, tensor) for tensor in sharing):
             raise CaptureError(
                 f"{name!r} is also read otherwise than as a parameter of its module: in a lambda or"
                 " hook that refers to the model itself, or as a view in an attribute; a captured"
@@ -60,14 +60,15 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
             )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _share_elements(tensor_a: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage share an element."""
-    (first, end), (start, last) = _get_byte_range(one), _get_byte_range(other)
-    if end <= start or last <= first or one.itemsize != other.itemsize:
+    (first, end), (start, last) = _get_byte_range(tensor_a), _get_byte_range(other)
+    if end <= start or last <= first or tensor_a.itemsize != other.itemsize:
         return end > start and last > first
-    places = torch.arange(max(end, last) // one.itemsize)
+    indices = torch.arange(max(end, last) // tensor_a.itemsize)
     elements = [
-        places.as_strided(t.shape, t.stride(), t.storage_offset()).flatten() for t in (one, other)
+        indices.as_strided(t.shape, t.stride(), t.storage_offset()).flatten()
+        for t in (tensor_a, other)
     ]
     return bool(torch.isin(*elements).any())
 

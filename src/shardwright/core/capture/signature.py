@@ -71,15 +71,15 @@ class Signature:
         return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
 
 
-def _explain_object(node: fx.Node, thing: object) -> str:
+def _explain_object(node: fx.Node, value: object) -> str:
     reader = next(iter(node.users), node)
-    if isinstance(thing, torch.Generator):
+    if isinstance(value, torch.Generator):
         return (
             f"{line_of(reader)}: this draws from a `torch.Generator`, whose state a captured model "
             "would not advance\ndraw without a generator, after `torch.manual_seed`"
         )
     return (
-        f"{line_of(reader)}: an operator reads an object of class {type(thing).__name__}, which a "
+        f"{line_of(reader)}: an operator reads an object of class {type(value).__name__}, which a "
         "captured program cannot\npass tensors and numbers"
     )
 
@@ -118,7 +118,7 @@ def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict
     """
     tied: dict[str, str] = {}
     nodes = placeholders(graph)
-    for known, named in (
+    for placeholder_names, named in (
         (signature.parameters, module.named_parameters(remove_duplicate=False)),
         (signature.buffers, module.named_buffers(remove_duplicate=False)),
     ):
@@ -128,12 +128,12 @@ def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict
             if original == name:
                 continue
             tied[name] = original
-            if name in known:
-                duplicate = known.pop(name)
-                if original in known:
-                    nodes[duplicate].replace_all_uses_with(nodes[known[original]])
+            if name in placeholder_names:
+                duplicate = placeholder_names.pop(name)
+                if original in placeholder_names:
+                    nodes[duplicate].replace_all_uses_with(nodes[placeholder_names[original]])
                 else:
-                    known[original] = duplicate
+                    placeholder_names[original] = duplicate
     return tied
 
 

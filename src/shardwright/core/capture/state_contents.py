@@ -60,13 +60,13 @@ _MAX_DEPTH = 4
 
 def contents_of(value: Any) -> Parts:
     """Return the contents of an object that is no module, function or class."""
-    kind = type(value)
-    if issubclass(kind, Tensor):
+    value_type = type(value)
+    if issubclass(value_type, Tensor):
         return _read_tensor(value)
-    for of_kind, parts in _CONTENTS:
-        if issubclass(kind, of_kind):
-            held: Parts = parts(value)
-            return held if kind in of_kind else {**held, **attributes_of(value)}
+    for of_kind, read_contents in _CONTENTS:
+        if issubclass(value_type, of_kind):
+            held: Parts = read_contents(value)
+            return held if value_type in of_kind else {**held, **attributes_of(value)}
     return attributes_of(value)
 
 
@@ -94,9 +94,9 @@ def cached_results(cache: Any) -> Parts:
     # then the function.
     end = next(n for n, each in enumerate(held) if each is cache.__wrapped__) - 1
     unbounded = cache.cache_parameters()["maxsize"] is None
-    kept = held[end].values() if unbounded else held[:end]
-    kinds = (*ATOMS, tuple, type)  # Arguments are plain, or a tuple.
-    return {id(each): each for each in kept if not (isinstance(each, kinds) or tensors_in([each]))}
+    results = held[end].values() if unbounded else held[:end]
+    plain = (*ATOMS, tuple, type)  # Arguments are plain, or a tuple.
+    return {id(x): x for x in results if not (isinstance(x, plain) or tensors_in([x]))}
 
 
 def _read_slot(slot: Any, value: Any) -> Any:
@@ -167,7 +167,7 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
 )
 """Functions that read contents, by type; objects of subclasses also have attributes."""
 
-CONTENT_TYPES = (Tensor, *(kind for kinds, _ in _CONTENTS for kind in kinds))
+CONTENT_TYPES = (Tensor, *(cls for types, _ in _CONTENTS for cls in types))
 """Library types with contents that user code sets."""
 
 
@@ -181,16 +181,16 @@ def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], dept
     """
     if before is now:
         return True
-    kind = type(before)
-    if kind is not type(now) or depth > _MAX_DEPTH:
+    value_type = type(before)
+    if value_type is not type(now) or depth > _MAX_DEPTH:
         return False
-    if issubclass(kind, Tensor):
+    if issubclass(value_type, Tensor):
         return equal(before, now)
-    if issubclass(kind, ATOMS):
+    if issubclass(value_type, ATOMS):
         return bool(before == now or (before != before and now != now))
-    if kind is FunctionType:  # Each call of a function creates its inner functions anew.
+    if value_type is FunctionType:  # Each call of a function creates its inner functions anew.
         return bool(before.__code__ is now.__code__)
-    if kind in (list, tuple, torch.Size, dict, set, frozenset, collections.deque, MethodType):
+    if value_type in (list, tuple, torch.Size, dict, set, frozenset, collections.deque, MethodType):
         old, new = contents_of(before), contents_of(now)
         return old.keys() == new.keys() and all(
             is_same(old[key], new[key], equal, depth + 1) for key in old

@@ -24,11 +24,11 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
     """
     quantization: Any = sys.modules.get("torch.ao.quantization.fake_quantize")
     originals = dict(module.named_modules())
-    for path, part in twin.named_modules():
-        if type(part) is nn.AdaptiveLogSoftmaxWithLoss:
-            vars(part)["forward"] = MethodType(_adaptive_log_softmax, part)
-        if isinstance(part, nn.SyncBatchNorm):
-            group = part.process_group
+    for path, submodule in twin.named_modules():
+        if type(submodule) is nn.AdaptiveLogSoftmaxWithLoss:
+            vars(submodule)["forward"] = MethodType(_adaptive_log_softmax, submodule)
+        if isinstance(submodule, nn.SyncBatchNorm):
+            group = submodule.process_group
             if group is not None and group.size() < dist.get_world_size():
                 raise CaptureError(
                     f"{path or 'the model'} is a SyncBatchNorm over {group.size()} of"
@@ -37,19 +37,19 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
                 )
             # Batch norm of a planned model takes the statistics of the global batch anyway, and
             # `SyncBatchNorm` runs only on accelerators and in process groups.
-            vars(part)["forward"] = MethodType(nn.BatchNorm1d.forward, part)
-        if quantization is None or not isinstance(part, quantization.FakeQuantizeBase):
+            vars(submodule)["forward"] = MethodType(nn.BatchNorm1d.forward, submodule)
+        if quantization is None or not isinstance(submodule, quantization.FakeQuantizeBase):
             continue
         enabled = originals[path].get_buffer("observer_enabled")
         if enabled.is_meta or enabled.any():
             raise CaptureError(
-                f"{path or 'the model'}, a {type(part).__name__}, observes its inputs and "
+                f"{path or 'the model'}, a {type(submodule).__name__}, observes its inputs and "
                 "branches on their values\nrun the model on batches before `plan`, and then call "
                 "`net.apply(torch.ao.quantization.disable_observer)`"
             )
-        if type(part) is quantization.FusedMovingAvgObsFakeQuantize:
+        if type(submodule) is quantization.FusedMovingAvgObsFakeQuantize:
             # A fused operator that changes buffers; without an observer it equals `FakeQuantize`.
-            vars(part)["forward"] = MethodType(quantization.FakeQuantize.forward, part)
+            vars(submodule)["forward"] = MethodType(quantization.FakeQuantize.forward, submodule)
 
 
 def _adaptive_log_softmax(
@@ -59,13 +59,13 @@ def _adaptive_log_softmax(
     if target_.ndim > 1 or input_.ndim != target_.ndim + 1:
         return type(self).forward(self, input_, target_)
     rows, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
-    place, output = target, rows.new_zeros(len(target))
+    column, output = target, rows.new_zeros(len(target))
     for number, (low, high) in enumerate(zip(self.cutoffs[:-1], self.cutoffs[1:], strict=True)):
         inside = (target >= low) & (target < high)
         scores = functional.log_softmax(self.tail[number](rows), dim=1)
         of_target = scores.gather(1, (target - low).clamp(0, high - low - 1)[:, None])[:, 0]
         output = output + torch.where(inside, of_target, 0.0)
-        place = torch.where(inside, self.shortlist_size + number, place)
+        column = torch.where(inside, self.shortlist_size + number, column)
     head = functional.log_softmax(self.head(rows), dim=1)
-    output = output + head.gather(1, place[:, None])[:, 0]
+    output = output + head.gather(1, column[:, None])[:, 0]
     return AdaptiveSoftmaxOutput(output.reshape(target_.shape), -output.mean())

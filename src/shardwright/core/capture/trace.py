@@ -203,11 +203,11 @@ def _export_call(
             preserve_tags(),
             transforms_called_by(as_operators),
             innermost_frames_recorded(is_users_function),
-            KnownValues(module, twin) as known,
+            KnownValues(module, twin) as known_values,
             RecordedEffects(),
             PassedGuards(),
             losses,
-            attributes.recording(known),
+            attributes.recording(known_values),
         ):
             shapes = _make_dynamic_shapes(twin, fake_args, fake_kwargs, varying)
             export = partial(
@@ -227,7 +227,7 @@ def _export_call(
     except Exception as error:
         alone = partial(_raises_without_export, twin, fake_args, fake_kwargs, error)
         raise CaptureError(explain_export(error, hint_of_experts(module), alone)) from error
-    attributes.reads |= {(BUFFERS + path, name): None for path, name in known.read}
+    attributes.reads |= {(BUFFERS + path, name): None for path, name in known_values.read}
     if _get_random_states() != drawn:
         raise CaptureError(
             f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
@@ -281,8 +281,8 @@ def _check_read_buffers(
 
 def _get_random_states() -> tuple[Any, ...]:
     """Return the states of the random generators of Python and NumPy."""
-    kind, numbers, *place = np.random.get_state()
-    return random.getstate(), kind, np.asarray(numbers).tobytes(), *place
+    algorithm, numbers, *position = np.random.get_state()
+    return random.getstate(), algorithm, np.asarray(numbers).tobytes(), *position
 
 
 def check_static(graph: fx.Graph, hint: str) -> None:

@@ -48,21 +48,21 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
         CaptureError: if the function has an effect that its operators do not have.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-    places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[n] for n in places]
+    positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[n] for n in positions]
     results: list[Any] = []
 
     def of_tensors(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
-        mine = dict(enumerate(leaves)) | dict(zip(places, tensors, strict=True))
-        args, kwargs = pytree.tree_unflatten(list(mine.values()), spec)
+        inputs = dict(enumerate(leaves)) | dict(zip(positions, tensors, strict=True))
+        args, kwargs = pytree.tree_unflatten(list(inputs.values()), spec)
         with _FunctionCalls(operators):
             results[:] = pytree.tree_flatten(function(*args, **kwargs))
         return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
     made = iter(called_again(operators_of(of_tensors, tensors), tensors))
     returned, out_spec = results
-    whole = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in returned]
-    return pytree.tree_unflatten(whole, out_spec)
+    leaves_of_result = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in returned]
+    return pytree.tree_unflatten(leaves_of_result, out_spec)
 
 
 class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ def operators_of(
 
 def _check_operator(node: fx.Node) -> None:
     name = str(node.target)
-    if any(part in name for part in _OF_CPUS):
+    if any(name_of_cpu in name for name_of_cpu in _OF_CPUS):
         raise CaptureError(
             f"inside of a function transform, or where `forward` computes gradients, `{name}` "
             "runs on CPUs only\nuse other operators of `torch`"

@@ -76,19 +76,19 @@ class Flat:
         joined: the reshaped tensor, `[prod(lead), *rest]`.
         source: the tensor before the reshape.
         lead: sizes of the flattened dimensions.
-        rest: sizes of the other dimensions.
+        inner: sizes of the other dimensions.
     """
 
     joined: fx.Node
     source: fx.Node
     lead: tuple[int, ...]
-    rest: tuple[int, ...]
+    inner: tuple[int, ...]
 
-    def whole(self, before: fx.Node) -> fx.Node:
+    def unflattened(self, before: fx.Node) -> fx.Node:
         """Return the unflattened tensor, `[*lead, *rest]`, one node for all readers."""
         meta = self.joined.meta
         if "apart" not in meta:
-            meta["apart"] = insert_reshape(self.source, self.lead + self.rest, before)
+            meta["apart"] = insert_reshape(self.source, self.lead + self.inner, before)
         apart: fx.Node = meta["apart"]
         return apart
 
@@ -110,13 +110,13 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[in
             if not remaining:
                 return None
             first = remaining.pop(0)
-            part = min(first, size)
-            if first % part or size % part:
+            factor = min(first, size)
+            if first % factor or size % factor:
                 return None
-            factors[-1].append(part)
-            size //= part
-            if first > part:
-                remaining.insert(0, first // part)
+            factors[-1].append(factor)
+            size //= factor
+            if first > factor:
+                remaining.insert(0, first // factor)
     return factors
 
 
@@ -131,24 +131,24 @@ def match_flattening(node: fx.Node) -> Flat | None:
         return None
     if sizes[len(sizes) - len(target) + 1 :] == target[1:] and len(sizes) > len(target):
         return Flat(node, source, sizes[: len(sizes) - len(target) + 1], target[1:])
-    parts = common_factors(sizes, target)
-    if parts is None or len(parts[0]) < 2:
+    factors = common_factors(sizes, target)
+    if factors is None or len(factors[0]) < 2:
         return None
-    return Flat(node, source, tuple(parts[0]), target[1:])
+    return Flat(node, source, tuple(factors[0]), target[1:])
 
 
-def _find_flat(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
+def _flattening_of(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
     argument = node.args[index]
     return flats.get(argument) if isinstance(argument, fx.Node) else None
 
 
 def _rewrite_row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     """Rewrite an operator on the last dimension of one activation, such as `linear`."""
-    flat = _find_flat(node, flats)
+    flat = _flattening_of(node, flats)
     others = [n for n in node.all_input_nodes if n is not node.args[0]]
-    if flat is None or not flat.rest or any(n in flats for n in others):
+    if flat is None or not flat.inner or any(n in flats for n in others):
         return None
-    args = (flat.whole(node), *node.args[1:])
+    args = (flat.unflattened(node), *node.args[1:])
     return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
 
 
@@ -156,48 +156,48 @@ def _rewrite_matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None
     a, b = node.args
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
     flat = flats.get(a)
-    if flat is None or not flat.rest:
+    if flat is None or not flat.inner:
         return None
     if len(node_shape(b)) == 2:
-        return insert(node, aten.matmul.default, (flat.whole(node), b))
+        return insert(node, aten.matmul.default, (flat.unflattened(node), b))
     other_flat = flats.get(b)
     if (
         other_flat is None
         or other_flat.lead != flat.lead
-        or len(flat.rest) != 2
-        or len(other_flat.rest) != 2
+        or len(flat.inner) != 2
+        or len(other_flat.inner) != 2
     ):
         return None
-    return insert(node, aten.matmul.default, (flat.whole(node), other_flat.whole(node)))
+    return insert(node, aten.matmul.default, (flat.unflattened(node), other_flat.unflattened(node)))
 
 
 def _rewrite_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    flat = _find_flat(node, flats)
-    if flat is None or len(node.args[1]) > len(flat.rest):  # type: ignore[arg-type]
+    flat = _flattening_of(node, flats)
+    if flat is None or len(node.args[1]) > len(flat.inner):  # type: ignore[arg-type]
         return None
     return _rewrite_row_wise(node, flats)
 
 
 def _rewrite_along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     """Rewrite an operator along the dimensions in its second argument, if none is flattened."""
-    flat = _find_flat(node, flats)
+    flat = _flattening_of(node, flats)
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if flat is None or dims is None or dims == []:
         return None
-    rank = len(flat.rest) + 1
+    rank = len(flat.inner) + 1
     listed = [d % rank - rank for d in ([dims] if isinstance(dims, int) else dims)]
     if -rank in listed:
         return None
     counted = listed[0] if isinstance(dims, int) else listed
-    args = (flat.whole(node), counted, *node.args[2:])
+    args = (flat.unflattened(node), counted, *node.args[2:])
     return insert(node, node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
 
 
 def _rewrite_embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    flat = _find_flat(node, flats, 1)
+    flat = _flattening_of(node, flats, 1)
     if flat is None:
         return None
-    args = (node.args[0], flat.whole(node), *node.args[2:])
+    args = (node.args[0], flat.unflattened(node), *node.args[2:])
     return insert(node, aten.embedding.default, args, dict(node.kwargs))
 
 
@@ -215,27 +215,27 @@ def _rewrite_pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | N
         flat = flats.get(argument)
         if flat is None or flat.lead != lead:
             return None
-        apart[argument] = flat.whole(node)
-    return _insert_with(node, apart) if apart else None
+        apart[argument] = flat.unflattened(node)
+    return _insert_copy(node, apart) if apart else None
 
 
 def _rewrite_full_reduction(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     """Rewrite a reduction over all elements of tensors of equal shapes."""
     flat = next(iter(flats.values()))
     tensors = node.all_input_nodes
-    if any(node_shape(n) != (prod(flat.lead), *flat.rest) for n in tensors):
+    if any(node_shape(n) != (prod(flat.lead), *flat.inner) for n in tensors):
         return None
-    return _insert_with(node, {n: insert_reshape(n, flat.lead + flat.rest, node) for n in tensors})
+    return _insert_copy(node, {n: insert_reshape(n, flat.lead + flat.inner, node) for n in tensors})
 
 
 def _rewrite_cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     _, target, *options = node.args
-    flat = _find_flat(node, flats)
-    if flat is None or not flat.rest:
+    flat = _flattening_of(node, flats)
+    if flat is None or not flat.inner:
         return None
     assert isinstance(target, fx.Node)
-    classes = flat.rest if tensor(target).is_floating_point() else ()
-    args = (flat.whole(node), insert_reshape(target, flat.lead + classes, node), *options)
+    classes = flat.inner if tensor(target).is_floating_point() else ()
+    args = (flat.unflattened(node), insert_reshape(target, flat.lead + classes, node), *options)
     return insert(node, custom_ops.cross_entropy, args)
 
 
@@ -249,7 +249,7 @@ def _insert_unflattened(
 ) -> fx.Node:
     """Insert the operator on `tensors` with their first dimension unflattened."""
     lead = next(iter(flats.values())).lead
-    return _insert_with(
+    return _insert_copy(
         node, {n: insert_reshape(n, lead + node_shape(n)[1:], node) for n in tensors}
     )
 
@@ -267,9 +267,9 @@ def _rewrite_gather(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None
 
 def _rewrite_expand(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     (flat,), sizes = flats.values(), node_shape(node)
-    if len(sizes) != len(flat.rest) + 1 or sizes[0] != prod(flat.lead):
+    if len(sizes) != len(flat.inner) + 1 or sizes[0] != prod(flat.lead):
         return None
-    return insert(node, aten.expand.default, (flat.whole(node), [*flat.lead, *sizes[1:]]))
+    return insert(node, aten.expand.default, (flat.unflattened(node), [*flat.lead, *sizes[1:]]))
 
 
 def _rewrite_topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
@@ -279,13 +279,13 @@ def _rewrite_topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
     if arguments["dim"] % rank == 0:
         return
     options = (arguments["dim"] % rank - rank, arguments["largest"], arguments["sorted"])
-    new = insert(node, aten.topk.default, (flat.whole(node), arguments["k"], *options))
+    new = insert(node, aten.topk.default, (flat.unflattened(node), arguments["k"], *options))
     for item in list(node.users):
         result = insert(item, operator.getitem, (new, item.args[1]))
         replace(item, insert_reshape(result, node_shape(item), item))
 
 
-def _insert_with(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+def _insert_copy(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """Insert a copy of an operator that reads the tensors `new` in place of their keys."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
     return insert(node, node.target, args, dict(kwargs))  # type: ignore[arg-type]
@@ -311,7 +311,7 @@ def _rewrite_permutation(node: fx.Node) -> fx.Node | None:
         if len(factors[dims[0]]) < 2:
             return None
         factors = [factors[d] if d == dims[0] else [n] for d, n in enumerate(node_shape(flat))]
-    apart = [size for part in factors for size in part]
+    apart = [size for factors_of_dim in factors for size in factors_of_dim]
     starts = [sum(len(p) for p in factors[:dim]) for dim in range(len(factors))]
     order = [starts[dim] + i for dim in dims for i in range(len(factors[dim]))]
     if order == list(range(len(order))):
@@ -319,13 +319,13 @@ def _rewrite_permutation(node: fx.Node) -> fx.Node | None:
     return insert(node, aten.permute.default, (insert_reshape(source, tuple(apart), node), order))
 
 
-def _keeps_factors(user: fx.Node, parts: list[list[int]], dims: Sequence[int]) -> bool:
+def _keeps_factors(user: fx.Node, factors_of_dims: list[list[int]], dims: Sequence[int]) -> bool:
     """Whether a node reshapes the permuted tensor without splitting or merging its factors."""
     if user.target is not aten.reshape.default:
         return False
-    apart = [size for dim in dims for size in parts[dim]]
+    apart = [size for dim in dims for size in factors_of_dims[dim]]
     factors = common_factors(apart, node_shape(user))
-    return factors is not None and [size for part in factors for size in part] == apart
+    return factors is not None and [size for sizes in factors for size in sizes] == apart
 
 
 _HANDLERS: dict[Any, Handler] = {

@@ -45,11 +45,11 @@ class GuardedNumber:
     def __init__(self, passing: bool) -> None:
         self._find_passing_value = passing
 
-    def _return_passing(self, other: object) -> bool:
+    def _passing_result(self, other: object) -> bool:
         return self._find_passing_value
 
-    __lt__ = __le__ = __gt__ = __ge__ = _return_passing
-    __eq__ = __ne__ = _return_passing
+    __lt__ = __le__ = __gt__ = __ge__ = _passing_result
+    __eq__ = __ne__ = _passing_result
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -65,15 +65,15 @@ class PassedGuards(TorchFunctionMode):
             frame = _find_caller(sys._getframe(1))
             if frame is not None and frame.f_code is detects_causal_mask:
                 return False  # Attention then reads the mask instead of assuming that it is causal.
-            place = frame and _find_position(frame, is_jump=func is Tensor.__bool__)
-            passing = place and _find_passing_value(place, compared=func is Tensor.item)
-            if place and passing is not None:
-                log.info("%s:%d is taken to pass, as it only guards", place.file, place.line)
+            position = frame and _find_position(frame, is_jump=func is Tensor.__bool__)
+            passing = position and _find_passing_value(position, compared=func is Tensor.item)
+            if position and passing is not None:
+                log.info("%s:%d is taken to pass, as it only guards", position.file, position.line)
                 return GuardedNumber(passing) if func is Tensor.item else passing
         return func(*args, **(kwargs or {}))
 
 
-class _Position(NamedTuple):
+class _SourcePosition(NamedTuple):
     """Source position of the running instruction."""
 
     file: str
@@ -95,7 +95,7 @@ def _find_caller(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _find_position(frame: FrameType, is_jump: bool) -> _Position | None:
+def _find_position(frame: FrameType, is_jump: bool) -> _SourcePosition | None:
     """Return the source position of the expression that a frame evaluates, or None if unknown.
 
     Args:
@@ -105,18 +105,18 @@ def _find_position(frame: FrameType, is_jump: bool) -> _Position | None:
     line, end_line, column, end_column = position or (None,) * 4
     if line is None or end_line is None or column is None or end_column is None:
         return None
-    return _Position(frame.f_code.co_filename, line, column, end_line, end_column)
+    return _SourcePosition(frame.f_code.co_filename, line, column, end_line, end_column)
 
 
-def _find_passing_value(place: _Position, compared: bool) -> bool | None:
-    """Return the bool for which the value check at `place` passes; None if it is no value check.
+def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | None:
+    """Return the bool for which the value check at `position` passes; None if it is no value check.
 
     Args:
         compared: whether the expression must be one side of a comparison.
     """
-    for test, passing in _find_guards_of_file(place.file):
-        if place.is_in(test):
-            return _find_operand_value(test, passing, place, compared)
+    for test, passing in _find_guards_of_file(position.file):
+        if position.is_in(test):
+            return _find_operand_value(test, passing, position, compared)
     return None
 
 
@@ -157,15 +157,15 @@ def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
 
 
 def _find_operand_value(
-    test: ast.expr, passing: bool, place: _Position, compared: bool
+    test: ast.expr, passing: bool, at: _SourcePosition, compared: bool
 ) -> bool | None:
-    """Return the bool of the operand at `place` for which `test` is `passing`, or None."""
+    """Return the bool of the operand at `at` for which `test` is `passing`, or None."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _find_operand_value(test.operand, not passing, place, compared)
+        return _find_operand_value(test.operand, not passing, at, compared)
     if isinstance(test, ast.BoolOp):
-        inside = next((value for value in test.values if place.is_in(value)), None)
-        return None if inside is None else _find_operand_value(inside, passing, place, compared)
+        inside = next((value for value in test.values if at.is_in(value)), None)
+        return None if inside is None else _find_operand_value(inside, passing, at, compared)
     if compared:
         sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
-        return passing if any(place.is_in(s) and isinstance(s, ast.Call) for s in sides) else None
+        return passing if any(at.is_in(s) and isinstance(s, ast.Call) for s in sides) else None
     return passing

@@ -112,8 +112,8 @@ def read_strides_of_elements(graph: fx.Graph) -> None:
             )
         moved = insert(node, aten.permute.default, (source, order))
         flat = insert(node, aten.reshape.default, (moved, [-1]))
-        rest = insert(node, aten.slice.Tensor, (flat, 0, first, x.numel()))
-        node.target, node.args, node.kwargs = aten.as_strided.default, (rest, size, stride), {}
+        flat = insert(node, aten.slice.Tensor, (flat, 0, first, x.numel()))
+        node.target, node.args, node.kwargs = aten.as_strided.default, (flat, size, stride), {}
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
@@ -202,9 +202,9 @@ def _insert_scatter(
     if not tensor(source).is_complex():
         return call(graph, target, (source, new, *args), like=view)
     written = []
-    for part in (aten.real.default, aten.imag.default):
-        parts = [call(graph, part, (each,), like=view) for each in (source, new)]
-        written.append(call(graph, target, (*parts, *args), like=view))
+    for component in (aten.real.default, aten.imag.default):
+        components = [call(graph, component, (each,), like=view) for each in (source, new)]
+        written.append(call(graph, target, (*components, *args), like=view))
     return call(graph, aten.complex.default, (written[0], written[1]), like=view)
 
 

@@ -163,11 +163,11 @@ def _read_entries(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the checksum does not match, or is missing in a file of the current version.
     """
-    text = path.read_bytes().decode()
-    body, last_entry, _ = text.rpartition(_LAST_ENTRY)
-    if last_entry and text != _append_checksum(body):
+    file_text = path.read_bytes().decode()
+    body, last_entry, _ = file_text.rpartition(_LAST_ENTRY)
+    if last_entry and file_text != _append_checksum(body):
         raise ValueError("the checksum does not match")
-    content: dict[str, Any] = json.loads(text)
+    content: dict[str, Any] = json.loads(file_text)
     if content.pop("checksum", None) is None and content["version"] == VERSION:
         raise ValueError("the entry 'checksum' is missing")
     return content

@@ -114,8 +114,8 @@ def allocate_optimizer_state(
     """
     keys_of_parameter: dict[str, list[str]] = {}
     for key in saved:
-        part, _, suffix = key.partition(".")
-        if part == OPTIMIZER:
+        section, _, suffix = key.partition(".")
+        if section == OPTIMIZER:
             keys_of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
     tensors = {}
     for _, name, parameter in _optimizer_parameters(net, optimizer):

@@ -39,10 +39,10 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
             `net` does not have. `plan` checks the strategies against shapes and devices.
         LayoutError: if a layout is invalid.
     """
-    text = read_text(path, StrategyError)
+    content = read_text(path, StrategyError)
     modules = dict(net.named_modules(remove_duplicate=False))
     entries: dict[str, dict[str, FileEntry]] = {}
-    for name, entry in parse_strategies(text, str(path)).items():
+    for name, entry in parse_strategies(content, str(path)).items():
         owner = _owner_path(name, modules)
         suffix = name.removeprefix(owner)
         if _aten_names(suffix) is None:
@@ -76,8 +76,8 @@ def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
 def _aten_names(suffix: str) -> tuple[str, ...] | None:
     """Return the ATen names in `suffix`, the part of an operator's name after its module path, such
     as `.add_1` or `@2`; None if one of them is unknown."""
-    pieces = [part for part in _CALL_SUFFIX.sub("", suffix).split(".") if part]
-    names = tuple(re.sub(r"_\d+$", "", part) for part in pieces)
+    pieces = [piece for piece in _CALL_SUFFIX.sub("", suffix).split(".") if piece]
+    names = tuple(re.sub(r"_\d+$", "", piece) for piece in pieces)
     return names if all(name == "bias" or _is_operator_name(name) for name in names) else None
 
 

@@ -125,10 +125,10 @@ class StrategyParser:
         for outer, inner in self.rule.joined.items():
             outer_request, joint_request = split.get(outer), split.get(inner)
             if outer_request is not None and joint_request is not None:
-                parts = self._split_joint_request(outer_request, joint_request)
-                if parts is None:
+                split_requests = self._split_joint_request(outer_request, joint_request)
+                if split_requests is None:
                     raise _ConflictError(outer, joint_request, outer_request)
-                split[outer], split[inner] = parts
+                split[outer], split[inner] = split_requests
         return split
 
     def _split_joint_request(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwright.core.capture.annotations import (
     BoundaryTag,
     CandidateBoundary,
-    ModulePlace,
+    ModuleLocation,
     ModuleTag,
     PinnedCall,
     tagging,
@@ -49,14 +49,14 @@ class Pin(ModuleTag):
     parameters: Mapping[str, Entry] = field(default_factory=dict)
     operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
 
-    def trace(self, module: nn.Module, place: ModulePlace) -> None:
+    def trace(self, module: nn.Module, location: ModuleLocation) -> None:
         # Modules that capture replaces by one operator are pinned like that operator.
         if self.strategy is None or is_one_operator(module) or is_local_map(module):
             return
         if any(module.children()):
-            module.forward = _wrap_with_boundary(str(place), module.forward, self.strategy)
+            module.forward = _wrap_with_boundary(str(location), module.forward, self.strategy)
         else:
-            module.forward = _wrap_with_candidates(str(place), module.forward, self.strategy)
+            module.forward = _wrap_with_candidates(str(location), module.forward, self.strategy)
 
 
 class BoundaryPin(Pin, BoundaryTag):
@@ -106,18 +106,18 @@ def _wrap_with_candidates(where: str, forward: Any, strategy: OperatorStrategy) 
 
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
-        call, mark = signature.bind(*args, **kwargs), _ModuleCallTag()
+        call, tag = signature.bind(*args, **kwargs), _ModuleCallTag()
         arguments = (call.args, call.kwargs)
         if not _has_entry_per_tensor(strategy, arguments):
             return forward(*args, **kwargs)
-        with tagging(mark):
-            return _call_with_candidates(where, forward, strategy, mark, arguments)
+        with tagging(tag):
+            return _call_with_candidates(where, forward, strategy, tag, arguments)
 
     return with_candidates
 
 
 def _call_with_candidates(
-    where: str, function: Any, strategy: OperatorStrategy, mark: Any, arguments: Any
+    where: str, function: Any, strategy: OperatorStrategy, tag: Any, arguments: Any
 ) -> Any:
     """Call a function with its tensor arguments and results aliased, as candidates for pins.
 
@@ -128,10 +128,10 @@ def _call_with_candidates(
         where: the function or module, for errors.
         function: the function to call.
         strategy: the strategy of the pin.
-        mark: tag of the operators of this call.
+        tag: tag of the operators of this call.
         arguments: (args, kwargs) of the call.
     """
-    call = PinnedCall(mark, [], isinstance(mark, Pin))
+    call = PinnedCall(tag, [], isinstance(tag, Pin))
 
     def pin_candidates(verb: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
         return _pin_tensors(

@@ -66,15 +66,15 @@ def recompute(
             "use for example operators=('softmax', 'aten.gelu')"
         )
     op_types = None if operators is None else tuple(_normalized_op_type(name) for name in operators)
-    mark = RecomputeMark(communication, op_types)
+    request = RecomputeMark(communication, op_types)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
             recompute(module, communication, operators=operators)
         return target
     if isinstance(target, nn.Module):
-        attach(target, mark)
+        attach(target, request)
         return target
-    function: RecomputeTarget = tagged_calls(target, mark)
+    function: RecomputeTarget = tagged_calls(target, request)
     return function
 
 
@@ -89,11 +89,11 @@ class _MarkedSegment:
     """The segment of one call of a marked module or function.
 
     Args:
-        mark: the mark of the module or function.
+        request: the mark of the module or function.
         segment: name of the segment.
     """
 
-    mark: RecomputeMark
+    request: RecomputeMark
     segment: str
 
 
@@ -118,19 +118,19 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         marked = _innermost_marked_segment(op, modules, functions)
         if marked is None:
             continue
-        if marked.mark.kinds is None:
-            recomputed[op.name] = Recompute(marked.segment, marked.mark.communication)
+        if marked.request.op_types is None:
+            recomputed[op.name] = Recompute(marked.segment, marked.request.communication)
             members.setdefault(marked.segment, []).append(op)
-        elif local_operator_name(op.target) in marked.mark.kinds:
-            selected.setdefault(marked.mark, []).append(op)
+        elif local_operator_name(op.target) in marked.request.op_types:
+            selected.setdefault(marked.request, []).append(op)
     op_index = _op_indices(graph)
     for ops in members.values():
         # Recomputing a single operator saves no memory, since its result is saved as the input of
         # the next operator: recompute that one too.
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
             _add_saving_operators(graph, recomputed, ops, op_index)
-    for mark, ops in selected.items():
-        add_segments(graph, recomputed, ops, mark.communication)
+    for request, ops in selected.items():
+        add_segments(graph, recomputed, ops, request.communication)
     return recomputed
 
 
@@ -175,11 +175,11 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
     Raises:
         StrategyError: if a call has no operator.
     """
-    for mark, source in graph.call_tags:
-        if not isinstance(mark, RecomputeMark):
+    for request, source in graph.call_tags:
+        if not isinstance(request, RecomputeMark):
             continue
-        ops = [op for op in graph.ops if any(tag is mark for tag in op.tags)]
-        if not ops and mark.checkpoint:
+        ops = [op for op in graph.ops if any(tag is request for tag in op.tags)]
+        if not ops and request.checkpoint:
             continue  # A call of `torch.utils.checkpoint` that computes nothing is valid.
         if not ops:
             raise StrategyError(
@@ -187,9 +187,9 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
                 " but the graph has no operator of this call: its result is unused, or it computes"
                 " nothing\ncall the function without `recompute`"
             )
-        _check_op_types(f"the function called at {source or 'an unknown line'}", mark, ops)
-        segment = _MarkedSegment(mark, ops[0].name)
-        yield id(mark), _MarkedCall(segment, _common_depth([op.calls for op in ops]))
+        _check_op_types(f"the function called at {source or 'an unknown line'}", request, ops)
+        segment = _MarkedSegment(request, ops[0].name)
+        yield id(request), _MarkedCall(segment, _common_depth([op.calls for op in ops]))
 
 
 @dataclass(frozen=True)
@@ -227,9 +227,9 @@ def _innermost_marked_segment(
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
     # The first `depth` module calls enclose the function call; the others are made inside it.
     for call in reversed(op.calls[function.depth if function else 0 :]):
-        mark = modules.get(call.partition("@")[0])
-        if mark is not None:
-            return _MarkedSegment(mark, call or "model")
+        request = modules.get(call.partition("@")[0])
+        if request is not None:
+            return _MarkedSegment(request, call or "model")
     return function.segment if function else None
 
 
@@ -239,13 +239,13 @@ def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) ->
     Raises:
         StrategyError: if a marked module lacks an operator; the message names the module.
     """
-    inside: dict[RecomputeMark, list[Op]] = {mark: [] for mark in modules.values()}
+    inside: dict[RecomputeMark, list[Op]] = {request: [] for request in modules.values()}
     for op in graph.ops:
-        marks = (modules.get(call.partition("@")[0]) for call in op.calls)
-        for mark in {mark for mark in marks if mark is not None}:
-            inside[mark].append(op)
-    for path, mark in modules.items():
-        ops = inside[mark]
+        requests = (modules.get(call.partition("@")[0]) for call in op.calls)
+        for request in {request for request in requests if request is not None}:
+            inside[request].append(op)
+    for path, request in modules.items():
+        ops = inside[request]
         where = f"module {path!r}" if path else "the model"
         if not ops:
             near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
@@ -253,13 +253,13 @@ def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) ->
                 f"{where} is marked by `recompute`, but has no operator in the graph: it is never"
                 f" called, or it computes nothing\nmark one of the closest: {', '.join(near)}"
             )
-        _check_op_types(where, mark, ops)
+        _check_op_types(where, request, ops)
 
 
-def _check_op_types(where: str, mark: RecomputeMark, ops: Sequence[Op]) -> None:
-    """Raise StrategyError if a type of operator that `mark` lists is not in `ops`."""
+def _check_op_types(where: str, request: RecomputeMark, ops: Sequence[Op]) -> None:
+    """Raise StrategyError if a type of operator that `request` lists is not in `ops`."""
     present = dict.fromkeys(local_operator_name(op.target) for op in ops)
-    for op_type in mark.kinds or ():
+    for op_type in request.op_types or ():
         if op_type not in present:
             raise StrategyError(
                 f"`recompute`: {where} has no operator {op_type!r}\n"

@@ -107,10 +107,10 @@ def _strategy_for_graph_shapes(
             return entry
         flattened_shape = value.shape[: op.flattened]
         if isinstance(entry, TensorLayout):
-            first, *rest = axes_on_mesh(op.name, entry, mesh)
+            first, *other_axes = axes_on_mesh(op.name, entry, mesh)
             sizes = [mesh.device_matrix[axis] for axis in first]
             axes = _distribute_over_dims(flattened_shape, first, sizes)
-            return TensorLayout(mesh, (*map(tuple, axes), *rest))
+            return TensorLayout(mesh, (*map(tuple, axes), *other_axes))
         primes = prime_factors(entry[0])
         counts = map(prod, _distribute_over_dims(flattened_shape, primes, primes))
         return (*counts, *entry[1:])

@@ -42,8 +42,8 @@ class OperatorStrategy:
             )
 
     def __str__(self) -> str:
-        text = entries_text(self.inputs)
-        return text if self.outputs is None else f"{text} → {entries_text(self.outputs)}"
+        inputs, outputs = entries_text(self.inputs), self.outputs
+        return inputs if outputs is None else f"{inputs} → {entries_text(outputs)}"
 
     @property
     def layouts(self) -> Iterator[TensorLayout]:
@@ -153,5 +153,5 @@ def entry_text(entry: Entry) -> str:
 
 def entries_text(entries: Iterable[Entry]) -> str:
     """Return a tuple of entries as text: `((2,4),None)`."""
-    texts = [entry_text(entry) for entry in entries]
-    return f"({','.join(texts)}{',' if len(texts) == 1 else ''})"
+    entry_texts = [entry_text(entry) for entry in entries]
+    return f"({','.join(entry_texts)}{',' if len(entry_texts) == 1 else ''})"

@@ -104,7 +104,7 @@ class Device:
     step_overhead: float = 0.0
     at_full_rate: int | None = None
 
-    def peak(self, dtype: torch.dtype) -> float:
+    def peak_rate(self, dtype: torch.dtype) -> float:
         """Peak FLOP per second of matrix products in `dtype`; for an unlisted dtype, the lowest
         rate."""
         return self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
@@ -118,10 +118,10 @@ class Device:
             sides: sizes m, n and k of the product; empty if all are large.
             attention: whether the product is part of fused attention.
         """
-        peak = self.peak(dtype)
+        peak_rate = self.peak_rate(dtype)
         if attention and self.attention_efficiency is not None:
-            return peak * self.attention_efficiency
-        return peak * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
+            return peak_rate * self.attention_efficiency
+        return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
 
     @property
     def stream(self) -> float:
@@ -313,9 +313,9 @@ def cluster_to_yaml(cluster: Cluster) -> str:
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def _non_default_fields(part: Device | LinkLevel) -> dict[str, Any]:
+def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
     """Return the fields of a device or link level that differ from their defaults, by name."""
-    values = ((each, getattr(part, each.name)) for each in fields(part))
+    values = ((each, getattr(config, each.name)) for each in fields(config))
     return {
         each.name: dict(value) if isinstance(value, Mapping) else value
         for each, value in values

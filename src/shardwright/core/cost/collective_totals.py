@@ -58,17 +58,17 @@ def collective_totals(
     links = None if cluster is None else Links(cluster, mesh, pipeline.stages)
     totals: dict[tuple[str, Axes], list[float]] = {}
     for chunk in partitioned.chunks_of(stage):
-        for kind, axes, calls, size in _collectives_of_chunk(chunk, pipeline.micro_batches):
-            total = totals.setdefault((kind, tuple(sorted(axes))), [0, 0, 0])
-            seconds = 0.0 if links is None else links.seconds(kind, axes, size)
-            per_call = (1, COLLECTIVES[kind].sent(size, mesh.size(axes)), seconds)
+        for collective, axes, calls, size in _collectives_of_chunk(chunk, pipeline.micro_batches):
+            total = totals.setdefault((collective, tuple(sorted(axes))), [0, 0, 0])
+            seconds = 0.0 if links is None else links.seconds(collective, axes, size)
+            per_call = (1, COLLECTIVES[collective].sent(size, mesh.size(axes)), seconds)
             total[:] = [
                 total_so_far + calls * value
                 for total_so_far, value in zip(total, per_call, strict=True)
             ]
     return tuple(
-        CollectiveTotal(kind, mesh.named(axes), count, sent, None if links is None else seconds)
-        for (kind, axes), (count, sent, seconds) in totals.items()
+        CollectiveTotal(name, mesh.named(axes), count, sent, None if links is None else seconds)
+        for (name, axes), (count, sent, seconds) in totals.items()
     )
 
 
@@ -117,14 +117,15 @@ def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Call
     gathers += micro_batches if bucket.regathers else 0
     stored = bucket.numel * bucket.members[0].value.itemsize
     steps = {
-        "all_gather": [step for step in bucket.steps if step.kind == "all_gather"],
+        "all_gather": [step for step in bucket.steps if step.operation == "all_gather"],
         "reduce_scatter": [step for step in bucket.steps if step.backward == "reduce_scatter"],
         "all_reduce": [step for step in bucket.steps if step.backward == "all_reduce"],
     }
-    for kind, kind_steps in steps.items():
-        if kind_steps and (kind == "all_gather" or bucket.trained):
-            axes = tuple({axis for step in kind_steps for axis in step.axes})
-            calls = gathers if kind == "all_gather" else 1 if bucket.reduces_once else micro_batches
-            group = prod(step.group_size for step in kind_steps)
-            size = stored if kind == "all_reduce" else stored * group
-            yield kind, axes, calls, size
+    for collective, steps_of_collective in steps.items():
+        if steps_of_collective and (collective == "all_gather" or bucket.trained):
+            axes = tuple({axis for step in steps_of_collective for axis in step.axes})
+            reductions = 1 if bucket.reduces_once else micro_batches
+            calls = gathers if collective == "all_gather" else reductions
+            group = prod(step.group_size for step in steps_of_collective)
+            size = stored if collective == "all_reduce" else stored * group
+            yield collective, axes, calls, size

@@ -32,7 +32,7 @@ from shardwright.core.cost.tensor_tracking import (
     FusedAttention,
     LiveBytes,
     TrackedStorage,
-    bytes_by_kind,
+    bytes_by_category,
     events_at_peak,
 )
 from shardwright.core.graph.graph import Value
@@ -56,11 +56,11 @@ TEMPORARY = ""
 LARGEST = 8
 """Maximum number of tensors in `Phase.largest`."""
 
-Kinds = Mapping[str, int]
-"""Bytes by kind of tensor: stored `parameters`, the `batch` (inputs of a micro-batch and receive
-buffers of stages), `buffers` and constants, `weights` (gathered or cast parameters), `gradients` of
-parameters, `activations` saved for backward, and temporary tensors (``""``): gradients of
-activations, flat buffers of collectives, intermediate results."""
+BytesByCategory = Mapping[str, int]
+"""Bytes by category of tensor: stored `parameters`, the `batch` (inputs of a micro-batch and
+receive buffers of stages), `buffers` and constants, `weights` (gathered or cast parameters),
+`gradients` of parameters, `activations` saved for backward, and temporary tensors (``""``):
+gradients of activations, flat buffers of collectives, intermediate results."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,15 @@ class Phase:
     """Memory of one action (forward or backward of a micro-batch), relative to its start.
 
     Args:
-        peak: change in bytes from the start of the action to its memory peak, by kind of tensor.
-        change: change in bytes from the start of the action to its end, by kind of tensor.
-        largest: (kind of tensor, index of the operator that produces or first reads the tensor,
+        peak_bytes: change in bytes from the start of the action to its memory peak, by category of
+            tensor.
+        change: change in bytes from the start of the action to its end, by category of tensor.
+        largest: (category of tensor, index of the operator that produces or first reads the tensor,
             bytes) of the largest tensors of the micro-batch at the peak, in descending order.
     """
 
-    peak: Kinds
-    change: Kinds
+    peak_bytes: BytesByCategory
+    change: BytesByCategory
     largest: tuple[tuple[str, int, int], ...] = ()
 
 
@@ -93,7 +94,7 @@ class DryRun:
         end: memory of the end of the step, when gradients are reduced.
     """
 
-    stock: Kinds
+    stock: BytesByCategory
     begin: Phase
     first: Mapping[str, Phase]
     later: Mapping[str, Phase]
@@ -103,24 +104,24 @@ class DryRun:
 def dry_run_chunk(
     partitioned: Partitioned,
     chunk: Chunk,
-    kinds: Sequence[str],
+    pass_types: Sequence[str],
     cached_results: dict[Any, Any],
     on_share: OnShare = ignore_share,
 ) -> DryRun:
     """Return the memory of one chunk of a model, measured by a dry run.
 
     Args:
-        kinds: actions of one micro-batch (`F`, `B`, `I`, `W`), in order.
+        pass_types: passes of one micro-batch (`F`, `B`, `I`, `W`), in order.
         cached_results: cache of results of operators by their arguments; see `DryRunMode`.
         on_share: called with the completed fraction of lowering and actions.
     """
-    run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in kinds, cached_results)
+    run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
     # The caller may plan in a region without gradients.
     with torch.inference_mode(False), torch.enable_grad(), run.live, FusedAttention():
         stock = run.live.bytes_between(run.label_live_tensors(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
-        runs = subrange(on_share, 1, 1 + len(kinds), size=len(kinds))
-        first, later = run.actions(kinds, partitioned.pipeline.micro_batches > 1, runs)
+        runs = subrange(on_share, 1, 1 + len(pass_types), size=len(pass_types))
+        first, later = run.actions(pass_types, partitioned.pipeline.micro_batches > 1, runs)
         end = run.phase(run.end, GRADIENTS)
     return DryRun(stock, begin, first, later, end)
 
@@ -208,26 +209,27 @@ class _MetaChunk:
         run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
         return run
 
-    def label_live_tensors(self, kind: str) -> int:
-        """Label all unlabeled live tensors with `kind`, and return the length of the allocation
+    def label_live_tensors(self, category: str) -> int:
+        """Label all unlabeled live tensors with `category`, and return the length of the allocation
         history."""
-        self.live.label(kind)
+        self.live.label(category)
         return len(self.live.history)
 
-    def phase(self, function: Callable[[], None], kind: str) -> Phase:
-        """Run `function`, label the tensors it leaves alive with `kind`, and return its memory."""
+    def phase(self, function: Callable[[], None], category: str) -> Phase:
+        """Run `function`, label the tensors it leaves alive with `category`, and return its
+        memory."""
         start = len(self.live.history)
         function()
-        end = self.label_live_tensors(kind)
-        peak = self.live.peak(start, end)
+        end = self.label_live_tensors(category)
+        num_events = self.live.events_until_peak(start, end)
         peak_bytes, change = (
-            self.live.bytes_between(peak, start),
+            self.live.bytes_between(num_events, start),
             self.live.bytes_between(end, start),
         )
-        return Phase(peak_bytes, change, self._largest_tensors(peak))
+        return Phase(peak_bytes, change, self._largest_tensors(num_events))
 
     def actions(
-        self, kinds: Sequence[str], has_several: bool, on_share: OnShare
+        self, pass_types: Sequence[str], has_several: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         """Return the memory of each action in the first and in a later micro-batch, by action (`F`,
         `B`, `I`, `W`).
@@ -239,17 +241,17 @@ class _MetaChunk:
             has_several: whether a step has several micro-batches; if not, the second result is {}.
         """
         if self.splits_backward or not has_several:
-            first = {kind: self.action(kind) for kind in track(kinds, on_share)}
-            return first, {kind: self.action(kind) for kind in kinds} if has_several else {}
+            first = {pass_type: self.action(pass_type) for pass_type in track(pass_types, on_share)}
+            return first, {each: self.action(each) for each in pass_types} if has_several else {}
         first, later = {}, {}
-        for kind in track(kinds, on_share):
+        for pass_type in track(pass_types, on_share):
             start = len(self.live.history)
-            if kind == FORWARD:
+            if pass_type == FORWARD:
                 # Gathers finish in the first micro-batch, not in a later micro-batch.
                 self.module.unsharded.tensors()
-            later[kind] = self.action(kind)
-            first[kind] = self._first_phase_from_later(start, later[kind])
-            if kind == FORWARD:
+            later[pass_type] = self.action(pass_type)
+            first[pass_type] = self._first_phase_from_later(start, later[pass_type])
+            if pass_type == FORWARD:
                 self._preallocate_gradients()
         return first, later
 
@@ -268,8 +270,8 @@ class _MetaChunk:
             # After the event that frees the added tensor.
             events.insert(position + 1 - start, (gradient, True))
         self.added.clear()
-        peak_bytes = bytes_by_kind(events[: events_at_peak(events)])
-        return Phase(peak_bytes, bytes_by_kind(events), later.largest)
+        peak_bytes = bytes_by_category(events[: events_at_peak(events)])
+        return Phase(peak_bytes, bytes_by_category(events), later.largest)
 
     def _preallocate_gradients(self) -> None:
         """Allocate a gradient of each parameter that the backward pass reaches, as an earlier
@@ -286,12 +288,12 @@ class _MetaChunk:
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
-        """Return (kind of tensor, operator index, bytes) of the largest live tensors after the
-        first `num_events` allocations and frees, summed by kind of tensor and operator."""
+        """Return (category of tensor, operator index, bytes) of the largest live tensors after the
+        first `num_events` allocations and frees, summed by category of tensor and operator."""
         sizes: dict[tuple[str, int], int] = {}
-        for (kind, line), size in self.live.bytes_by_line(num_events).items():
+        for (category, line), size in self.live.bytes_by_line(num_events).items():
             if line in self._operator_of_line and size:
-                key = kind, self._operator_of_line[line]
+                key = category, self._operator_of_line[line]
                 sizes[key] = sizes.get(key, 0) + size
         largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:LARGEST]
         return tuple((*key, size) for key, size in largest)
@@ -305,23 +307,24 @@ class _MetaChunk:
         next_operator: int | None = None
         lines = self.module.program.source.splitlines()
         # The program has a comment with the operator's name above each operator's line.
-        for line_number, text in reversed(list(enumerate(lines, start=1))):
-            name = re.match(r"\s*# (.*?)[:;]", text)
+        for line_number, line_text in reversed(list(enumerate(lines, start=1))):
+            name = re.match(r"\s*# (.*?)[:;]", line_text)
             if name is not None and name[1] in indices:
                 operators[line_number + 1] = next_operator = indices[name[1]]
             elif next_operator is not None:
                 operators[line_number] = next_operator
         return operators
 
-    def action(self, kind: str) -> Phase:
+    def action(self, pass_type: str) -> Phase:
         """Run an action of one micro-batch, and return its memory."""
         function = {
             FORWARD: self.forward,
             BACKWARD: self.backward,
             BACKWARD_INPUT: self.backward_input,
             BACKWARD_WEIGHT: self.backward_weight,
-        }[kind]
-        return self.phase(function, ACTIVATIONS if kind in (FORWARD, BACKWARD_INPUT) else GRADIENTS)
+        }[pass_type]
+        saves = pass_type in (FORWARD, BACKWARD_INPUT)
+        return self.phase(function, ACTIVATIONS if saves else GRADIENTS)
 
     def begin(self) -> None:
         self.module.unsharded.begin_step(self.stored)
@@ -399,10 +402,10 @@ def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
     return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
 
 
-def plus(kinds: Kinds, *others: Kinds) -> Kinds:
-    """Add up bytes by kind of tensor."""
-    names = {name for each in (kinds, *others) for name in each}
-    return {name: sum(each.get(name, 0) for each in (kinds, *others)) for name in names}
+def plus(first: BytesByCategory, *others: BytesByCategory) -> BytesByCategory:
+    """Add up bytes by category of tensor."""
+    names = {name for each in (first, *others) for name in each}
+    return {name: sum(each.get(name, 0) for each in (first, *others)) for name in names}
 
 
 class DryRunCache:
@@ -417,19 +420,20 @@ class DryRunCache:
         self,
         partitioned: Partitioned,
         chunk: Chunk,
-        kinds: Sequence[str],
+        pass_types: Sequence[str],
         on_share: OnShare = ignore_share,
     ) -> DryRun:
         """Return the memory of `chunk` from a dry run, or from the cache.
 
         Args:
-            kinds: actions of one micro-batch (`F`, `B`, `I`, `W`), in order.
+            pass_types: passes of one micro-batch (`F`, `B`, `I`, `W`), in order.
             on_share: called with the completed fraction of the dry run.
         """
         # Gradients accumulate if there are several micro-batches, whatever their number.
         has_several = partitioned.pipeline.micro_batches > 1
-        key = (chunk_key(chunk), chunk.mesh, tuple(kinds), has_several)
+        key = (chunk_key(chunk), chunk.mesh, tuple(pass_types), has_several)
         if key not in self._runs:
             cached_results = self._operator_results
-            self._runs[key] = dry_run_chunk(partitioned, chunk, kinds, cached_results, on_share)
+            run = dry_run_chunk(partitioned, chunk, pass_types, cached_results, on_share)
+            self._runs[key] = run
         return self._runs[key]

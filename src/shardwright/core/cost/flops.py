@@ -55,7 +55,7 @@ class Work:
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
             other operators.
-        kind: type of operator, such as attention, under which reports list the FLOPs.
+        category: type of operator, such as attention, under which reports list the FLOPs.
     """
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Work:
     backward_bytes: tuple[tuple[int, frozenset[str]], ...]
     gradients: int
     sides: tuple[tuple[float, frozenset[str]], ...] = ()
-    kind: WorkKind = "other operators"
+    category: WorkKind = "other operators"
 
 
 def work_of(op: Op) -> Work:
@@ -120,7 +120,7 @@ def _compute_work(
         gradients = [tensor for tensor, needs in zip(inputs, needs_gradient, strict=True) if needs]
         backward = (*read, *outputs, *gradients)
     flops = forward_flops(op, rule)
-    kind: WorkKind = "matrix products" if flops else "other operators"
+    category: WorkKind = "matrix products" if flops else "other operators"
     if rule is None and not is_view(op):
         flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
     # A product has one gradient product for each input that needs a gradient.
@@ -143,7 +143,7 @@ def _compute_work(
         backward_bytes=backward,
         gradients=count,
         sides=_matmul_dims(op, rule, flops),
-        kind="attention" if op.target in _ATTENTION else kind,
+        category="attention" if op.target in _ATTENTION else category,
     )
 
 
@@ -164,19 +164,19 @@ def _matmul_dims(
         return tuple(
             zip(expert_sides, (_token_factors(rule), frozenset("i"), frozenset[str]()), strict=True)
         )
-    left, right, out = (
+    lhs_factors, rhs_factors, out = (
         frozenset(name for name in dims if name is not None)
         for dims in (*rule.inputs[:2], rule.outputs[0])
     )
-    batch, columns = left & right & out, (right & out) - left
+    batch, columns = lhs_factors & rhs_factors & out, (rhs_factors & out) - lhs_factors
     batch_size, num_columns = (
         prod(rule.capacity[name] for name in names) for names in (batch, columns)
     )
     results = op.output.numel
     return (
-        (results / batch_size / num_columns, (left & out) - right),
+        (results / batch_size / num_columns, (lhs_factors & out) - rhs_factors),
         (float(num_columns), columns),
-        (flops / 2 / results, (left & right) - out),
+        (flops / 2 / results, (lhs_factors & rhs_factors) - out),
     )
 
 

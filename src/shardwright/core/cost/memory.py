@@ -28,9 +28,9 @@ from shardwright.core.cost.dry_run import (
     BUFFERS,
     GRADIENTS,
     TEMPORARY,
+    BytesByCategory,
     DryRun,
     DryRunCache,
-    Kinds,
     plus,
 )
 from shardwright.core.cost.optimizer_state import (
@@ -68,7 +68,7 @@ OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimize
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one device of a stage at its peak, in bytes by kind of tensor.
+    """Memory of one device of a stage at its peak, in bytes by category of tensor.
 
     Args:
         stage: index of the pipeline stage.
@@ -80,7 +80,7 @@ class StageMemory:
         inputs: batch, buffers and constants.
         temporary: gradients of activations, buffers of collectives, intermediate results.
         moment: name of the pass with the peak, or of the moment in `OUTSIDE`.
-        largest: (name of the operator that produces or first reads the tensor, kind of tensor,
+        largest: (name of the operator that produces or first reads the tensor, category of tensor,
             bytes) of the largest tensors of the micro-batch at the peak.
         curve: (name of the pass, peak in bytes) of each pass; empty if there are more than
             `MAX_CURVE_PASSES`.
@@ -110,7 +110,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """Peak memory in bytes, the sum over all kinds of tensors."""
+        """Peak memory in bytes, the sum over all categories of tensors."""
         return sum(getattr(self, name) for name in self.NAMES)
 
 
@@ -193,11 +193,11 @@ def memory(
         if stages is not None and number not in stages:
             continue
         chunks = partitioned.chunks_of(number)
-        kinds = tuple(dict.fromkeys(action.kind for action in order))
+        pass_types = tuple(dict.fromkeys(action.pass_type for action in order))
         stage_share = subrange(on_share, number, pipeline.stages)
         dry_run_of = {
             chunk.number: dry_runs.of(
-                partitioned, chunk, kinds, subrange(stage_share, n, len(chunks))
+                partitioned, chunk, pass_types, subrange(stage_share, n, len(chunks))
             )
             for n, chunk in enumerate(chunks)
         }
@@ -305,19 +305,19 @@ class _StepMoment:
 
     Args:
         name: name of the action for users.
-        kinds: bytes by kind of tensor.
+        bytes_by_category: bytes by category of tensor.
         chunk: index of the chunk.
-        largest: (kind of tensor, operator index, bytes) of the largest tensors.
+        largest: (category of tensor, operator index, bytes) of the largest tensors.
     """
 
     name: str
-    kinds: Kinds
+    bytes_by_category: BytesByCategory
     chunk: int = 0
     largest: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def total(self) -> int:
-        return sum(self.kinds.values())
+        return sum(self.bytes_by_category.values())
 
 
 def _stage_memory(
@@ -325,18 +325,18 @@ def _stage_memory(
 ) -> StageMemory:
     moment = max(moments, key=lambda each: each.total)
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
-    curve, kinds = moments if len(moments) <= MAX_CURVE_PASSES else (), moment.kinds
+    curve, sizes = moments if len(moments) <= MAX_CURVE_PASSES else (), moment.bytes_by_category
     return StageMemory(
         stage=number,
-        parameters=kinds.get(PARAMETERS, 0),
+        parameters=sizes.get(PARAMETERS, 0),
         optimizer=optimizer.state,
-        gradients=kinds.get(GRADIENTS, 0),
-        gathered=kinds.get(WEIGHTS, 0),
-        activations=kinds.get(ACTIVATIONS, 0),
-        inputs=kinds.get(BATCH, 0) + kinds.get(BUFFERS, 0),
-        temporary=kinds.get(TEMPORARY, 0),
+        gradients=sizes.get(GRADIENTS, 0),
+        gathered=sizes.get(WEIGHTS, 0),
+        activations=sizes.get(ACTIVATIONS, 0),
+        inputs=sizes.get(BATCH, 0) + sizes.get(BUFFERS, 0),
+        temporary=sizes.get(TEMPORARY, 0),
         moment=moment.name,
-        largest=tuple((ops[op].name, kind or "temporary", n) for kind, op, n in moment.largest),
+        largest=tuple((ops[op].name, what or "temporary", n) for what, op, n in moment.largest),
         curve=tuple((each.name, each.total + optimizer.state) for each in curve),
     )
 
@@ -348,24 +348,24 @@ def _memory_moments(
     optimizer: OptimizerBytes,
     micro_batches: int,
 ) -> Iterator[_StepMoment]:
-    live: Kinds = plus({}, *(each.stock for each in dry_run_of.values()))
+    live: BytesByCategory = plus({}, *(each.stock for each in dry_run_of.values()))
     # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
     live = {**live, BATCH: live.get(BATCH, 0) * micro_batches}
     for each in dry_run_of.values():
-        yield _StepMoment(BEGIN, plus(live, each.begin.peak))
+        yield _StepMoment(BEGIN, plus(live, each.begin.peak_bytes))
         live = plus(live, each.begin.change)
     done_actions: set[tuple[int, str]] = set()
     for action in order:
-        each, key = dry_run_of[action.chunk], (action.chunk, action.kind)
+        each, key = dry_run_of[action.chunk], (action.chunk, action.pass_type)
         # The first backward pass allocates gradients, and later backward passes add to them.
-        phase = (each.later if key in done_actions else each.first)[action.kind]
-        name, peak = _action_name(action, len(dry_run_of)), plus(live, phase.peak)
-        yield _StepMoment(name, peak, action.chunk, phase.largest)
-        border_change = borders[action.chunk].border_change(action.kind, key in done_actions)
+        phase = (each.later if key in done_actions else each.first)[action.pass_type]
+        name, peak_bytes = _action_name(action, len(dry_run_of)), plus(live, phase.peak_bytes)
+        yield _StepMoment(name, peak_bytes, action.chunk, phase.largest)
+        border_change = borders[action.chunk].border_change(action.pass_type, key in done_actions)
         live = plus(live, phase.change, {ACTIVATIONS: border_change})
         done_actions.add(key)
     for each in dry_run_of.values():
-        yield _StepMoment(END, plus(live, each.end.peak))
+        yield _StepMoment(END, plus(live, each.end.peak_bytes))
         live = plus(live, each.end.change)
     # All tensors sent between stages are freed by the end of the step.
     live = {**live, ACTIVATIONS: 0}
@@ -373,7 +373,7 @@ def _memory_moments(
 
 
 def _action_name(action: Action, num_chunks: int) -> str:
-    direction = "forward" if action.kind == FORWARD else "backward"
+    direction = "forward" if action.pass_type == FORWARD else "backward"
     chunk_text = f" through chunk {action.chunk}" if num_chunks > 1 else ""
     return f"{direction} of micro-batch {action.micro_batch}{chunk_text}"
 
@@ -395,19 +395,19 @@ class BorderBytes:
     returned: int = 0
     reuses_messages: bool = False
 
-    def border_change(self, kind: str, repeats_kind: bool) -> int:
+    def border_change(self, pass_type: str, repeats_pass: bool) -> int:
         """Return the change of live bytes by an action, in addition to the change in its dry run.
 
         Args:
-            kind: action, one of `F`, `B`, `I`, `W`.
-            repeats_kind: whether the chunk has run this action before, for an earlier micro-batch.
+            pass_type: pass, one of `F`, `B`, `I`, `W`.
+            repeats_pass: whether the chunk has run this pass before, for an earlier micro-batch.
         """
-        border_change, sends = 0, not (self.reuses_messages and repeats_kind)
-        if kind == FORWARD:
+        border_change, sends = 0, not (self.reuses_messages and repeats_pass)
+        if pass_type == FORWARD:
             border_change -= self.shared
-        if kind in (BACKWARD, BACKWARD_INPUT) and sends:
+        if pass_type in (BACKWARD, BACKWARD_INPUT) and sends:
             border_change += self.returned
-        if kind in (BACKWARD, BACKWARD_WEIGHT):
+        if pass_type in (BACKWARD, BACKWARD_WEIGHT):
             border_change += self.shared + (self.sent if sends else 0)
         return border_change
 

@@ -126,7 +126,7 @@ def optimizer_bytes(
         needed = measured.temporary
         if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
             full_update = measures[make](shard.full, shard.dtype, shard.full)
-            needed = full_update.temporary + _exchange_bytes(shard)
+            needed = full_update.temporary + _muon_exchange_bytes(shard)
         temporary = max(temporary, needed)
     return OptimizerBytes(state, temporary)
 
@@ -143,7 +143,7 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
     return not shard.is_table and is_orthogonalized(shard.full, tuple(tables))
 
 
-def _exchange_bytes(shard: TrainedShard) -> int:
+def _muon_exchange_bytes(shard: TrainedShard) -> int:
     """Return the bytes that updating a sharded matrix takes in addition to a full one: two bfloat16
     buffers of the full matrix, minus the momentum of the other shards."""
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
@@ -359,5 +359,5 @@ def _measure_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Optim
         optimizer.step()
         state, start = live.now, len(live.history)
         optimizer.step()
-        peak = sum(live.bytes_between(live.peak(start)).values())
-    return OptimizerBytes(state - before, peak - state)
+        peak_bytes = sum(live.bytes_between(live.events_until_peak(start)).values())
+    return OptimizerBytes(state - before, peak_bytes - state)

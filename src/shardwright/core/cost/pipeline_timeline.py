@@ -16,7 +16,7 @@ from shardwright.core.torch_internals.pipelining import get_schedule_ops
 from shardwright.errors import PlanError
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
-"""Kinds of actions, as in `torch.distributed.pipelining`: forward, full backward, and the two
+"""Types of passes, as in `torch.distributed.pipelining`: forward, full backward, and the two
 halves of a split backward, for gradients of the chunk's inputs and of its parameters."""
 
 
@@ -26,16 +26,16 @@ class Action:
 
     Args:
         chunk: index of the chunk in the model.
-        kind: `F`, `B`, `I` or `W`: forward, full backward, input gradients or weight gradients.
+        pass_type: `F`, `B`, `I` or `W`: forward, full backward, input gradients or weight gradients.
         micro_batch: index of the micro-batch.
     """
 
     chunk: int
-    kind: str
+    pass_type: str
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.micro_batch}"
+        return f"{self.pass_type}{self.micro_batch}"
 
 
 def check_pipelining(pipeline: PipelineSpec) -> None:
@@ -101,7 +101,7 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     check_pipelining(pipeline)
     if pipeline.stages == 1:
         pieces = range(pipeline.micro_batches)
-        return (tuple(Action(0, kind, m) for m in pieces for kind in (FORWARD, BACKWARD)),)
+        return (tuple(Action(0, each, m) for m in pieces for each in (FORWARD, BACKWARD)),)
     return _torch_actions(
         pipeline.schedule_spec, pipeline.stages, pipeline.micro_batches, pipeline.chunks
     )
@@ -123,10 +123,10 @@ def _torch_actions(
         for action in order:
             if action is None or not action.is_compute_op:
                 continue
-            kind = action.computation_type.value
-            number = counts.get((action.stage_index, kind), 0)
-            counts[action.stage_index, kind] = number + 1
-            stage_actions.append(Action(action.stage_index, kind, number))
+            pass_type = action.computation_type.value
+            number = counts.get((action.stage_index, pass_type), 0)
+            counts[action.stage_index, pass_type] = number + 1
+            stage_actions.append(Action(action.stage_index, pass_type, number))
         result.append(tuple(stage_actions))
     return tuple(result)
 
@@ -141,10 +141,10 @@ def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
     """
     counts = {action.chunk: 0 for action in order}
     for action in order:
-        if action.kind == FORWARD:
+        if action.pass_type == FORWARD:
             counts[action.chunk] += 1
         # Not by BACKWARD_INPUT: gradients of parameters still need the activations.
-        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
+        elif action.pass_type in (BACKWARD, BACKWARD_WEIGHT):
             counts[action.chunk] -= 1
         yield dict(counts)
 
@@ -167,8 +167,8 @@ class ChunkSeconds:
     of_weight: float | None = None
     send: float = 0.0
 
-    def of(self, kind: str) -> float:
-        """Return the seconds of action `F`, `B`, `I` or `W` (see `FORWARD`)."""
+    def of(self, pass_type: str) -> float:
+        """Return the seconds of pass `F`, `B`, `I` or `W` (see `FORWARD`)."""
         # A linear layer has two matrix products of the same size, one for each gradient.
         weight = self.backward / 2 if self.of_weight is None else self.of_weight
         return {
@@ -176,7 +176,7 @@ class ChunkSeconds:
             BACKWARD: self.backward,
             BACKWARD_INPUT: self.backward - weight,
             BACKWARD_WEIGHT: weight,
-        }[kind]
+        }[pass_type]
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
                 if arrived is None:
                     break
                 start = max(arrived, spans[-1].end if spans else 0.0)
-                ends[action] = start + chunks[action.chunk].of(action.kind)
+                ends[action] = start + chunks[action.chunk].of(action.pass_type)
                 spans.append(Span(action, start, ends[action]))
             if len(spans) == len(order):
                 unfinished.discard(stage)
@@ -279,16 +279,16 @@ def _arrival_seconds(
     """
     chunk, micro_batch = action.chunk, action.micro_batch
 
-    def arrival_from(sender: int, *kinds: str) -> float | None:
-        times = [ends.get(Action(sender, kind, micro_batch)) for kind in kinds]
+    def arrival_from(sender: int, *pass_types: str) -> float | None:
+        times = [ends.get(Action(sender, pass_type, micro_batch)) for pass_type in pass_types]
         end = next((seconds for seconds in times if seconds is not None), None)
         if end is None or pipeline.stage_of(sender) == pipeline.stage_of(chunk):
             return end
         return end + chunks[min(chunk, sender)].send
 
-    if action.kind == FORWARD:
+    if action.pass_type == FORWARD:
         return arrival_from(chunk - 1, FORWARD) if chunk else 0.0
-    if action.kind == BACKWARD_WEIGHT:
+    if action.pass_type == BACKWARD_WEIGHT:
         return arrival_from(chunk, BACKWARD_INPUT)
     # The last chunk computes the loss, from which its backward pass starts.
     if chunk == pipeline.num_chunks - 1:

@@ -294,7 +294,7 @@ def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     joining = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize
     for step in bucket.steps:
-        if step.kind == "all_gather":
+        if step.operation == "all_gather":
             local *= step.group_size
             gather += model.links.seconds("all_gather", step.axes, local)
         if step.backward is not None and bucket.trained:

@@ -23,24 +23,24 @@ from shardwright.core.torch_internals.operators import schema_of, unregister
 from shardwright.core.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
-"""Labels of storages: stored parameters, and tensors computed only from parameters, such as
+"""Categories of storages: stored parameters, and tensors computed only from parameters, such as
 gathered, cast or concatenated parameters."""
 
 
 class TrackedStorage:
-    """The storage of a live tensor, with its size, label and origin.
+    """The storage of a live tensor, with its size, category and origin.
 
     Args:
         size: bytes of the storage.
-        kind: label of the tensor, such as `PARAMETERS`; empty before it is labeled.
+        category: category of the tensor, such as `PARAMETERS`; empty before it is labeled.
         line: line of the program that allocated the storage; 0 if it was allocated elsewhere.
     """
 
-    __slots__ = ("kind", "line", "size")
+    __slots__ = ("category", "line", "size")
 
-    def __init__(self, size: int, kind: str, line: int = 0) -> None:
+    def __init__(self, size: int, category: str, line: int = 0) -> None:
         self.size = size
-        self.kind = kind
+        self.category = category
         self.line = line
 
 
@@ -50,20 +50,20 @@ Event = tuple[TrackedStorage, bool]
 
 def events_at_peak(events: Iterable[Event]) -> int:
     """Return the number of events up to and including the event at which live bytes first peak."""
-    live, peak, num_events = 0, 0, 0
+    live, peak_bytes, num_events = 0, 0, 0
     for number, (storage, allocated) in enumerate(events, start=1):
         live += storage.size if allocated else -storage.size
-        if live > peak:
-            peak, num_events = live, number
+        if live > peak_bytes:
+            peak_bytes, num_events = live, number
     return num_events
 
 
-def bytes_by_kind(events: Iterable[Event]) -> dict[str, int]:
-    """Return the change of live bytes over `events`, by kind of tensor."""
+def bytes_by_category(events: Iterable[Event]) -> dict[str, int]:
+    """Return the change of live bytes over `events`, by category of tensor."""
     totals: dict[str, int] = {}
     for storage, allocated in events:
         change = storage.size if allocated else -storage.size
-        totals[storage.kind] = totals.get(storage.kind, 0) + change
+        totals[storage.category] = totals.get(storage.category, 0) + change
     return totals
 
 
@@ -82,36 +82,37 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now = 0
         self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
-    def watch(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Track the storages of existing tensors, labeled `kind`."""
+    def watch(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Track the storages of existing tensors, and label them with `category`."""
         for tensor in tensors:
-            self._track_storage(tensor, kind)
-            self.storage_of(tensor).kind = kind
+            self._track_storage(tensor, category)
+            self.storage_of(tensor).category = category
 
     def storage_of(self, tensor: Tensor) -> TrackedStorage:
         """Return the record of the storage of a tracked tensor."""
         return self._storages[storage_id(tensor)][1]
 
-    def label(self, kind: str) -> None:
-        """Label all live storages that have no label with `kind`."""
+    def label(self, category: str) -> None:
+        """Label all live storages that have no label with `category`."""
         for _, storage in self._storages.values():
-            storage.kind = storage.kind or kind
+            storage.category = storage.category or category
 
-    def peak(self, start: int = 0, end: int | None = None) -> int:
+    def events_until_peak(self, start: int = 0, end: int | None = None) -> int:
         """Return the length of the allocation history at the peak of live bytes between events
         `start` and `end`."""
         return start + events_at_peak(self.history[start:end])
 
     def bytes_between(self, end: int, start: int = 0) -> dict[str, int]:
-        """Return the change of live bytes over events `start` to `end - 1`, by kind of tensor."""
-        return bytes_by_kind(self.history[start:end])
+        """Return the change of live bytes over events `start` to `end - 1`, by category of
+        tensor."""
+        return bytes_by_category(self.history[start:end])
 
     def bytes_by_line(self, end: int) -> dict[tuple[str, int], int]:
-        """Return the live bytes after the first `end` events, by (kind of tensor, allocating
+        """Return the live bytes after the first `end` events, by (category of tensor, allocating
         program line)."""
         totals: dict[tuple[str, int], int] = {}
         for storage, allocated in self.history[:end]:
-            key = storage.kind, storage.line
+            key = storage.category, storage.line
             totals[key] = totals.get(key, 0) + (storage.size if allocated else -storage.size)
         return totals
 
@@ -148,16 +149,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(each, Tensor):
                     tracked = self._storages.get(storage_id(each))
-                    if tracked is None or tracked[1].kind not in (PARAMETERS, WEIGHTS):
+                    if tracked is None or tracked[1].category not in (PARAMETERS, WEIGHTS):
                         return False
                     has_weights = True
         return has_weights
 
-    def _track_storage(self, tensor: Tensor, kind: str) -> None:
+    def _track_storage(self, tensor: Tensor, category: str) -> None:
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._storages:
             return
-        tracked = TrackedStorage(storage.nbytes(), kind, _program_line())
+        tracked = TrackedStorage(storage.nbytes(), category, _program_line())
         self.history.append((tracked, True))
         self.now += tracked.size
 

@@ -109,7 +109,7 @@ class TimeModel:
             return max(flops * share / rate, moved / self.device.stream)
 
         sides = (shard(*side) for side in work.sides)
-        rate = self.device.rate(work.dtype, sides, work.kind == "attention")
+        rate = self.device.rate(work.dtype, sides, work.category == "attention")
         overhead = self.device.overhead
         forward = backward = 0.0
         if work.forward_bytes:
@@ -152,7 +152,7 @@ class TimeModel:
         collective_seconds = self.links.seconds(reduction.collective, axes, num_bytes)
         group, saved_fraction = self.mesh.size(axes), 1 - self.slowdown
         counts = reduction.num_collectives(group, differentiable)
-        if reduction.kind != RING:
+        if reduction.operation != RING:
             return counts[0] * collective_seconds, counts[1] * collective_seconds
         # All of the `group` steps of the ring but the last overlap a transfer with computation.
         launches = (group - 1) * RING_OPERATORS * self.device.overhead
@@ -165,8 +165,8 @@ class TimeModel:
         )
         return forward, backward
 
-    def _step_seconds(self, kind: str | None, step: RedistributionStep, num_bytes: int) -> float:
-        return 0.0 if kind is None else self.links.seconds(kind, step.axes, num_bytes)
+    def _step_seconds(self, name: str | None, step: RedistributionStep, num_bytes: int) -> float:
+        return 0.0 if name is None else self.links.seconds(name, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
         """Return the weighted seconds that a tensor adds to a bucketed collective: the seconds to

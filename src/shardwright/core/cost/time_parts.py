@@ -16,7 +16,7 @@ from shardwright.core.cost.step_time import (
     hidden_seconds,
 )
 from shardwright.core.cost.time_model import TimeModel
-from shardwright.core.graph.graph import Kind
+from shardwright.core.graph.graph import Origin
 from shardwright.core.layout.axes import Axes
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
@@ -61,30 +61,32 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
     stages: list[_Parts] = [defaultdict(float) for _ in range(pipeline.stages)]
     for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
-        for kind, axes, seconds, hidden in _chunk_time_parts(chunk, time, model):
-            stages[chunk.stage][kind, tuple(sorted(axes)), False] += seconds - hidden
-            stages[chunk.stage][kind, tuple(sorted(axes)), True] += hidden
+        for component, axes, seconds, hidden in _chunk_time_parts(chunk, time, model):
+            stages[chunk.stage][component, tuple(sorted(axes)), False] += seconds - hidden
+            stages[chunk.stage][component, tuple(sorted(axes)), True] += hidden
     # Stages on separate devices run at the same time, so the slowest stage determines the step.
     if not model.shared:
         stages = [max(stages, key=_exposed_seconds)]
-    parts: _Parts = defaultdict(float)
+    seconds_of: _Parts = defaultdict(float)
     for stage in stages:
         for key, seconds in stage.items():
-            parts[key] += seconds / len(stages)
+            seconds_of[key] += seconds / len(stages)
     # For the seconds of the step in which the stage does not work, it waits for other stages.
     if pipeline.stages > 1:
-        parts[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(parts))
+        seconds_of[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(seconds_of))
     parts_of_step = (
-        TimePart(kind, tuple(names[a] for a in axes), seconds, parts.get((kind, axes, True), 0.0))
-        for (kind, axes, hidden), seconds in parts.items()
+        TimePart(
+            what, tuple(names[a] for a in axes), value, seconds_of.get((what, axes, True), 0.0)
+        )
+        for (what, axes, hidden), value in seconds_of.items()
         if not hidden
     )
-    nonzero = (part for part in parts_of_step if part.seconds or part.hidden)
-    return tuple(sorted(nonzero, key=lambda part: (KINDS.index(part.kind), -part.seconds)))
+    nonzero = (each for each in parts_of_step if each.seconds or each.hidden)
+    return tuple(sorted(nonzero, key=lambda each: (KINDS.index(each.kind), -each.seconds)))
 
 
-def _exposed_seconds(parts: _Parts) -> float:
-    return sum(seconds for (_, _, hidden), seconds in parts.items() if not hidden)
+def _exposed_seconds(seconds_of: _Parts) -> float:
+    return sum(seconds for (_, _, hidden), seconds in seconds_of.items() if not hidden)
 
 
 def _chunk_time_parts(
@@ -96,7 +98,7 @@ def _chunk_time_parts(
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})
         forward, backward = model.operator(op, cuts)
-        yield work_of(op).kind, (), times * (forward + backward), 0.0
+        yield work_of(op).category, (), times * (forward + backward), 0.0
         if op.name in communication.recomputed_ops:
             yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
     yield "optimizer", (), time.update, 0.0
@@ -107,26 +109,26 @@ def _chunk_time_parts(
         chunk.graph, communication, chunk_cuts, model
     ):
         # A parameter that is in no bucket is gathered forward, and its gradient reduced backward.
-        stored = transfer is not None and transfer.value.kind is Kind.PARAMETER
-        kinds = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
+        stored = transfer is not None and transfer.value.origin is Origin.PARAMETER
+        components = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
         hidden_pair = (0.0, 0.0) if transfer is None else hidden_of.get(transfer, (0.0, 0.0))
-        for kind, seconds, hidden in zip(kinds, both_ways, hidden_pair, strict=True):
-            yield kind, axes, times * seconds, times * saved_fraction * hidden
+        for component, seconds, hidden in zip(components, both_ways, hidden_pair, strict=True):
+            yield component, axes, times * seconds, times * saved_fraction * hidden
     exposed_of = {True: time.exposed_per_step, False: time.exposed_per_micro_batch}
     total_of = {
         True: (time.gathers, time.gradients),
         False: (time.gathers_per_micro_batch, time.gradients_per_micro_batch),
     }
-    for bucket, kind, once_per_step, direction, seconds in bucket_seconds(communication, model):
+    for bucket, what, once_per_step, direction, seconds in bucket_seconds(communication, model):
         if seconds:
-            steps = [s for s in bucket.steps if kind == "gradients" or s.kind == "all_gather"]
+            steps = [s for s in bucket.steps if what == "gradients" or s.operation == "all_gather"]
             axes = tuple({axis for step in steps for axis in step.axes})
             total = seconds if once_per_step else times * seconds
             # Without computation to overlap, rounding can make the exposed part exceed the whole.
             hidden = max(
                 0.0, 1 - exposed_of[once_per_step][direction] / total_of[once_per_step][direction]
             )
-            yield kind, axes, total, total * hidden
+            yield what, axes, total, total * hidden
 
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
@@ -137,7 +139,7 @@ def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
     device = predicted.cluster.device.among(devices)
     work = [work_of(op) for op in partitioned.graph.ops]
     ideal_seconds = sum(
-        (each.forward_flops + each.backward_flops) / device.peak(each.dtype) for each in work
+        (each.forward_flops + each.backward_flops) / device.peak_rate(each.dtype) for each in work
     )
     ideal_seconds *= partitioned.pipeline.micro_batches / devices
     return ideal_seconds / predicted.seconds if ideal_seconds else 0.0

@@ -118,9 +118,9 @@ def _attention_backward(
     for slices, allowed in mask.blocks():
         # Autograd is off inside operators; here it recomputes and differentiates one block.
         with autograd_in_operators():
-            parts = [part.detach().requires_grad_() for part in _slice_rows(tensors, slices)]
-            block = _attend_block(parts, allowed, scale)
-        part_gradients = torch.autograd.grad(block, parts, gradient[..., slices[0], :])
+            blocks = [tensor.detach().requires_grad_() for tensor in _slice_rows(tensors, slices)]
+            block = _attend_block(blocks, allowed, scale)
+        part_gradients = torch.autograd.grad(block, blocks, gradient[..., slices[0], :])
         for total, part_gradient in zip(
             _slice_rows(nonnegative_gradients, slices), part_gradients, strict=True
         ):
@@ -180,8 +180,10 @@ class _BlockMask:
         if self.window is not None:
             mask = mask.triu(diagonal - self.window + 1)
         for comparison, *indices in self.terms:
-            parts = [self._slice_vector(self.vectors[int(i)], rows, keys) for i in indices]
-            mask = mask & (parts[0] if comparison == "all" else getattr(torch, comparison)(*parts))
+            vectors = [self._slice_vector(self.vectors[int(i)], rows, keys) for i in indices]
+            mask = mask & (
+                vectors[0] if comparison == "all" else getattr(torch, comparison)(*vectors)
+            )
         return mask
 
     def _slice_vector(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:

@@ -22,7 +22,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
 
 
-class Kind(Enum):
+class Origin(Enum):
     """Origin of a value."""
 
     INPUT = "input"
@@ -41,7 +41,7 @@ class Value:
             input in the call, the operator name of an activation.
         shape: global shape; in a pipeline with micro-batches, the shape of one micro-batch.
         dtype: the dtype in which the model computes with the tensor.
-        kind: the origin of the tensor.
+        origin: where the tensor comes from.
         requires_grad: whether the graph's `trained` outputs have a gradient with respect to the
             tensor, which search and prediction count.
         requires_other_grad: whether other outputs may have a gradient with respect to the tensor.
@@ -52,7 +52,7 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: Kind = Kind.ACTIVATION
+    origin: Origin = Origin.ACTIVATION
     requires_grad: bool = False
     requires_other_grad: bool = False
     outer_dtype: torch.dtype | None = None
@@ -166,7 +166,7 @@ class Op:
 
     def arguments(self, tensors: Callable[[Value], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return `args` and `kwargs` with every value replaced by `tensors(value)`."""
-        if self._nests_values:
+        if self._has_nested_values:
             return pytree.tree_map_only(Value, tensors, (self.args, self.kwargs))  # type: ignore[no-any-return]
         # `pytree` takes longer than a small operator runs.
         args = tuple(tensors(each) if isinstance(each, Value) else each for each in self.args)
@@ -174,7 +174,7 @@ class Op:
         return args, {n: tensors(v) if isinstance(v, Value) else v for n, v in kwargs}
 
     @cached_property
-    def _nests_values(self) -> bool:
+    def _has_nested_values(self) -> bool:
         """Whether a list or tuple among the arguments contains values."""
         direct = (*self.args, *self.kwargs.values())
         return sum(isinstance(each, Value) for each in direct) < len(self.inputs)
@@ -365,6 +365,6 @@ def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
         if needed.intersection(op.outputs):
             ops.append(op)
             needed.update(op.inputs)
-    if any(value.kind in (Kind.PARAMETER, Kind.BUFFER) for value in needed):
+    if any(value.origin in (Origin.PARAMETER, Origin.BUFFER) for value in needed):
         return None
     return ops[::-1]

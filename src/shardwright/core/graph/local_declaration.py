@@ -35,13 +35,13 @@ class Declaration:
         inputs: notation of the dimensions of each tensor argument.
         outputs: notation of the dimensions of each result.
         partial: reduction of each result over the sharded names that it lacks.
-        text: the notation as the user wrote it.
+        notation: the notation as the user wrote it.
     """
 
     inputs: tuple[ShapeEntry, ...]
     outputs: tuple[ShapeEntry, ...]
     partial: tuple[Partial, ...]
-    text: str
+    notation: str
 
     @cached_property
     def input_dims(self) -> tuple[DimNames, ...]:

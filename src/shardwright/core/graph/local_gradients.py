@@ -32,11 +32,11 @@ def empty_results(
         saved_bytes: bytes that the code saves for the backward pass; None to save the inputs and
             results.
     """
-    placeholders: tuple[Tensor, ...] = _Placeholders.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
+    placeholders: tuple[Tensor, ...] = _EmptyResults.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
     return placeholders
 
 
-class _Placeholders(torch.autograd.Function):
+class _EmptyResults(torch.autograd.Function):
     """Results and gradients without values; see `empty_results`."""
 
     @staticmethod
@@ -90,7 +90,7 @@ def connect_unread_inputs(
     unread = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
     if not unread:
         return tuple(results)
-    connected: tuple[Tensor, ...] = _ConnectUnread.apply(len(results), *results, *unread)  # type: ignore[no-untyped-call]
+    connected: tuple[Tensor, ...] = _ConnectUnreadInputs.apply(len(results), *results, *unread)  # type: ignore[no-untyped-call]
     return connected
 
 
@@ -129,7 +129,7 @@ def _reached_edges(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tupl
     return reached
 
 
-class _ConnectUnread(torch.autograd.Function):
+class _ConnectUnreadInputs(torch.autograd.Function):
     """Return results unchanged, with gradients of zeros for unread inputs.
 
     The arguments are the number of results, the results, and the unread inputs.

@@ -46,7 +46,7 @@ class Body(Protocol):
         """
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         """Text that identifies the code; equal for layers that differ only in their parameters."""
 
 
@@ -61,7 +61,7 @@ class FunctionBody:
             return self.function(*args, **kwargs), {}
 
     @property
-    def text(self) -> str:
+    def description(self) -> str:
         return function_text(self.function)
 
 
@@ -102,7 +102,7 @@ class _BoundModule:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> _BoundModule:
-        configs = {id(c): c for part in module.modules() if (c := getattr(part, "config", None))}
+        configs = {id(c): c for each in module.modules() if (c := getattr(each, "config", None))}
         caching = (c for c in configs.values() if getattr(c, "use_cache", None) is True)
         return cls(module, TensorSlots.of(module, names), tuple(caching))
 
@@ -138,14 +138,14 @@ class ModuleBody:
         names: all names of each parameter and buffer in the module, parameters first; several names
             for a tied tensor.
         parameters: number of parameters in `names`; the rest are buffers.
-        text: class and submodules of the module.
+        description: class and submodules of the module.
     """
 
     root: Callable[[], nn.Module | None]
     path: str
     names: tuple[tuple[str, ...], ...]
     parameters: int
-    text: str
+    description: str
     _bound: dict[int, _BoundModule] = field(default_factory=dict)
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
@@ -164,7 +164,7 @@ class ModuleBody:
             if tensor is not before or version(tensor) != versions[index]
         }
         for index, copied in enumerate(copies, self.parameters):
-            if _has_other_values(after[index], copied):
+            if _differs_from_copy(after[index], copied):
                 changed[index] = after[index]
         return result, changed
 
@@ -180,11 +180,11 @@ class ModuleBody:
 
 def _container_text(result: Any) -> str:
     if isinstance(result, (tuple, list)):
-        return f"a {type(result).__name__} of {', '.join(type(part).__name__ for part in result)}"
+        return f"a {type(result).__name__} of {', '.join(type(each).__name__ for each in result)}"
     return f"a {type(result).__name__}"
 
 
-def _has_other_values(tensor: Tensor, copied: Tensor) -> bool:
+def _differs_from_copy(tensor: Tensor, copied: Tensor) -> bool:
     """Whether a tensor differs from an earlier copy; False for a tensor without values."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
@@ -237,16 +237,16 @@ class LocalCall:
         """Fields that equality compares; the arguments imply names, models and sizes."""
         dtypes = tuple(dtype for _, dtype in self.results)
         constants = repr(self.constants)
-        return (self.declaration, self.body.text, constants, dtypes, self.autocast)
+        return (self.declaration, self.body.description, constants, dtypes, self.autocast)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LocalCall) and self._eq_key == other._eq_key)
 
     def __hash__(self) -> int:
-        return hash((self.declaration, self.body.text))
+        return hash((self.declaration, self.body.description))
 
     def __repr__(self) -> str:
-        return f"local_map({self.name!r}, {self.declaration.text!r})"
+        return f"local_map({self.name!r}, {self.declaration.notation!r})"
 
     def as_float64(self) -> LocalCall:
         """Return a copy of the call for float64 tensors."""
@@ -284,7 +284,7 @@ class LocalCall:
         if any(by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._run_without_values(tensors)
+            return self._run_on_meta(tensors)
         versions = list(map(version, tensors))
         with self._dtype_context(tensors):
             results = self._run_body(self.body, tensors)
@@ -330,7 +330,7 @@ class LocalCall:
         """
         is_full_model = isinstance(self.body, ModuleBody) and not self.body.path
         if isinstance(result, (tuple, list)):
-            is_assumed = count > 1 and all(isinstance(part, Tensor) for part in result)
+            is_assumed = count > 1 and all(isinstance(element, Tensor) for element in result)
         else:
             is_assumed = isinstance(result, Tensor) or count > 1 or is_full_model
         if not is_assumed:
@@ -372,7 +372,7 @@ class LocalCall:
         if len(results) != len(expected):
             raise CaptureError(
                 f"local_map {self.name!r} returns {len(results) - num_changed} tensors, but"
-                f" `{self.declaration.text}` declares {len(expected) - num_changed}\n"
+                f" `{self.declaration.notation}` declares {len(expected) - num_changed}\n"
                 "declare each result, separated by commas as in `b s -> b s, b`"
             )
         for index, (tensor, (shape, dtype)) in enumerate(zip(results, expected, strict=True)):
@@ -392,8 +392,8 @@ class LocalCall:
         else:
             entry = " ".join("_" * tensor.ndim) or "()"
             remedy = (
-                f"in `{self.declaration.text}`, write another name, or as a number a size that no "
-                f"input has, such as `{entry}`"
+                f"in `{self.declaration.notation}`, write another name, or as a number a size that "
+                f"no input has, such as `{entry}`"
             )
         return (
             f"local_map {self.name!r}: result {index} is {returned} on this rank, but declared as "
@@ -419,7 +419,7 @@ class LocalCall:
             " `local_map`"
         )
 
-    def _run_without_values(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _run_on_meta(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return results without values: from `sample` if it runs without values, otherwise empty
         tensors of the declared shapes."""
         if self.sample is not None and self.saved_bytes is None:

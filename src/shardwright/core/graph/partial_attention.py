@@ -210,8 +210,8 @@ def _sum_over_groups(gradient: Tensor, heads: int) -> Tensor:
     groups = gradient.shape[1] // heads
     if groups == 1:
         return gradient.contiguous()
-    batch, _, *rest = gradient.shape
-    return gradient.reshape(batch, heads, groups, *rest).sum(2)
+    batch, _, *key_dims = gradient.shape
+    return gradient.reshape(batch, heads, groups, *key_dims).sum(2)
 
 
 @partial_attention.register_fake

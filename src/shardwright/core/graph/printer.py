@@ -29,7 +29,7 @@ def typed(value: Value) -> str:
     """Format a value with its type, `layer.weight float32 [8, 16]`, with the suffix `without
     gradient` for a frozen parameter."""
     frozen = (
-        " without gradient" if value.kind.value == "parameter" and not value.requires_grad else ""
+        " without gradient" if value.origin.value == "parameter" and not value.requires_grad else ""
     )
     return f"{value.name} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}{frozen}"
 

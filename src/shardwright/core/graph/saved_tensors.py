@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shardwright.core.graph.graph import Graph, Kind, Op, OpTarget, Value
+from shardwright.core.graph.graph import Graph, Op, OpTarget, Origin, Value
 from shardwright.core.graph.local_map import is_opaque
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -104,10 +104,12 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
         args, kwargs = op.arguments(tensor)
         results = op.target(*args, **kwargs)
     outputs = [r for r in _result_leaves(results) if isinstance(r, Tensor)]
-    return _classify(packed, inputs, outputs)
+    return _classify_saved(packed, inputs, outputs)
 
 
-def _classify(packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]) -> SavedTensors:
+def _classify_saved(
+    packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]
+) -> SavedTensors:
     """Classify saved tensors as inputs, outputs and others, by storage.
 
     Args:
@@ -158,7 +160,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         uses = {
             index: views.get(value, (op.name, index))
             for index, value in enumerate(op.inputs)
-            if value in bases or value.kind in (Kind.PARAMETER, Kind.BUFFER)
+            if value in bases or value.origin in (Origin.PARAMETER, Origin.BUFFER)
         }
         if not uses:
             continue
@@ -211,7 +213,7 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
             return fakes[value]
 
         for op in graph.ops:
-            if not op.inputs or op.inputs[0] not in base_of or not _may_view(op):
+            if not op.inputs or op.inputs[0] not in base_of or not _may_return_view(op):
                 continue
             args, kwargs = op.arguments(tensor)
             results = [
@@ -224,7 +226,7 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
     return {value: base for value, base in base_of.items() if value != base}
 
 
-def _may_view(op: Op) -> bool:
+def _may_return_view(op: Op) -> bool:
     """Whether outputs of the operator may share the storage of its first input."""
     if not isinstance(op.target, OpOverload):
         return False

@@ -31,8 +31,8 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
         out = F.grouped_mm(rows, matrices, offs=ends)
     else:
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
-        for group, part in _group_slices(ends):
-            torch.mm(rows[part], matrices[group], out=out[part])
+        for group, group_rows in _group_slices(ends):
+            torch.mm(rows[group_rows], matrices[group], out=out[group_rows])
     # The kernels leave rows behind the last group unwritten.
     if tail:
         out[int(ends[-1]) :] = 0
@@ -40,13 +40,13 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
 
 
 @torch.library.custom_op("shardwright::segment_outer", mutates_args=())
-def _segment_outer(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
+def _segment_outer_products(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     """Sum the outer products of the rows of each group: `[groups, inner, columns]`."""
     if _has_grouped_kernel(rows, gradients):
         return F.grouped_mm(rows.mT, gradients, offs=ends)
     out = rows.new_zeros(ends.shape[0], rows.shape[1], gradients.shape[1])
-    for group, part in _group_slices(ends):
-        torch.mm(rows[part].mT, gradients[part], out=out[group])
+    for group, group_rows in _group_slices(ends):
+        torch.mm(rows[group_rows].mT, gradients[group_rows], out=out[group])
     return out
 
 
@@ -76,7 +76,7 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = False) -> Tenso
     return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
-@_segment_outer.register_fake
+@_segment_outer_products.register_fake
 def _(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1])
 
@@ -91,7 +91,7 @@ def _matmul_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
     needs_grad = ctx.needs_input_grad
     gradient = gradient.contiguous()
     grad_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if needs_grad[0] else None
-    grad_matrices = _segment_outer(rows, gradient, ends) if needs_grad[1] else None
+    grad_matrices = _segment_outer_products(rows, gradient, ends) if needs_grad[1] else None
     return grad_rows, grad_matrices, None, None
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from shardwright.core.graph import custom_ops
-from shardwright.core.graph.graph import Graph, Kind, Op, Value, WholeBatch
+from shardwright.core.graph.graph import Graph, Op, Origin, Value, WholeBatch
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
@@ -48,8 +48,8 @@ def dumps(graph: Graph, key: str = "") -> bytes:
     """
     if graph.python is not None:
         raise TypeError("a graph with Python code around it cannot be serialized")
-    text = json.dumps(_GraphWriter().write(replace(graph, module_tags={})))
-    return with_header(text.encode(), key)
+    content = json.dumps(_GraphWriter().write(replace(graph, module_tags={})))
+    return with_header(content.encode(), key)
 
 
 def loads(content: bytes, key: str = "") -> Graph:
@@ -101,10 +101,10 @@ class _GraphWriter:
         if isinstance(obj, (Value, Op, Graph, WholeBatch)):
             if isinstance(obj, Value):
                 self._value_indices[obj] = len(self._value_indices)
-            parts: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
-            return [type(obj).__name__, *map(self.write, parts)]
+            contents: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
+            return [type(obj).__name__, *map(self.write, contents)]
         if isinstance(obj, dict):
-            return ["dict", *(self.write(part) for item in obj.items() for part in item)]
+            return ["dict", *(self.write(entry) for item in obj.items() for entry in item)]
         # Only exact types: a named tuple would be read as a tuple.
         if isinstance(obj, list) or type(obj) in (tuple, torch.Size):
             name = "list" if isinstance(obj, list) else "tuple"
@@ -122,27 +122,27 @@ class _GraphReader:
             if isinstance(content, str) and not content.isprintable():
                 raise ValueError(f"the string {content!r} cannot be part of a program")
             return content
-        name, *parts = content
+        name, *entries = content
         if name == "value":
-            return self._values[parts[0]]
+            return self._values[entries[0]]
         if name in _LEAF_FORMATS:
             leaf_type, _, from_text = _LEAF_FORMATS[name]
-            return _check_type(leaf_type, from_text(parts[0]))
+            return _check_type(leaf_type, from_text(entries[0]))
         if name == "Value":
-            value = Value(*map(self.read, parts))
+            value = Value(*map(self.read, entries))
             self._values.append(value)
             return value
-        return _CONSTRUCTORS[name](*map(self.read, parts))
+        return _CONSTRUCTORS[name](*map(self.read, entries))
 
 
-def _make_op(*parts: Any) -> Op:
+def _make_op(*entries: Any) -> Op:
     """Construct an `Op`, after checking that its keywords, which become part of a program's text,
     are identifiers.
 
     Raises:
         ValueError: if a keyword is not an identifier.
     """
-    op = Op(*parts)
+    op = Op(*entries)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
         raise ValueError(f"{op.name} has arguments that cannot be keywords: {list(op.kwargs)}")
     return op
@@ -152,9 +152,9 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "Op": _make_op,
     "Graph": Graph,
     "WholeBatch": WholeBatch,
-    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    "list": lambda *parts: list(parts),
-    "tuple": lambda *parts: parts,
+    "dict": lambda *entries: dict(zip(entries[::2], entries[1::2], strict=True)),
+    "list": lambda *entries: list(entries),
+    "tuple": lambda *entries: entries,
 }
 
 
@@ -196,7 +196,7 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
     "layout": (torch.layout, str, _torch_constant),
     "memory format": (torch.memory_format, str, _torch_constant),
     "device": (torch.device, str, torch.device),
-    "kind": (Kind, lambda kind: kind.value, Kind),
+    "kind": (Origin, lambda origin: origin.value, Origin),
     "operator": (OpOverload, str, _operator_from_name),
     "function": (type(_operator_from_name), _function_name, _FUNCTIONS_BY_NAME.__getitem__),
     "structure": (TreeSpec, treespec_dumps, treespec_loads),

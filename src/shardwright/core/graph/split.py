@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from weakref import WeakKeyDictionary
 
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
@@ -200,7 +200,7 @@ def _build_chunk(
     arriving: list[Value],
     leaving: list[Value],
 ) -> GraphChunk:
-    received = {value: replace(value, kind=Kind.INPUT) for value in arriving}
+    received = {value: replace(value, origin=Origin.INPUT) for value in arriving}
     ops = tuple(_replace_received(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
     loss = _loss_of_chunk(graph, chunk_of, chunk_index, received)

@@ -33,10 +33,10 @@ AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """One kind of redistribution step.
+    """Specification of one kind of redistribution step.
 
     Args:
-        kind: name of the kind, such as `all_gather`.
+        name: name of the step, such as `all_gather`.
         local: whether the forward pass needs no communication.
         backward: kind of the collective of the backward pass; None without communication.
         backward_if_varying: kind of the collective of the backward pass if the target is varying
@@ -51,7 +51,7 @@ class CollectiveSpec:
             the first to the second, or None if no such step exists; None without `joins`.
     """
 
-    kind: str
+    name: str
     local: bool = False
     backward: str | None = None
     backward_if_varying: str | None = None
@@ -149,9 +149,9 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
         tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
         tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
         tuple(tuple(map(cells.index, order)) for cells, order in zip(old, sent, strict=True)),
-        tuple(_count_positions([receiver[cell] for cell in cells], len(group)) for cells in old),
+        tuple(_count_occurrences([receiver[cell] for cell in cells], len(group)) for cells in old),
         tuple(tuple(map(order.index, cells)) for cells, order in zip(new, received, strict=True)),
-        tuple(_count_positions([sender[cell] for cell in cells], len(group)) for cells in new),
+        tuple(_count_occurrences([sender[cell] for cell in cells], len(group)) for cells in new),
     )
 
 
@@ -166,8 +166,8 @@ def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
     if axes != sorted(axis for dim in after for axis in dim):
         return None
     size = source.layout.size
-    parts = [(size(a), size(b)) for a, b in zip(before, after, strict=True)]
-    cells = prod(lcm(a, b) // a for a, b in parts)
+    count_pairs = [(size(a), size(b)) for a, b in zip(before, after, strict=True)]
+    cells = prod(lcm(a, b) // a for a, b in count_pairs)
     return tuple(axes) if cells < size(axes) else None
 
 
@@ -199,7 +199,7 @@ def _cells_of_shard(
     return list(product(*ranges))
 
 
-def _count_positions(positions: list[int], devices: int) -> tuple[int, ...]:
+def _count_occurrences(positions: list[int], devices: int) -> tuple[int, ...]:
     """Return the number of occurrences of each position from 0 to `devices` - 1."""
     counts = Counter(positions)
     return tuple(counts[position] for position in range(devices))
@@ -212,7 +212,7 @@ def _inverse_permutation(order: tuple[int, ...]) -> tuple[int, ...]:
 # Between steps of equal cost, the search prefers the kind that is listed first
 # (`route_search.KINDS`).
 COLLECTIVES = {
-    spec.kind: spec
+    spec.name: spec
     for spec in (
         CollectiveSpec("slice", local=True, backward="all_gather"),
         CollectiveSpec("reduce_scatter", backward="all_gather", gloo_rounds=2),

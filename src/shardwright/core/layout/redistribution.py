@@ -38,7 +38,7 @@ class RedistributionStep:
     """One collective, or a local operation whose gradient needs a collective.
 
     Args:
-        kind: key of the step in `COLLECTIVES`.
+        operation: name of the step, a key of `COLLECTIVES`.
         axes: the mesh axes of the group: in the order in which they shard the dimension, the most
             significant first; in mesh order if they shard no dimension. For a permute, all axes
             whose use changes, in mesh order.
@@ -48,7 +48,7 @@ class RedistributionStep:
         source, target: the layouts before and after the step.
     """
 
-    kind: str
+    operation: str
     axes: Axes
     dim: int | None
     to_dim: int | None
@@ -63,16 +63,16 @@ class RedistributionStep:
     @property
     def spec(self) -> CollectiveSpec:
         """The entry of the step's kind in `COLLECTIVES`."""
-        return COLLECTIVES[self.kind]
+        return COLLECTIVES[self.operation]
 
     @property
     def forward(self) -> str | None:
-        """Kind of the collective of the forward pass; None without communication."""
-        return None if self.spec.local else self.kind
+        """Name of the collective of the forward pass; None without communication."""
+        return None if self.spec.local else self.operation
 
     @property
     def backward(self) -> str | None:
-        """Kind of the collective of the backward pass; None without communication."""
+        """Name of the collective of the backward pass; None without communication."""
         return self.spec.backward_of(self.target.varying.issuperset(self.axes))
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
@@ -102,9 +102,9 @@ class RedistributionStep:
         Raises:
             LayoutError: if the step is not a permute.
         """
-        if self.kind != "permute":
+        if self.operation != "permute":
             raise LayoutError(
-                f"a step of kind {self.kind!r} has no permutation\n"
+                f"a step of kind {self.operation!r} has no permutation\n"
                 "call `permutation` only on steps of kind 'permute'"
             )
         receivers = self._positions_of_block(self.target)
@@ -133,7 +133,7 @@ class RedistributionStep:
         names = self.source.layout.named(self.axes)
         dims = "" if self.dim is None else f", dimension {self.dim}"
         dims += "" if self.to_dim is None else f" to {self.to_dim}"
-        return f"{self.kind} {names}{dims}"
+        return f"{self.operation} {names}{dims}"
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,12 @@ def joined_step(
         itemsize: bytes per element.
     """
     for spec in COLLECTIVES.values():
-        if spec.axes_between is None or not first.kind == second.kind == spec.joins:
+        if spec.axes_between is None or not first.operation == second.operation == spec.joins:
             continue
         axes = spec.axes_between(first.source, second.target)
         if axes is None:
             continue
-        step = RedistributionStep(spec.kind, axes, None, None, first.source, second.target)
+        step = RedistributionStep(spec.name, axes, None, None, first.source, second.target)
         forward = sum(s.forward_bytes(shape, itemsize) for s in (first, second))
         backward = sum(s.backward_bytes(shape, itemsize) for s in (first, second))
         if (
@@ -265,13 +265,14 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
     not change the total bytes of steps that have the same collective in the backward pass.
     """
     ordered: list[RedistributionStep] = []
-    for (kind, _), group in groupby(path, key=lambda step: (step.kind, step.backward)):
+    for (operation, _), group in groupby(path, key=lambda step: (step.operation, step.backward)):
         steps = list(group)
-        if kind not in ("all_gather", "reduce_scatter") or len({s.dim for s in steps}) < len(steps):
+        gathers_or_scatters = operation in ("all_gather", "reduce_scatter")
+        if not gathers_or_scatters or len({s.dim for s in steps}) < len(steps):
             ordered += steps
             continue
         layout = steps[0].source
-        for step in sorted(steps, key=lambda s: min(s.axes), reverse=kind == "reduce_scatter"):
+        for step in sorted(steps, key=lambda s: min(s.axes), reverse=operation == "reduce_scatter"):
             ordered.append(_rebase_step(step, layout))
             layout = ordered[-1].target
     return ordered
@@ -368,7 +369,7 @@ class _ProblemTranslation:
         for dim, problem_axes in zip(self.dims, move.axes_by_dim, strict=True):
             axes[dim] = self.prefixes[dim] + self.mesh_axes(problem_axes)
         moved = frozenset(self.mesh_axes(move.axes))
-        reduces = move.kind in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)
+        reduces = move.operation in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)
         return TensorLayout(
             self.layout,
             tuple(axes),
@@ -385,16 +386,23 @@ def _step_of_move(
 ) -> RedistributionStep:
     """Return the step from `source` to `target` that a move stands for."""
     axes = translation.mesh_axes(move.axes)
-    if move.kind == route_search.PERMUTE:
+    if move.operation == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
         axes = tuple(
-            sorted({a for pair in pairs for part in _without_common_ends(*pair) for a in part})
+            sorted(
+                {
+                    a
+                    for pair in pairs
+                    for axes_of_dim in _without_common_ends(*pair)
+                    for a in axes_of_dim
+                }
+            )
         )
-    elif move.kind in (route_search.VARY, route_search.ALL_REDUCE):
+    elif move.operation in (route_search.VARY, route_search.ALL_REDUCE):
         axes = tuple(sorted(axes))
     dim = translation.dims[move.dim] if move.dim >= 0 else None
     to_dim = translation.dims[move.to_dim] if move.to_dim >= 0 else None
-    return RedistributionStep(route_search.KINDS[move.kind], axes, dim, to_dim, source, target)
+    return RedistributionStep(route_search.KINDS[move.operation], axes, dim, to_dim, source, target)
 
 
 def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:

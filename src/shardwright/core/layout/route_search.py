@@ -30,7 +30,7 @@ AxesByDim = tuple[Axes, ...]
 """Axes that shard each dimension, most significant first."""
 
 KINDS = tuple(COLLECTIVES)
-"""Kinds of moves, which `Move.kind` indexes. Ties go to the kind that is listed first."""
+"""Names of operations, which `Move.operation` indexes. Ties go to the one that is listed first."""
 
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
     KINDS.index, ("slice", "reduce_scatter", "permute", "all_to_all")
@@ -63,7 +63,7 @@ class Move(NamedTuple):
     Ties in cost are broken by comparing moves as tuples, so that all ranks find the same route.
 
     Args:
-        kind: index in `KINDS`.
+        operation: index in `KINDS`.
         dim: the dimension that is sharded or gathered; -1 without one.
         to_dim: the dimension that an all-to-all shards; -1 for other kinds.
         axes: the axes of the group; empty for a permute.
@@ -71,7 +71,7 @@ class Move(NamedTuple):
         varying: whether the axes are varying after the move.
     """
 
-    kind: int
+    operation: int
     dim: int
     to_dim: int
     axes: Axes
@@ -81,7 +81,7 @@ class Move(NamedTuple):
     def apply(self, state: State) -> State:
         axes = frozenset(self.axes)
         partial, varying = state.partial, state.varying
-        if self.kind in (REDUCE_SCATTER, ALL_REDUCE):
+        if self.operation in (REDUCE_SCATTER, ALL_REDUCE):
             partial -= axes
         elif self.varying:
             varying |= axes
@@ -170,7 +170,7 @@ def route(problem: Problem) -> Path:
     exact; it runs if at most `EXACT_AXES` axes move, with the cost of the first search's route as
     upper bound.
     """
-    path = _plain_route(problem, problem.start)
+    path = _direct_route(problem, problem.start)
     cost = _total_cost(problem, problem.source, path)
     if len(problem.sizes) > 2:
         cost, path = _heuristic_search(problem, cost, path)
@@ -202,10 +202,10 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
             if next_state in expanded or path_cost + cost >= best_cost:
                 continue
             next_path, next_cost = (*path, move), path_cost + cost
-            rest = _plain_route(problem, next_state)
-            total = next_cost + _total_cost(problem, next_state.axes_by_dim, rest)
+            remaining_path = _direct_route(problem, next_state)
+            total = next_cost + _total_cost(problem, next_state.axes_by_dim, remaining_path)
             if total < best_cost:
-                best_cost, best_path = total, next_path + rest
+                best_cost, best_path = total, next_path + remaining_path
             heappush(queue, (total, len(next_path), next_path, next_cost, next_state))
     return best_cost, best_path
 
@@ -246,8 +246,8 @@ def _remaining_cost_bound(problem: Problem, local_size: int, target_size: int) -
 
 def _move_cost(problem: Problem, move: Move, local_size: int) -> int:
     """Return the data that one device sends in a move, forward and, if differentiable, backward."""
-    group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.kind]]
-    larger = group * local_size if move.kind == ALL_GATHER else local_size
+    group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.operation]]
+    larger = group * local_size if move.operation == ALL_GATHER else local_size
     cost = 0 if spec.local else spec.sent(larger, group)
     if problem.differentiable and (backward := spec.backward_of(move.varying)) is not None:
         cost += COLLECTIVES[backward].sent(larger, group)
@@ -267,9 +267,9 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     free = frozenset(range(len(problem.sizes))) - sharded - state.partial - state.varying
     sharding_moves = list(_sharding_moves(problem, state, free))
     greedy = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
-    for kind in (SLICE, REDUCE_SCATTER) if greedy else (SLICE,):
+    for operation in (SLICE, REDUCE_SCATTER) if greedy else (SLICE,):
         for move in sharding_moves:
-            if move.kind == kind and _settles_dimension(problem, move):
+            if move.operation == operation and _settles_dimension(problem, move):
                 return [(_move_cost(problem, move, local_size), move)]
     moves = sharding_moves
     moves += _gathering_moves(problem, state, settled)
@@ -331,14 +331,14 @@ def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[
     for dim, axes in enumerate(state.axes_by_dim):
         for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
-            rest = _replace_axes(state.axes_by_dim, dim, axes[:begin])
+            remaining_axes = _replace_axes(state.axes_by_dim, dim, axes[:begin])
             varying = problem.varying.intersection(suffix)
             if not varying or len(varying) == len(suffix):
-                yield Move(ALL_GATHER, dim, -1, suffix, rest, bool(varying))
+                yield Move(ALL_GATHER, dim, -1, suffix, remaining_axes, bool(varying))
             for to_dim, to_axes in enumerate(state.axes_by_dim):
                 useful = anywhere or not problem.target_axes[to_dim].isdisjoint(suffix)
                 if to_dim != dim and useful and _can_shard(problem, to_dim, to_axes + suffix):
-                    axes_by_dim = _replace_axes(rest, to_dim, to_axes + suffix)
+                    axes_by_dim = _replace_axes(remaining_axes, to_dim, to_axes + suffix)
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, axes_by_dim)
 
 
@@ -390,22 +390,22 @@ def _assignments_of_equal_counts(
             return
         for axis in sorted(available):
             if sizes[axis] > 1 and count % sizes[axis] == 0:
-                for rest in sequences(count // sizes[axis], available - {axis}):
-                    yield (axis, *rest)
+                for later_axes in sequences(count // sizes[axis], available - {axis}):
+                    yield (axis, *later_axes)
 
     def assignments(counts: tuple[int, ...], available: frozenset[int]) -> Iterator[AxesByDim]:
         if not counts:
             yield ()
             return
         for chosen in sequences(counts[0], available):
-            for rest in assignments(counts[1:], available.difference(chosen)):
-                yield (chosen, *rest)
+            for later_dims in assignments(counts[1:], available.difference(chosen)):
+                yield (chosen, *later_dims)
 
     counts = tuple(prod([sizes[axis] for axis in dim]) for dim in axes_by_dim)
     return tuple(assigned for assigned in assignments(counts, axes) if assigned != axes_by_dim)
 
 
-def _plain_route(problem: Problem, state: State) -> Path:
+def _direct_route(problem: Problem, state: State) -> Path:
     """Return the route of an all-reduce, all-gathers of unsettled axes, and slices, which always
     exists but is rarely the cheapest."""
     moves, axes_by_dim = [], state.axes_by_dim

@@ -62,8 +62,8 @@ def _html_table(grid: str, hues: dict[str, float]) -> str:
         grid: text of the grid, with its title.
         hues: hue of each set of devices, in degrees; new sets are added.
     """
-    title, bracket, rest = grid.rpartition("]\n")
-    head, _, *body = ([each.strip() for each in line.split("|")[:-1]] for line in rest.split("\n"))
+    title, bracket, table = grid.rpartition("]\n")
+    head, _, *body = ([each.strip() for each in line.split("|")[:-1]] for line in table.split("\n"))
     rows = "".join(f"<th>{name}</th>" for name in head)
     for label, *cells in body:
         rows += f"</tr><tr><th>{label}</th>"

@@ -99,12 +99,12 @@ class Source:
             self.lines, outputs, self.name, self.refer(checkpoint.__name__, checkpoint)
         )
 
-    def compile(self, text: str, name: str) -> Callable[..., Any]:
-        """Compile `text` and return the function `name` that it defines."""
-        scope = {**self.scope, TEXT: text}
+    def compile(self, source: str, name: str) -> Callable[..., Any]:
+        """Compile `source` and return the function `name` that it defines."""
+        scope = {**self.scope, TEXT: source}
         # `runtime/collective_errors.py` recognizes frames of programs by this file name, and reads
         # their lines from `TEXT`.
-        exec(compile(text, f"<{name}>", "exec"), scope)
+        exec(compile(source, f"<{name}>", "exec"), scope)
         function: Callable[..., Any] = scope[name]
         return function
 
@@ -159,7 +159,7 @@ class Line:
     label: str = ""
 
     @property
-    def text(self) -> str:
+    def statement(self) -> str:
         # `x, = f()` takes the element; `x = f()` would be the sequence.
         comma = "," if self.unpack and len(self.names) == 1 else ""
         range_prefix = f"with {NAMED_RANGE}({self.label!r}): " if self.label else ""
@@ -185,7 +185,7 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
         # Results that nothing reads are deleted at once, such as the indices of a max pooling.
         used = dict.fromkeys((*line.reads, *line.names))
         finished = [n for n in used if n in assigned and last[n] == number and n not in outputs]
-        yield f"    {line.text}" + (f"; del {', '.join(finished)}" if finished else "")
+        yield f"    {line.statement}" + (f"; del {', '.join(finished)}" if finished else "")
 
 
 def nest_segments(

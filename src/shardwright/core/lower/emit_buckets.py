@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardwright.core.graph.graph import Kind, Value
+from shardwright.core.graph.graph import Origin, Value
 from shardwright.core.lower.emit import Source
 from shardwright.core.partition.communication import Communication
 from shardwright.core.partition.parameter_buckets import Bucket, Member, num_bucketed_steps
@@ -106,7 +106,7 @@ class BucketLines:
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
         """Emit the steps of `route` that a bucket performs, and return the variable of the
         resulting parameter; None if `value` is not in a bucket."""
-        num_bucketed = num_bucketed_steps(route) if value.kind is Kind.PARAMETER else 0
+        num_bucketed = num_bucketed_steps(route) if value.origin is Origin.PARAMETER else 0
         if not num_bucketed:
             return None
         bucket, member = self._bucket_of[value, _transfer_ids(route[:num_bucketed])]
@@ -196,7 +196,7 @@ def _bucket_comment(bound: BoundBucket) -> str:
     for step in bucket.steps:
         axes = step.source.layout.named(step.axes)
         gradient = f" / {step.backward}" if step.backward is not None else ""
-        steps.append(f"{step.kind} over {axes}{gradient}")
+        steps.append(f"{step.operation} over {axes}{gradient}")
     count = len(bucket.members)
     regathers = ", gathered again in the backward pass" if bucket.regathers else ""
     parameters = f"{count} parameter{'s' if count > 1 else ''}"

@@ -99,9 +99,9 @@ class TransferLines:
         step = transfer.step
         axes = self.devices.matrix.named(step.axes, "_")
         dims = "_to_".join(f"dim{d}" for d in (step.dim, step.to_dim) if d is not None)
-        name_hint = "_".join(part for part in (prefix, step.kind, dims, axes) if part)
+        name_hint = "_".join(word for word in (prefix, step.operation, dims, axes) if word)
         # Two all-gathers over the same axes may differ in their gradients.
-        if step.kind == "all_gather" and step.backward == "reduce_scatter":
+        if step.operation == "all_gather" and step.backward == "reduce_scatter":
             name_hint += "_varying"
         redistribution = self.source.refer(name_hint, function)
         name = self.source.name(transfer.value.name)
@@ -118,7 +118,8 @@ class TransferLines:
     def _transfer_function(self, transfer: Transfer) -> BoundCollective:
         """Return the function that executes a transfer; transfers with equal steps share it."""
         step, pending = transfer.step, transfer is self.pending
-        key: tuple[Any, ...] = (pending, step.kind, step.axes, step.dim, step.to_dim, step.backward)
+        call = step.operation, step.axes, step.dim, step.to_dim, step.backward
+        key: tuple[Any, ...] = (pending, *call)
         # A permutation depends on both layouts, other steps only on their dimensions.
         if step.spec.pattern == "point_to_point":
             key = (*key, step.source.axes, step.target.axes)

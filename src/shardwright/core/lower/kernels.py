@@ -73,7 +73,7 @@ class Kernels:
 
     def _bound_reduction(self, inner: InnerReduction) -> Reduce:
         reduction, axes = inner.reduction, inner.axes
-        reduce = bound_reduction(self.devices, axes, reduction.kind, reduction.varying)
+        reduce = bound_reduction(self.devices, axes, reduction.operation, reduction.varying)
         if self.devices.named_ranges:
             return wrap_reduction(reduce, reduction, axes, self.devices.matrix)
         return reduce

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from shardwright.core.graph.graph import Graph, Kind, Op, Value, ops_from_inputs
+from shardwright.core.graph.graph import Graph, Op, Origin, Value, ops_from_inputs
 from shardwright.core.graph.saved_tensors import returned_before_update, saved_before_update
 from shardwright.core.lower.emit import NAMED_RANGE, Source, expression, write_body
 from shardwright.core.lower.emit_buckets import BucketLines, cast_key
@@ -214,10 +214,10 @@ class _Lowering:
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
         lines = self.source.nest_segments([*outputs, *updates], self._recompute_function())
         body = write_body(lines, [*outputs, *updates])
-        text = "\n".join([HEADER, *body, f"    return {returns}\n"])
+        source = "\n".join([HEADER, *body, f"    return {returns}\n"])
         return Program(
-            text,
-            self.source.compile(text, "program"),
+            source,
+            self.source.compile(source, "program"),
             self.communication,
             self.graph.parameters,
             self.buckets.bound,
@@ -249,17 +249,17 @@ class _Lowering:
             if value in self.communication.update_routes and value in self.read_after_update:
                 # The backward pass or the caller reads the old value after the update.
                 cast = ".clone()"
-            if value.kind is Kind.PARAMETER and self.unsharded and is_cast:
+            if value.origin is Origin.PARAMETER and self.unsharded and is_cast:
                 self.casts.append(value)
                 self.source.add([name], f"parameters[{cast_key(value)!r}]", [])
-            elif value.kind is Kind.PARAMETER:
+            elif value.origin is Origin.PARAMETER:
                 self.source.add([name], f"parameters[{value.name!r}]{cast}", [])
-            elif value.kind is Kind.BUFFER or value.name in self.current:
+            elif value.origin is Origin.BUFFER or value.name in self.current:
                 self.source.add([name], f"buffers[{value.name!r}]{cast}", [])
-            elif value.kind is Kind.INPUT:
+            elif value.origin is Origin.INPUT:
                 index = next(i for i, leaf in enumerate(self.graph.inputs) if leaf is value)
                 self.source.add([name], f"inputs[{index}]{cast}", [])
-            elif value.kind is Kind.CONSTANT:
+            elif value.origin is Origin.CONSTANT:
                 # Moved once, at lowering, instead of in every call.
                 tensor = self.graph.constants[value].to(self.devices.device)
                 constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
@@ -282,7 +282,7 @@ class _Lowering:
         if not self.pending_loss or loss is None or self.graph.consumers[loss]:
             return None
         route = self.communication.output_routes[loss]
-        return route[-1] if route and route[-1].step.kind == "all_reduce" else None
+        return route[-1] if route and route[-1].step.operation == "all_reduce" else None
 
     def _weight_variable(self, op: Op) -> str:
         return self._emit_route(op.inputs[1], self.communication.routes[op.name, 1])
@@ -348,16 +348,16 @@ class _Lowering:
                 self.transfers.delayed[op],
             )
             variables[1] = input_variables[1]
-        texts = [expression(a, variable) for a in args]
-        texts += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
+        arguments = [expression(a, variable) for a in args]
+        arguments += [f"{key}={expression(a, variable)}" for key, a in kwargs.items()]
         if self.devices.is_distributed and is_random(op):
-            texts.insert(0, "seed")
+            arguments.insert(0, "seed")
         if op in self.started_kernels:
-            texts.insert(0, self.started_kernels[op])
+            arguments.insert(0, self.started_kernels[op])
             variables.append(self.started_kernels[op])
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
-        call, comment = f"{function}({', '.join(texts)})", self._operator_comment(op, rule)
+        call, comment = f"{function}({', '.join(arguments)})", self._operator_comment(op, rule)
         segment, label = self._segment_name(op), self._range_label(op)
         self.source.add(names, call, variables, comment, returns_many(op), segment, label)
         for value, name in zip(op.outputs, names, strict=True):

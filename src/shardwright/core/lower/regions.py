@@ -107,8 +107,8 @@ def compile_regions(
     body = "\n".join([head, *write_body(regions.body, regions.returns), end])
     region = compiler(source.compile(body, REGION))
     outputs = set(_VARIABLE.findall(returns))
-    text = "\n".join([header, *write_body(regions.lines, outputs), f"    return {returns}\n"])
-    return Source({**source.scope, REGION: region}).compile(text, "program")
+    program = "\n".join([header, *write_body(regions.lines, outputs), f"    return {returns}\n"])
+    return Source({**source.scope, REGION: region}).compile(program, "program")
 
 
 def _region_call(block: Sequence[Line], names: tuple[str, ...]) -> Line:
@@ -203,6 +203,6 @@ def _with_numbered_variables(block: Sequence[Line]) -> list[str]:
 
 def _rename_variables(line: Line, names: Mapping[str, str]) -> str:
     """Return the text of a line and of its inner function, with variables renamed."""
-    text = line.text.replace(line.function, "inner") if line.function else line.text
-    line_text = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), text)
+    statement = line.statement.replace(line.function, "inner") if line.function else line.statement
+    line_text = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), statement)
     return "\n".join((line_text, *(_rename_variables(inner, names) for inner in line.body)))

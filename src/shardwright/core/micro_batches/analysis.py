@@ -39,8 +39,8 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     Raises:
         UnsplittableError: for the first operator before the loss that cannot run on micro-batches.
     """
-    graph = flow.pair.whole
-    on_path = set() if graph.loss is None else set(_ops_before(graph, graph.loss))
+    graph = flow.pair.batch
+    on_path = set() if graph.loss is None else set(_ops_computing(graph, graph.loss))
     for op in graph.ops:
         _set_output_states(flow, op, op in on_path)
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
@@ -67,8 +67,8 @@ def _set_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
         UnsplittableError: if the loss depends on `op`, which cannot run on micro-batches.
     """
     # The code of a `local_map` may draw random numbers or depend on other values.
-    known = flow.free.issuperset(op.inputs) or op.short_name in FILLED_LIKE
-    free = known and not flow.keeps_statistics(op)
+    is_determined = flow.free.issuperset(op.inputs) or op.short_name in FILLED_LIKE
+    free = is_determined and not flow.keeps_statistics(op)
     free = free and not is_random(op) and not isinstance(op.target, LocalCall)
     if free:
         flow.free.update(op.outputs)
@@ -134,7 +134,7 @@ def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
     return states
 
 
-def _ops_before(graph: Graph, value: Value) -> list[Op]:
+def _ops_computing(graph: Graph, value: Value) -> list[Op]:
     needed, ops = {value}, []
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):

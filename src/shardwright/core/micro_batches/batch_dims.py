@@ -79,7 +79,7 @@ class JoinedDims:
             count: number of micro-batches, which must divide the batch size.
         """
         inputs = [value for value in self._graph.input_values if value.shape]
-        found: dict[tuple[int | None, ...], None] = {}
+        candidates: dict[tuple[int | None, ...], None] = {}
         for first in inputs:
             size = first.shape[0]
             if size == 1 or size % count or self._shares_factor_with_parameter((first, 0)):
@@ -90,8 +90,8 @@ class JoinedDims:
             all_joined = self.of_inputs(
                 {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
             )
-            found |= dict.fromkeys(map(self._dims_of_leaves, (all_joined, joined)))
-        yield from list(found)[:MAX_CANDIDATES]
+            candidates |= dict.fromkeys(map(self._dims_of_leaves, (all_joined, joined)))
+        yield from list(candidates)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
         """Return the batch dimensions of all leaves of a call's arguments, given the batch
@@ -152,7 +152,7 @@ class JoinedDims:
             node = self._parent[node]
         return node
 
-    def _join_groups(self, one: object, other: object) -> None:
-        one, other = self._root_of_group(one), self._root_of_group(other)
-        if one != other:
-            self._parent[one] = other
+    def _join_groups(self, first: object, other: object) -> None:
+        first, other = self._root_of_group(first), self._root_of_group(other)
+        if first != other:
+            self._parent[first] = other

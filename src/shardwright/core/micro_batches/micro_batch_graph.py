@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwright.core.graph.custom_ops import MEAN
-from shardwright.core.graph.graph import Graph, Kind, Op, SampleReduction, Value, WholeBatch
+from shardwright.core.graph.graph import Graph, Op, Origin, SampleReduction, Value, WholeBatch
 from shardwright.core.micro_batches.paired_graphs import (
     ARITHMETIC,
     OTHER_ARGUMENTS,
@@ -74,7 +74,7 @@ class MicroBatchGraph:
             if dim is not None:
                 shape[dim] //= self.count
             name = self._unique_name(f"whole_batch.{value.name}")
-            self.taken[value, dim] = Value(name, tuple(shape), value.dtype, Kind.BUFFER)
+            self.taken[value, dim] = Value(name, tuple(shape), value.dtype, Origin.BUFFER)
         return self.taken[value, dim]
 
     def share(self, value: Value, reader: Op) -> Value:
@@ -95,10 +95,10 @@ class MicroBatchGraph:
         return self.shares[value]
 
     def _micro_batch_value(self, value: Value, reader: Op) -> Value:
-        own = self.replaced.get(value, self.pair.values.get(value))
-        if own is None:
+        micro_value = self.replaced.get(value, self.pair.values.get(value))
+        if micro_value is None:
             raise UnsplittableError(reader, "reads a value that a micro-batch of one sample lacks")
-        return own
+        return micro_value
 
     def _unique_name(self, name: str) -> str:
         while name in self._names:
@@ -138,17 +138,17 @@ class MicroBatchGraph:
                 return self.take(value, dims[index])
             return self.share(value, op) if value in shared else self.replaced.get(value)
 
-        own = self.pair.ops.get(op)
-        if own is None:
+        micro_op = self.pair.ops.get(op)
+        if micro_op is None:
             changes = {*outside, *shared, *self.replaced}.intersection(op.inputs) or numbers
             if changes or self.pair.changed_numbers(op):
                 self._insert_missing_op(op, read, numbers or {})
             return
-        args, kwargs, changed = merged_arguments(op, own, read)
+        args, kwargs, changed = merged_arguments(op, micro_op, read)
         for name, number in (numbers or {}).items():
-            args, kwargs = with_argument(own, args, kwargs, name, number)
+            args, kwargs = with_argument(micro_op, args, kwargs, name, number)
         if changed or numbers:
-            self._replace_op(op, replace(own, args=args, kwargs=kwargs))
+            self._replace_op(op, replace(micro_op, args=args, kwargs=kwargs))
 
     def _insert_missing_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
@@ -180,11 +180,11 @@ class MicroBatchGraph:
         Raises:
             UnsplittableError: if a micro-batch of one sample lacks `op`.
         """
-        own = self.pair.ops.get(op)
-        if own is None:
+        micro_op = self.pair.ops.get(op)
+        if micro_op is None:
             raise UnsplittableError(op, "is not called for a micro-batch of one sample")
-        made = self._ops[op][-1] if op in self._ops else own
-        args, kwargs = with_argument(own, made.args, made.kwargs, "reduction", SUM_REDUCTION)
+        made = self._ops[op][-1] if op in self._ops else micro_op
+        args, kwargs = with_argument(micro_op, made.args, made.kwargs, "reduction", SUM_REDUCTION)
         summed = self._replace_op(op, replace(made, args=args, kwargs=kwargs))
         arguments = (summed.output, self.take(count, None))
         dtype, wide = summed.output.dtype, count.dtype
@@ -222,7 +222,7 @@ class MicroBatchGraph:
         """
         near = self.pair.ops.get(op, op)
         name = self._unique_name(f"{near.name}_{suffix}")
-        output = replace(source, name=name, dtype=dtype, kind=Kind.ACTIVATION, outer_dtype=None)
+        output = replace(source, name=name, dtype=dtype, origin=Origin.ACTIVATION, outer_dtype=None)
         made = replace(near, name=name, target=target, args=args, kwargs={}, outputs=(output,))
         self._ops.setdefault(op, []).append(replace(made, flattened=1))
         return output
@@ -244,19 +244,19 @@ class MicroBatchGraph:
             UnsplittableError: if an operator is called with other arguments for a micro-batch.
         """
         graph = self.pair.micro
-        pairs = list(zip(self.pair.whole.output_values, graph.output_values, strict=True))
-        ends_of = {own: self.replaced.get(value, own) for value, own in pairs}
+        pairs = list(zip(self.pair.batch.output_values, graph.output_values, strict=True))
+        ends_of = {twin: self.replaced.get(value, twin) for value, twin in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
         ops = list(_needed_ops(self._changed_ops(), (*ends, *(new for _, new in graph.updates))))
         if self.pair.micro is not self.pair.twin:
             self.pair.check_operators(ops)
-            for value, own in pairs:
-                if ends_of[own] is own and not self.pair.are_paired(value, own):
-                    raise UnsplittableError(self.pair.whole.producer[value], OTHER_ARGUMENTS)
+            for value, twin in pairs:
+                if ends_of[twin] is twin and not self.pair.are_paired(value, twin):
+                    raise UnsplittableError(self.pair.batch.producer[value], OTHER_ARGUMENTS)
         ops = _rename_replaced_ops(ops, {op for ops in self._ops.values() for op in ops})
         read = {value for op in ops for value in op.inputs} | set(ends)
         taken = {key: value for key, value in self.taken.items() if value in read}
-        names = {value: ends_of[own].name for value, own in pairs}
+        names = {value: ends_of[micro_value].name for value, micro_value in pairs}
         constants = {v: t for v, t in graph.constants.items() if v in read}
         return replace(
             graph,
@@ -280,24 +280,24 @@ class MicroBatchGraph:
         """Return the operators of the micro-batch, each followed by its replacements."""
         following: dict[Op | None, list[Op]] = {}
         before = None
-        for op in self.pair.whole.ops:
+        for op in self.pair.batch.ops:
             before = self.pair.ops.get(op, before)
             following.setdefault(before, []).extend(self._ops.get(op, ()))
         first = following.get(None, [])
         return [*first, *(e for op in self.pair.micro.ops for e in (op, *following.get(op, ())))]
 
     def _prologue_graph(self, values: Sequence[Value]) -> Graph:
-        whole = self.pair.whole
-        ops = tuple(_needed_ops((*map(_as_full_op, whole.ops), *self.counts), values))
+        batch = self.pair.batch
+        ops = tuple(_needed_ops((*map(_fill_like_as_full, batch.ops), *self.counts), values))
         read = {value for op in ops for value in op.inputs} | set(values)
         return replace(
-            whole,
+            batch,
             ops=ops,
             outputs=tuple(values),
             out_spec=pytree.tree_structure(tuple(values)),
             parameters=(),
-            buffers=tuple(v for v in whole.buffers if v in read),
-            constants={v: t for v, t in whole.constants.items() if v in read},
+            buffers=tuple(v for v in batch.buffers if v in read),
+            constants={v: t for v, t in batch.constants.items() if v in read},
             updates=(),
             tied={},
             loss=None,
@@ -309,7 +309,7 @@ class MicroBatchGraph:
         )
 
 
-def _as_full_op(op: Op) -> Op:
+def _fill_like_as_full(op: Op) -> Op:
     """Return `aten.full` of equal shape in place of an operator in `FILLED_LIKE`; other operators
     are returned unchanged."""
     if op.short_name not in FILLED_LIKE:
@@ -321,12 +321,12 @@ def _as_full_op(op: Op) -> Op:
 
 def _needed_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
     """Return the operators among `ops` on which `values` depend, in order of execution."""
-    needed, kept = set(values), []
+    needed, needed_ops = set(values), []
     for op in reversed(list(ops)):
         if needed.intersection(op.outputs):
-            kept.append(op)
+            needed_ops.append(op)
             needed.update(op.inputs)
-    return kept[::-1]
+    return needed_ops[::-1]
 
 
 def _rename_replaced_ops(ops: list[Op], made: set[Op]) -> list[Op]:

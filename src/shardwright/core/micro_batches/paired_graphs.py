@@ -44,28 +44,28 @@ class PairedGraphs:
     """The graph of the global batch, and the matching operators in the graph of a micro-batch.
 
     Args:
-        whole: graph of the global batch.
+        batch: graph of the global batch.
         micro: graph of a micro-batch.
-        twin: graph with the same operators as `whole` for another batch size: `micro` or, if
+        twin: graph with the same operators as `batch` for another batch size: `micro` or, if
             `micro` has other operators, the graph of 2 or 4 micro-batches.
     """
 
-    whole: Graph
+    batch: Graph
     micro: Graph
     twin: Graph
 
     @cached_property
     def twin_ops(self) -> Mapping[Op, Op]:
-        return dict(zip(self.whole.ops, self.twin.ops, strict=True))
+        return dict(zip(self.batch.ops, self.twin.ops, strict=True))
 
     @cached_property
     def twin_values(self) -> Mapping[Value, Value]:
-        return dict(_paired_values(self.whole, self.twin, self.twin_ops))
+        return dict(_paired_values(self.batch, self.twin, self.twin_ops))
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
         """Operators of the micro-batch's graph (`micro`), by the matching operator of the global
-        batch (`whole`).
+        batch (`batch`).
 
         Dimensions of size 1 are captured differently: they are broadcast, or dropped from views. So
         operators of a micro-batch of one sample are matched by their calls and their inputs.
@@ -74,17 +74,17 @@ class PairedGraphs:
             return self.twin_ops
         calls = self._equal_calls()
         ops: dict[Op, Op] = {}
-        values = dict(_paired_values(self.whole, self.micro, ops))
-        for op in self.whole.ops:
-            own = calls.get(op)
-            if own is None or len(op.inputs) != len(own.inputs):
+        values = dict(_paired_values(self.batch, self.micro, ops))
+        for op in self.batch.ops:
+            micro_op = calls.get(op)
+            if micro_op is None or len(op.inputs) != len(micro_op.inputs):
                 continue
             views = _PairedViews(self, ops, values)
-            read = zip(map(views.source_of_inserted, op.inputs), own.inputs, strict=True)
-            same_number = len(op.outputs) == len(own.outputs)
+            read = zip(map(views.source_of_inserted, op.inputs), micro_op.inputs, strict=True)
+            same_number = len(op.outputs) == len(micro_op.outputs)
             if same_number and all(views.are_paired(*pair) for pair in read):
-                ops[op] = own
-                values.update(zip(op.outputs, own.outputs, strict=True))
+                ops[op] = micro_op
+                values.update(zip(op.outputs, micro_op.outputs, strict=True))
         return ops
 
     def _equal_calls(self) -> Mapping[Op, Op]:
@@ -95,7 +95,7 @@ class PairedGraphs:
         """
         own_groups = _grouped_by_call(self.micro.ops)
         calls: dict[Op, Op] = {}
-        for key, group in _grouped_by_call(self.whole.ops).items():
+        for key, group in _grouped_by_call(self.batch.ops).items():
             own_group = own_groups.get(key, [])
             in_order = group[0].short_name in ARITHMETIC
             if in_order and len(group) != len(own_group):
@@ -103,26 +103,26 @@ class PairedGraphs:
             if len(group) != len(own_group):
                 continue
             pairs = zip(group, own_group, strict=True)
-            calls.update((op, own) for op, own in pairs if in_order or op.name == own.name)
+            calls.update(pair for pair in pairs if in_order or pair[0].name == pair[1].name)
         return calls
 
     @cached_property
     def values(self) -> Mapping[Value, Value]:
         """Values of the micro-batch's graph (`micro`), by the matching value of the global batch
-        (`whole`)."""
-        return dict(_paired_values(self.whole, self.micro, self.ops))
+        (`batch`)."""
+        return dict(_paired_values(self.batch, self.micro, self.ops))
 
-    def are_paired(self, value: Value, own: Value) -> bool:
+    def are_paired(self, value: Value, micro_value: Value) -> bool:
         """Whether two values match up to dimensions of size 1.
 
         Args:
-            value: a value of `whole`.
-            own: a value of `micro`.
+            value: a value of `batch`.
+            micro_value: a value of `micro`.
         """
-        return _PairedViews(self, self.ops, self.values).are_paired(value, own)
+        return _PairedViews(self, self.ops, self.values).are_paired(value, micro_value)
 
     def check_operators(self, ops: Iterable[Op]) -> None:
-        """Check that each operator of a rewritten `micro` matches an operator of `whole`.
+        """Check that each operator of a rewritten `micro` matches an operator of `batch`.
 
         Args:
             ops: operators of the rewritten graph.
@@ -131,23 +131,23 @@ class PairedGraphs:
             UnsplittableError: for the first operator without a match, views aside, or with other
                 arguments.
         """
-        whole_ops = {own: op for op, own in self.ops.items()}
+        whole_ops = {micro_op: op for op, micro_op in self.ops.items()}
         for made in ops:
-            own = self.micro.by_name.get(made.name)
-            op = None if own is None else whole_ops.get(own)
-            if own is None or (op is None and keeps_elements(own)):
+            micro_op = self.micro.by_name.get(made.name)
+            op = None if micro_op is None else whole_ops.get(micro_op)
+            if micro_op is None or (op is None and keeps_elements(micro_op)):
                 continue
             if op is None:
                 raise UnsplittableError(
-                    own, "is not called for the batch: operators depend on its size"
+                    micro_op, "is not called for the batch: operators depend on its size"
                 )
-            read = zip(op.inputs, own.inputs, made.inputs, strict=True)
-            paired = all(mine is not arg or self.are_paired(v, mine) for v, mine, arg in read)
-            if not paired or not _have_equal_options(op, own):
+            read = zip(op.inputs, micro_op.inputs, made.inputs, strict=True)
+            paired = all(twin is not arg or self.are_paired(v, twin) for v, twin, arg in read)
+            if not paired or not _have_equal_options(op, micro_op):
                 raise UnsplittableError(op, OTHER_ARGUMENTS)
 
     def shape_of_micro_batch(self, value: Value) -> Sequence[int]:
-        """Return the shape that `value`, of `whole` or `micro`, has in a micro-batch."""
+        """Return the shape that `value`, of `batch` or `micro`, has in a micro-batch."""
         twin = self.twin_values.get(value)
         if twin is None or len(twin.shape) != len(value.shape):
             return value.shape
@@ -155,21 +155,21 @@ class PairedGraphs:
         return [size if size == other else size // self._num_micro_batches for size, other in pairs]
 
     def is_proportional(self, value: Value, dim: int) -> bool:
-        """Whether the size of a dimension of a value of `whole` is a fixed multiple of the batch
+        """Whether the size of a dimension of a value of `batch` is a fixed multiple of the batch
         size."""
-        inputs = zip(self.whole.input_values, self.twin.input_values, strict=True)
+        inputs = zip(self.batch.input_values, self.twin.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
         size, twin_size = next((pair for pair in pairs if pair[0] != pair[1]), (1, 1))
         return value.shape[dim] * twin_size == self.twin_values[value].shape[dim] * size
 
     @cached_property
     def _num_micro_batches(self) -> int:
-        inputs = zip(self.whole.input_values, self.micro.input_values, strict=True)
+        inputs = zip(self.batch.input_values, self.micro.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
-        return max((size // own for size, own in pairs if own), default=1)
+        return max((size // micro_size for size, micro_size in pairs if micro_size), default=1)
 
     def changed_numbers(self, op: Op) -> bool:
-        """Whether number arguments of `op`, an operator of `whole`, depend on the batch size.
+        """Whether number arguments of `op`, an operator of `batch`, depend on the batch size.
 
         Sizes, such as the shape of a view, are not compared.
         """
@@ -185,25 +185,25 @@ class _PairedViews:
     Args:
         pair: the graphs of the global batch and of a micro-batch.
         ops, values: operators and values of `pair.micro`, by the matching operator or value of
-            `pair.whole`.
+            `pair.batch`.
     """
 
     pair: PairedGraphs
     ops: Mapping[Op, Op]
     values: Mapping[Value, Value]
 
-    def are_paired(self, value: Value, own: Value) -> bool:
-        """Whether `value` of `pair.whole` and `own` of `pair.micro` match up to dimensions of size
-        1."""
-        if self.values.get(value) is own:
+    def are_paired(self, value: Value, micro_value: Value) -> bool:
+        """Whether `value` of `pair.batch` and `micro_value` of `pair.micro` match up to dimensions
+        of size 1."""
+        if self.values.get(value) is micro_value:
             return True
-        whole, micro = self.pair.whole, self.pair.micro
-        of_batch = viewed(value, whole, self.ops)
-        of_micro_batch = viewed(own, micro, set(self.ops.values()))
+        batch, micro = self.pair.batch, self.pair.micro
+        of_batch = viewed(value, batch, self.ops)
+        of_micro_batch = viewed(micro_value, micro, set(self.ops.values()))
         source, own_source = of_batch.source, of_micro_batch.source
         if self.values.get(source) is not own_source and not (
             source not in self.values
-            and source in whole.constants
+            and source in batch.constants
             and own_source in micro.constants
         ):
             return False
@@ -212,7 +212,7 @@ class _PairedViews:
     def source_of_inserted(self, value: Value) -> Value:
         """Return the operand of arithmetic that a micro-batch lacks: `x` if `value` is the result
         of `x / len(x)`."""
-        op = self.pair.whole.producer.get(value)
+        op = self.pair.batch.producer.get(value)
         while (
             op is not None
             and op not in self.ops
@@ -220,7 +220,7 @@ class _PairedViews:
             and self.pair.changed_numbers(op)
         ):
             value = op.inputs[0]
-            op = self.pair.whole.producer.get(value)
+            op = self.pair.batch.producer.get(value)
         return value
 
 
@@ -265,9 +265,9 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
             return larger_op, FEWER_TENSORS
         pairs = list(zip(larger_op.inputs, op.inputs, strict=False))
         same = len(op.inputs) == len(larger_op.inputs) and all(
-            paired.get(value) is own
-            or (constants and value in larger.constants and own in graph.constants)
-            for value, own in pairs
+            paired.get(value) is micro_value
+            or (constants and value in larger.constants and micro_value in graph.constants)
+            for value, micro_value in pairs
         )
         if not same or not _have_equal_options(larger_op, op):
             return larger_op, OTHER_ARGUMENTS
@@ -312,15 +312,15 @@ def _have_equal_options(op: Op, other: Op) -> bool:
 
 
 def _are_equal_except_numbers(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
-    def kind(leaf: Any) -> Any:
-        kinds = (Value, (int, float, complex))
+    def type_of_leaf(leaf: Any) -> Any:
+        types = (Value, (int, float, complex))
         # A flag, such as `descending`, is no number.
         is_flag = isinstance(leaf, bool)
-        return leaf if is_flag else next((each for each in kinds if isinstance(leaf, each)), leaf)
+        return leaf if is_flag else next((each for each in types if isinstance(leaf, each)), leaf)
 
     # The dimensions of a permutation are fewer where views drop those of size 1.
-    numbers = {*map(kind, (*leaves, *others))} == {(int, float, complex)}
-    return numbers or [*map(kind, leaves)] == [*map(kind, others)]
+    numbers = {*map(type_of_leaf, (*leaves, *others))} == {(int, float, complex)}
+    return numbers or [*map(type_of_leaf, leaves)] == [*map(type_of_leaf, others)]
 
 
 def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
@@ -360,22 +360,22 @@ def merged_arguments(
     """
     index, changed, sizes = 0, False, _names_of_size_arguments(op, micro)
 
-    def merged(name: str, leaf: Any, own: Any) -> Any:
+    def merged(name: str, leaf: Any, micro_leaf: Any) -> Any:
         nonlocal index, changed
-        result = own
+        result = micro_leaf
         if isinstance(leaf, Value):
-            result = read(leaf, index) or own
+            result = read(leaf, index) or micro_leaf
             index += 1
-        elif isinstance(leaf, (int, float, complex)) and name not in sizes and leaf != own:
+        elif isinstance(leaf, (int, float, complex)) and name not in sizes and leaf != micro_leaf:
             result = leaf
-        changed = changed or result is not own
+        changed = changed or result is not micro_leaf
         return result
 
-    def merged_argument(name: str, argument: Any, own: Any) -> Any:
+    def merged_argument(name: str, argument: Any, micro_argument: Any) -> Any:
         leaves, _ = pytree.tree_flatten(argument)
-        own_leaves, spec = pytree.tree_flatten(own)
+        own_leaves, spec = pytree.tree_flatten(micro_argument)
         if len(leaves) != len(own_leaves):  # A shape with another number of dimensions.
-            return own
+            return micro_argument
         pairs = zip(leaves, own_leaves, strict=True)
         return pytree.tree_unflatten([merged(name, *pair) for pair in pairs], spec)
 

@@ -58,7 +58,7 @@ def viewed(value: Value, graph: Graph, paired: Collection[Op]) -> Viewed:
 
 
 def read_equal_elements(
-    value: Viewed, own: Viewed, shape: Callable[[Value], Sequence[int]]
+    value: Viewed, micro_view: Viewed, shape: Callable[[Value], Sequence[int]]
 ) -> bool:
     """Whether two views read the same elements of the first sample, dimensions of size 1 aside.
 
@@ -66,10 +66,10 @@ def read_equal_elements(
 
     Args:
         value: a view in the graph of the batch.
-        own: a view in the graph of a micro-batch of one sample.
+        micro_view: a view in the graph of a micro-batch of one sample.
         shape: returns the shape that a value of either graph has in a micro-batch.
     """
-    sizes, own_sizes = shape(value.result), shape(own.result)
+    sizes, own_sizes = shape(value.result), shape(micro_view.result)
     compared = [size for size in own_sizes if size != 1]
     if [size for size in sizes if size != 1] != compared:
         return False
@@ -77,8 +77,8 @@ def read_equal_elements(
     for _ in range(NUM_POSITIONS):
         position = [numbers.randrange(max(size, 1)) for size in compared]
         read = _position_before_views(value.views, _insert_unit_dims(position, sizes))
-        own_read = _position_before_views(own.views, _insert_unit_dims(position, own_sizes))
-        source, own_source = shape(value.source), shape(own.source)
+        own_read = _position_before_views(micro_view.views, _insert_unit_dims(position, own_sizes))
+        source, own_source = shape(value.source), shape(micro_view.source)
         if _drop_unit_dims(read, source) != _drop_unit_dims(own_read, own_source):
             return False
     return True

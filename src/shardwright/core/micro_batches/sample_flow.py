@@ -48,7 +48,7 @@ class SampleFlow:
     result: MicroBatchGraph = field(init=False)
 
     def __post_init__(self) -> None:
-        graph = self.pair.whole
+        graph = self.pair.batch
         self.result = MicroBatchGraph(self.pair, self.count)
         updated = {before for before, _ in graph.updates}
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
@@ -67,8 +67,8 @@ class SampleFlow:
             if self.states[value] == WHOLE and value.shape and value.shape[0] in sizes
         }
         for value, tensor in graph.constants.items():
-            own = self.pair.twin_values.get(value)
-            other = None if own is None else self.pair.twin.constants[own]
+            twin_value = self.pair.twin_values.get(value)
+            other = None if twin_value is None else self.pair.twin.constants[twin_value]
             if other is None or not torch.equal(tensor, other):
                 self.outside.add(value)
 
@@ -93,7 +93,7 @@ class SampleFlow:
 
     def num_samples(self) -> int:
         """Return the batch size; 1 if no input has a batch dimension."""
-        pairs = ((v, self.states[v]) for v in self.pair.whole.input_values)
+        pairs = ((v, self.states[v]) for v in self.pair.batch.input_values)
         return next((v.shape[dim] for v, dim in pairs if isinstance(dim, int)), 1)
 
     def split_values_of_prologue(self, op: Op) -> set[SampleState]:

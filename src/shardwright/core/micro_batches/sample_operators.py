@@ -82,26 +82,26 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
         return [SUM]
     if rule is None or factor is None:
-        raise UnsplittableError(op, _reason_unsplittable(flow, op, why))
+        raise UnsplittableError(op, _unsplittable_reason(flow, op, why))
     dims = [
-        place.index(factor) if _needs_slice(flow, value, place, factor) else None
-        for value, place in zip(op.inputs, rule.inputs, strict=True)
+        factors.index(factor) if _needs_slice(flow, value, factors, factor) else None
+        for value, factors in zip(op.inputs, rule.inputs, strict=True)
     ]
     flow.result.emit(op, dims, flow.outside, numbers=_shard_numbers(flow, op, rule, factor))
     reduced: list[SampleState]
     if isinstance(op.target, LocalCall):
         reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
-    elif takes_statistics(op) or all(factor in place for place in rule.outputs):
+    elif takes_statistics(op) or all(factor in factors for factors in rule.outputs):
         reduced = [SUM] * len(op.outputs)
     else:
         reduced = [_reduction_state(flow, op, rule, factor)] * len(op.outputs)
     return [
-        place.index(factor) if factor in place else state
-        for place, state in zip(rule.outputs, reduced, strict=True)
+        factors.index(factor) if factor in factors else state
+        for factors, state in zip(rule.outputs, reduced, strict=True)
     ]
 
 
-def _reason_unsplittable(flow: SampleFlow, op: Op, why: str) -> str:
+def _unsplittable_reason(flow: SampleFlow, op: Op, why: str) -> str:
     """Return the reason for an error: one that is specific to the type of `op`, else `why`."""
     if flow.keeps_statistics(op):
         return "normalizes samples that are not in its dimension 0"
@@ -120,20 +120,20 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
     """Return the factor of the batch dimension in the rule of `op`, and the reason if the factor is
     None, as `op` mixes samples."""
     factors: set[str | None] = set()
-    for value, place in zip(op.inputs, rule.inputs, strict=True):
+    for value, dims in zip(op.inputs, rule.inputs, strict=True):
         state = flow.states[value]
         if isinstance(state, int):
-            factors.add(place[state])
+            factors.add(dims[state])
     if len(factors) != 1 or None in factors:
         return None, MIXES
     (factor,) = factors
     assert factor is not None
-    if any(place.count(factor) > 1 for place in (*rule.inputs, *rule.outputs)):
+    if any(dims.count(factor) > 1 for dims in (*rule.inputs, *rule.outputs)):
         return None, MIXES
-    for value, place in zip(op.inputs, rule.inputs, strict=True):
+    for value, dims in zip(op.inputs, rule.inputs, strict=True):
         # A value that depends on no sample must be equal for all samples: positional embeddings
         # along the batch dimension would differ between a micro-batch and the batch.
-        if _needs_slice(flow, value, place, factor) and value not in flow.outside:
+        if _needs_slice(flow, value, dims, factor) and value not in flow.outside:
             return None, MIXES
     if rule.capacity.get(factor, 0) % flow.count:
         return None, flow.not_divisible
@@ -169,7 +169,7 @@ def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) ->
     def index(factor: str) -> int:
         raise UnsplittableError(op, "depends on the positions of samples in the batch")
 
-    factors = {name for place in (*rule.inputs, *rule.outputs) for name in place if name}
+    factors = {name for dims in (*rule.inputs, *rule.outputs) for name in dims if name}
     counts = {name: flow.count if name == factor else 1 for name in factors}
     kernel = rule.kernel(op, Local(counts, index, rule.local_output_shapes(op, counts)))
     if not isinstance(kernel, WithArguments):
@@ -179,18 +179,18 @@ def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) ->
     return {name: number for name, number in replaced if number != arguments[name]}
 
 
-def _needs_slice(flow: SampleFlow, value: Value, place: Dims, factor: str) -> bool:
+def _needs_slice(flow: SampleFlow, value: Value, factors: Dims, factor: str) -> bool:
     """Whether `value` is equal for all micro-batches, but an operator on a micro-batch would read a
     slice only.
 
     Args:
         flow: the states determined so far.
         value: an input of the operator.
-        place: factors of the dimensions of `value`.
+        factors: factors of the dimensions of `value`.
         factor: the factor of the batch dimension.
     """
-    sliced = flow.states[value] in (WHOLE, POSITIONS) and factor in place
-    return sliced and value.shape[place.index(factor)] > 1
+    sliced = flow.states[value] in (WHOLE, POSITIONS) and factor in factors
+    return sliced and value.shape[factors.index(factor)] > 1
 
 
 def _reduction_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:

@@ -93,7 +93,7 @@ def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
     """Whether all slices of `value`, which depends on no sample, along `dim` are equal."""
     if dim < 0:
         return False
-    op = flow.pair.whole.producer.get(value)
+    op = flow.pair.batch.producer.get(value)
     rule = None if op is None else rule_of(op)
     if op is None or flow.pair.changed_numbers(op) or not flow.outside.isdisjoint(op.inputs):
         return False

@@ -53,8 +53,8 @@ def with_whole_batch(
 
 
 def _pair_up(graph: Graph, micro_batches: int, captured: Callable[[int], Graph]) -> PairedGraphs:
-    whole = captured(micro_batches)
-    twin, different = graph, different_operator(graph, whole)
+    batch = captured(micro_batches)
+    twin, different = graph, different_operator(graph, batch)
     if different is not None:
         # Dimensions of size 1 are captured differently: they are broadcast, or dropped from views.
         # So are numbers such as `len(x) - 1` if they are 0 or 1. So the batch is compared with one
@@ -63,6 +63,6 @@ def _pair_up(graph: Graph, micro_batches: int, captured: Callable[[int], Graph])
             twin = captured(4 if micro_batches == 2 else 2)
         except CaptureError:
             raise UnsplittableError(*different) from None
-        if different_operator(twin, whole) is not None:
+        if different_operator(twin, batch) is not None:
             raise UnsplittableError(*different)
-    return PairedGraphs(whole, graph, twin)
+    return PairedGraphs(batch, graph, twin)

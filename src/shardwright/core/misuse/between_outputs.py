@@ -52,19 +52,19 @@ class WatchedOutput:
     """An off-path output, and the hooks registered on its tensor.
 
     Args:
-        mark: name and source line of the output.
+        output: name and source line of the output.
         tensor: weak reference to the output's tensor, as hooks may outlive the tensor.
         hooks: hooks of the tensor, by the name of the method that registers them.
         internal_hooks: (registering method, key) of each hook that is not the user's.
     """
 
-    mark: OutputMark
+    output: OutputMark
     tensor: ref[Tensor]
     hooks: Mapping[str, Hooks]
     internal_hooks: frozenset[tuple[str, int]] = frozenset()
 
     @classmethod
-    def of(cls, mark: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
+    def of(cls, output: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
         """Watch `tensor`, one of `outputs`, for hooks that the user registers.
 
         Hooks of the tensor's autograd node are watched only if the node computes no other output,
@@ -73,7 +73,7 @@ class WatchedOutput:
         of_node = [x for x in outputs if isinstance(x, Tensor) and x.grad_fn is tensor.grad_fn]
         is_only_output = all(x is tensor for x in of_node)
         hooks = hooks_of_result(tensor) if is_only_output else hooks_of_tensor(tensor)
-        return cls(mark, ref(tensor), hooks)
+        return cls(output, ref(tensor), hooks)
 
     def hook_keys(self) -> Iterator[tuple[str, int]]:
         """Yield (registering method, key) of each hook."""
@@ -138,24 +138,24 @@ class OutputsOffPath:
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                watched[index] = WatchedOutput.of(self._mark_of_output(index), tensor, outputs)
-                _set_output_mark(tensor, watched[index].mark)
+                watched[index] = WatchedOutput.of(self._returned_output(index), tensor, outputs)
+                _attach_output(tensor, watched[index].output)
         for index, sources in self._computed_from.items():
             tensor = outputs[index]
             missing = [watched[i] for i in sources if i in watched]
             if missing and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                own = watched.get(index)
-                mark = self._mark_of_output(index) if own is None else own.mark
-                computed_from = tuple(each.mark for each in missing)
-                object.__setattr__(mark, "computed_from", computed_from)
-                _set_output_mark(tensor, mark)
-                hook = _make_incomplete_gradient_hook(mark, missing)
+                existing = watched.get(index)
+                output = self._returned_output(index) if existing is None else existing.output
+                computed_from = tuple(each.output for each in missing)
+                object.__setattr__(output, "computed_from", computed_from)
+                _attach_output(tensor, output)
+                hook = _make_incomplete_gradient_hook(output, missing)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         # The hooks registered above, and those of the program, are not the user's.
         for each in watched.values():
             each.internal_hooks = frozenset(each.hook_keys())
 
-    def _mark_of_output(self, index: int) -> OutputMark:
+    def _returned_output(self, index: int) -> OutputMark:
         op = self._graph.producer.get(self._graph.outputs[index])
         return OutputMark(self._names[index], op.source if op is not None else "")
 
@@ -199,13 +199,13 @@ def _output_names(result: Any, count: int) -> list[str]:
 
 
 def _make_incomplete_gradient_hook(
-    mark: OutputMark, missing: Sequence[WatchedOutput]
+    output: OutputMark, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
     """Return a hook for the gradient of an output, which raises an error if the user requests the
     gradient of one of `missing`: that gradient would miss the contribution of this output.
 
     Args:
-        mark: the output that gets the hook.
+        output: the output that gets the hook.
         missing: the off-path outputs from which this output is computed.
     """
 
@@ -213,10 +213,10 @@ def _make_incomplete_gradient_hook(
         if gradient is None:  # the node runs because of another of its outputs
             return
         with without_torch_function_of_subclasses():
-            requests = ((each.mark, each.gradient_request()) for each in missing)
+            requests = ((each.output, each.gradient_request()) for each in missing)
             requested = next(((output, call) for output, call in requests if call), None)
         if requested is not None:
-            raise PlanError(_incomplete_gradient_message(requested[1], requested[0], mark))
+            raise PlanError(_incomplete_gradient_message(requested[1], requested[0], output))
 
     return refuse
 
@@ -241,11 +241,11 @@ def refuse_gradients_of_outputs() -> None:
 
 def _check_gradient_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        marks = (_mark_of_edge(*gradient_edge_of(each)) for each in inputs)
-        requested = {mark for mark in marks if mark is not None}
+        sources = (_output_of_edge(*gradient_edge_of(each)) for each in inputs)
+        requested = {source for source in sources if source is not None}
         later = next(_visited_dependents(requested, outputs), None) if requested else None
     if later is not None:
-        output = next(mark for mark in later.computed_from if mark in requested)
+        output = next(source for source in later.computed_from if source in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
         raise PlanError(_incomplete_gradient_message(call, output, later))
 
@@ -260,21 +260,21 @@ def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> I
         if node is None or (node, output_index) in edges:
             continue
         edges.add((node, output_index))
-        mark = _mark_of_edge(node, output_index)
-        if mark is not None and not requested.isdisjoint(mark.computed_from):
-            yield mark
+        output = _output_of_edge(node, output_index)
+        if output is not None and not requested.isdisjoint(output.computed_from):
+            yield output
         if node not in nodes:
             nodes.add(node)
             stack += node.next_functions
 
 
-def _set_output_mark(tensor: Tensor, mark: OutputMark) -> None:
+def _attach_output(tensor: Tensor, output: OutputMark) -> None:
     node, output_index = gradient_edge_of(tensor)
-    node.metadata.setdefault(_METADATA_KEY, {})[output_index] = mark
+    node.metadata.setdefault(_METADATA_KEY, {})[output_index] = output
 
 
-def _mark_of_edge(node: Any, output_index: int) -> OutputMark | None:
-    mark: OutputMark | None = None
+def _output_of_edge(node: Any, output_index: int) -> OutputMark | None:
+    output: OutputMark | None = None
     if node is not None:
-        mark = node.metadata.get(_METADATA_KEY, {}).get(output_index)
-    return mark
+        output = node.metadata.get(_METADATA_KEY, {}).get(output_index)
+    return output

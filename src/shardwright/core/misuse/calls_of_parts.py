@@ -15,16 +15,16 @@ def explain_calls_of_parts(net: nn.Module) -> None:
 
     The program of a planned model never calls submodules; only the user's code does.
     """
-    for part in net.modules():
-        if part is not net:
-            vars(part).setdefault("forward", MethodType(_forward_of_submodule, part))
+    for submodule in net.modules():
+        if submodule is not net:
+            vars(submodule).setdefault("forward", MethodType(_forward_of_submodule, submodule))
 
 
 def leave_calls_of_parts(net: nn.Module) -> None:
     """Undo `explain_calls_of_parts` for the submodules of `net`."""
-    for part in net.modules():
-        if explains_calls(vars(part).get("forward")):
-            del vars(part)["forward"]
+    for submodule in net.modules():
+        if explains_calls(vars(submodule).get("forward")):
+            del vars(submodule)["forward"]
 
 
 def explains_calls(forward: object) -> bool:
@@ -32,17 +32,17 @@ def explains_calls(forward: object) -> bool:
     return getattr(forward, "__func__", None) is _forward_of_submodule
 
 
-def _forward_of_submodule(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_of_submodule(submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the submodule's own `forward`.
 
     Raises:
         PlanError: if `forward` mixes sharded parameters with ordinary tensors.
     """
     try:
-        return type(part).forward(part, *args, **kwargs)
+        return type(submodule).forward(submodule, *args, **kwargs)
     except MixedTensorsError:
         raise PlanError(
-            f"submodule `{type(part).__name__}` of a planned model was called directly, but its "
-            "parameters are sharded, and only calls of the full model run as planned\ncall the "
+            f"submodule `{type(submodule).__name__}` of a planned model was called directly, but "
+            "its parameters are sharded, and only calls of the full model run as planned\ncall the "
             "submodule inside `with sw.whole(net):`, or in `forward` of the model"
         ) from None

@@ -45,7 +45,7 @@ class GradientGuard:
         if not is_due(self._passes, FIRST_CALLS, PERIOD):
             return
         with torch.no_grad():
-            sums = _checksums(gradient.detach())
+            sums = _gradient_checksums(gradient.detach())
             table = sums.new_zeros(dist.get_world_size(), len(sums))
             table[dist.get_rank()] = sums
             dist.all_reduce(table)
@@ -62,7 +62,7 @@ class GradientGuard:
                 )
 
 
-def _checksums(gradient: Tensor) -> Tensor:
+def _gradient_checksums(gradient: Tensor) -> Tensor:
     """Return the sum, the sum of absolute values, and a sum weighted by position, which detects
     permutations, of the gradient's elements; shape (3,), float32."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient

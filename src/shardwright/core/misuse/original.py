@@ -53,8 +53,8 @@ class OriginalModel:
         self._net: weakref.ref[nn.Module] | None = weakref.ref(net)
         self._watched: list[WatchedAttribute] = [
             (path, name)
-            for path, name, text in attributes
-            if name not in OF_MODULES and text != SET and not path.startswith((GLOBALS, BUFFERS))
+            for path, name, content in attributes
+            if name not in OF_MODULES and content != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
         self._last_state = dict(self._attribute_contents(net))

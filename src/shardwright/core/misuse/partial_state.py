@@ -60,21 +60,21 @@ def _check_complete_state(tensor: DTensor) -> None:
         )
 
 
-def _refuse_saving(part: str) -> None:
+def _refuse_saving(extent: str) -> None:
     """Reject saving, unless a caller combines the shards or stages of all ranks.
 
     Args:
-        part: this rank's part of the state, `SHARD` or `STAGE`.
+        extent: this rank's part of the state, `SHARD` or `STAGE`.
 
     Raises:
         PlanError: if no function that combines the state of all ranks is on the call stack.
     """
-    if is_called_by(SAVES_FROM_ALL_RANKS) or (part == STAGE and is_called_by(SENDS_TO_RANKS)):
+    if is_called_by(SAVES_FROM_ALL_RANKS) or (extent == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
     raise PlanError(
         f"`torch.save`, `pickle` or `safetensors`{user_line()} would save an incomplete state of a"
-        f" planned model, as this rank has only its {part}\ncall `sw.save_state_dict(net, path)` on"
-        " every rank, which writes the full model to one file, or `sw.save_checkpoint` for model"
+        f" planned model, as this rank has only its {extent}\ncall `sw.save_state_dict(net, path)`"
+        " on every rank, which writes the full model to one file, or `sw.save_checkpoint` for model"
         " and optimizer; for a single sharded tensor, save `tensor.full_tensor()`"
     )
 
@@ -88,9 +88,9 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
     """
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
-        own = state_names(child)
+        present = state_names(child)
         of_child = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
-        missing = next((name for name in of_child if name not in own), None)
+        missing = next((name for name in of_child if name not in present), None)
         if missing is not None:
             child.register_state_dict_post_hook(partial(_mark_stage_tensors, missing))
 

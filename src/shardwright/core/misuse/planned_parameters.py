@@ -64,8 +64,8 @@ class PlannedParameters:
         self._registered = [own_parameters(child) for child in module.modules()]
         self._planned = list(map(dict, self._registered))
         sharded = [p for p in self.all if isinstance(p.parameter, DTensor)]
-        parts = [sharded[first::PARTS] for first in range(PARTS)]
-        self._checked_in_call = chain([sharded] * FIRST_CALLS, cycle(parts))
+        groups = [sharded[first::PARTS] for first in range(PARTS)]
+        self._checked_in_call = chain([sharded] * FIRST_CALLS, cycle(groups))
 
     def frozen_or_unfrozen(self) -> tuple[str, ...]:
         """Return the names of the parameters whose `requires_grad` differs from the plan.

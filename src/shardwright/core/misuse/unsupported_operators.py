@@ -106,19 +106,19 @@ def _assign_data(tensor: DTensor, value: Any) -> None:
         PlanError: if `tensor` cannot share the memory of `value`, as it would on one device.
     """
     if not isinstance(value, DTensor):
-        found = f"an ordinary tensor of shape {tuple(value.shape)}"
+        given = f"an ordinary tensor of shape {tuple(value.shape)}"
     elif value.dtype != tensor.dtype or value.shape != tensor.shape:
-        found = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+        given = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     elif not have_same_layout(spec_of(value), spec_of(tensor)):
-        found = f"a DTensor with placements {value.placements} in place of {tensor.placements}"
+        given = f"a DTensor with placements {value.placements} in place of {tensor.placements}"
     elif type(local_tensor(value)) is not type(local_tensor(tensor)):
-        found = "a gathered copy"
+        given = "a gathered copy"
     else:
         share_local_memory(tensor, value)
         return
     raise PlanError(
         f"`.data` of a DTensor of shape {tuple(tensor.shape)} and {tensor.dtype}{_optimizer_name()}"
-        f" is replaced by {found}, whose memory it cannot share\ncopy the values into it under"
+        f" is replaced by {given}, whose memory it cannot share\ncopy the values into it under"
         " `torch.no_grad()` (`p.copy_(value)`), which keeps each rank's shard; convert or resize a"
         " model (`to`, `half`, `resize_token_embeddings`) before `sw.plan`"
     )

@@ -57,7 +57,7 @@ class OutputBatch:
     sizes: BatchSizes
     watch: Callable[[Tensor, str], None]
 
-    def mark(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
+    def label(self, output: Tensor, dims: BatchDims | None = None) -> Tensor:
         """Convert an output to a tensor that rejects pairing with a local batch.
 
         Args:

@@ -75,7 +75,7 @@ class BoundProgram:
                     like = torch.empty(value.shape, device="meta")
                     tensor = as_output_tensor(as_dtensor(tensor, like, layout, self.devices), batch)
                 elif batch is not None:
-                    tensor = batch.mark(tensor)
+                    tensor = batch.label(tensor)
             result.append(tensor)
         return result
 

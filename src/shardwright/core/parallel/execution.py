@@ -152,7 +152,7 @@ class Execution(Recapture):
         leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
-        situation = self._situation_key(spec, [argument_key(leaf) for leaf in global_leaves])
+        situation = self._call_state_key(spec, [argument_key(leaf) for leaf in global_leaves])
         inputs = self._leaves.on_device(leaves)
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
         # Before capture, which is local: ranks with different calls would run different programs,
@@ -169,7 +169,7 @@ class Execution(Recapture):
                 captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
                 self._evict_programs(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
-        bound = _mark_used(self._forwards, key)
+        bound = _get_most_recent(self._forwards, key)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
         sizes = batch_sizes(leaves, global_leaves)
@@ -404,7 +404,7 @@ class Execution(Recapture):
         )
         # A step runs the program of one micro-batch; the number of micro-batches is part of the key
         # because the schedule depends on it.
-        situation = self._situation_key(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
+        situation = self._call_state_key(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
         key = (*situation, micro_batches)
         inputs = self._leaves.on_device(leaves)
         self._guard.begin(key, inputs, planned_indices)
@@ -418,7 +418,7 @@ class Execution(Recapture):
                 partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
             self._evict_programs(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
-        return _mark_used(self._train_steps, key), inputs, dims
+        return _get_most_recent(self._train_steps, key), inputs, dims
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_step(partitioned)
@@ -447,7 +447,7 @@ class Execution(Recapture):
             del bound[key]
 
 
-def _mark_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+def _get_most_recent(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
     """Return the cache entry of `key`, and move it to the end, as the most recently used."""
     # Dictionaries keep the order of insertion.
     bound[key] = bound.pop(key)

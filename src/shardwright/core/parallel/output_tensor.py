@@ -69,7 +69,7 @@ class OutputTensor(DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Gather the full tensor on all ranks."""
         full = super().full_tensor(**options)
-        return full if self.batch is None else self.batch.mark(full, self.batch_dims)
+        return full if self.batch is None else self.batch.label(full, self.batch_dims)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.full_tensor().numpy(force=force)

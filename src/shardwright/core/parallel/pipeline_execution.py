@@ -55,8 +55,8 @@ class PipelineExecution(Execution):
 
     def _register_stage_parameters(self) -> None:
         stages = self.partitioned.stages_of_parameters
-        own = StageParameters.of(self.module, self.template, stages, self.devices)
-        stage_models()[self.module] = own
+        parameters = StageParameters.of(self.module, self.template, stages, self.devices)
+        stage_models()[self.module] = parameters
         watch_optimizers_of_stages()
 
     @property
@@ -183,7 +183,7 @@ class PipelineExecution(Execution):
         sizes, name = batch_sizes(local_leaves, global_leaves), type(self.module).__name__
         batches = output_batches(name, graph.out_spec, sizes, self._gradients.watch)
         return [
-            batch.mark(output) if batch is not None and isinstance(output, Tensor) else output
+            batch.label(output) if batch is not None and isinstance(output, Tensor) else output
             for output, batch in zip(outputs, batches, strict=True)
         ]
 

@@ -142,8 +142,8 @@ class PythonCalls:
         are full tensors."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
-        kept = [_full_tensor(tensor, copies=True) for tensor in outputs[first:]]
-        return [*outputs[:first], *kept], dict(self._module.named_buffers())
+        stored = [_full_tensor(tensor, copies=True) for tensor in outputs[first:]]
+        return [*outputs[:first], *stored], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `constants` as full tensors on the device of the programs."""

@@ -49,11 +49,11 @@ class StateKey:
     """Key of a Python state; compared by identity, as comparing the texts is slow.
 
     Args:
-        texts: contents of the watched attributes.
+        contents: contents of the watched attributes.
         number: number of different earlier states of the module.
     """
 
-    texts: tuple[str, ...]
+    contents: tuple[str, ...]
     number: int
 
 
@@ -66,9 +66,9 @@ class SetByForward:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks up optional protocol methods.
             raise AttributeError(name)
-        self._raise()
+        self._refuse()
 
-    def _raise(self, *_: object) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise PlanError(
             f"attribute {self._name!r} is set by `forward`, but the program of a planned model runs"
             " operators only\nreturn its value from `forward`, or keep it in a buffer"
@@ -79,12 +79,12 @@ class SetByForward:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         leaves = pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._raise()
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
 
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _raise
-    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _raise
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _raise
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse
+    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse
 
 
 class PythonState:
@@ -106,9 +106,9 @@ class PythonState:
     def __init__(self, module: nn.Module, attributes: Attributes, hooks: HooksOfModules) -> None:
         self._by_path = dict(module.named_modules())
         self._captured_hooks = [
-            (path, place, of_model, forward_hooks(self._by_path[path])[place])
-            for path, both in hooks.items()
-            for place, of_model in enumerate(both)
+            (path, position, of_model, forward_hooks(self._by_path[path])[position])
+            for path, flags in hooks.items()
+            for position, of_model in enumerate(flags)
             if of_model
         ]
         self._record_submodules()
@@ -130,11 +130,11 @@ class PythonState:
         result._captured_hooks = [
             (
                 path,
-                place,
+                position,
                 dict(of_model),
-                forward_hooks(result._by_path[path] if path else inside)[place],
+                forward_hooks(result._by_path[path] if path else inside)[position],
             )
-            for path, place, of_model, _ in self._captured_hooks
+            for path, position, of_model, _ in self._captured_hooks
         ]
         result._record_submodules()
         result._names, result._keys = dict(self._names), dict(self._keys)
@@ -149,19 +149,19 @@ class PythonState:
             if (children := own_modules(child))
         }
         self._parents = list(self._children.values())
-        self._parts = [vars(child) for path, child in self._by_path.items() if path]
-        self._forwards = list(map(_forward_of, self._parts))
+        self._submodules = [vars(child) for path, child in self._by_path.items() if path]
+        self._forwards = list(map(_forward_of, self._submodules))
         self._planned_children = list(map(dict, self._parents))
 
     def watch(self, attributes: Attributes) -> None:
         """Watch further `attributes`, which a later capture reads or sets."""
-        for path, name, text in attributes:
+        for path, name, captured in attributes:
             if name in OF_MODULES:
                 continue
-            if text == SET:
+            if captured == SET:
                 self._by_path[path].__dict__[name] = SetByForward(path, name)
             else:
-                self._names[path, name] = text
+                self._names[path, name] = captured
         self._record_state()
 
     def key(self) -> StateKey:
@@ -174,7 +174,7 @@ class PythonState:
         """
         if self._parents != self._planned_children:
             self._refuse_replaced_submodules()
-        if list(map(_forward_of, self._parts)) != self._forwards:
+        if list(map(_forward_of, self._submodules)) != self._forwards:
             self._refuse_replaced_forwards()
         if num_registered_hooks() != self._registered:
             self._check_hooks()
@@ -185,9 +185,9 @@ class PythonState:
 
     def forget_removed_hooks(self) -> None:
         """Remove captured hooks whose handles the user has removed."""
-        for _, _, of_model, mine in self._captured_hooks:
-            for number in mine.keys() - of_model.keys():
-                del mine[number]
+        for _, _, of_model, hooks in self._captured_hooks:
+            for number in hooks.keys() - of_model.keys():
+                del hooks[number]
 
     def copy_to(self, template: nn.Module) -> None:
         """Copy attributes, training modes and buffers to `template` before a capture, and delete
@@ -195,15 +195,15 @@ class PythonState:
         copies = dict(template.named_modules())
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
-            mine, other = self._by_path[path].__dict__, copies[path].__dict__
-            if name not in mine:
+            attributes, other = self._by_path[path].__dict__, copies[path].__dict__
+            if name not in attributes:
                 other.pop(name, None)
-            elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(mine[name])):
-                other[name] = mine[name]
-        for path, place, of_model, mine in self._captured_hooks:
-            theirs = forward_hooks(copies[path])[place]
-            for number in theirs.keys() - (of_model.keys() & mine.keys()):
-                del theirs[number]
+            elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(attributes[name])):
+                other[name] = attributes[name]
+        for path, position, of_model, hooks in self._captured_hooks:
+            hooks_of_copy = forward_hooks(copies[path])[position]
+            for number in hooks_of_copy.keys() - (of_model.keys() & hooks.keys()):
+                del hooks_of_copy[number]
         for path, child in copies.items():
             child.training = self._by_path[path].training
             buffers = own_buffers(self._by_path[path])
@@ -224,14 +224,14 @@ class PythonState:
         """Raise an error if `forward` was set on a submodule, other than by
         `explain_calls_of_parts`."""
         paths = [path for path in self._by_path if path]
-        for path, own, planned in zip(paths, self._parts, self._forwards, strict=True):
-            now = _forward_of(own)
+        for path, submodule, planned in zip(paths, self._submodules, self._forwards, strict=True):
+            now = _forward_of(submodule)
             if now != planned and not (now is None or explains_calls(now)):
                 raise PlanError(
                     f"`forward` of {_describe_module(path)} was replaced after planning,"
                     " which would have no effect\nreplace it before `plan`"
                 )
-        self._forwards = list(map(_forward_of, self._parts))
+        self._forwards = list(map(_forward_of, self._submodules))
 
     def _record_state(self) -> None:
         """Record the current state, and prepare to detect changes.
@@ -244,22 +244,22 @@ class PythonState:
         of_class: dict[tuple[type, str], Any] = {}
         self._missing: tuple[list[dict[str, Any]], list[str]] = ([], [])
         seen: list[Hashable] = []
-        texts = []
+        contents = []
         self.changed_buffers = []
         for (path, name), captured in self._names.items():
-            own, value = variables_at(self._by_path, path), variable(self._by_path, path, name)
+            value, names = variable(self._by_path, path, name), variables_at(self._by_path, path)
             of_buffer = path.startswith(BUFFERS)
             # A buffer is None here if another pipeline stage owns it.
-            text = captured if of_buffer and value is None else state_text(path, value)
-            seen.append((path, name, text if of_buffer else content(value)))
-            texts.append(text)
-            if of_buffer and text != captured:
+            content_text = captured if of_buffer and value is None else state_text(path, value)
+            seen.append((path, name, content_text if of_buffer else content(value)))
+            contents.append(content_text)
+            if of_buffer and content_text != captured:
                 self.changed_buffers.append(f"{path.removeprefix(BUFFERS)}.{name}".lstrip("."))
             is_plain = bool(plain_text(value))
             if not is_plain and not of_buffer:
                 self._referenced_values[id(value)] = value
-            if name not in own:
-                self._missing[0].append(own)
+            if name not in names:
+                self._missing[0].append(names)
                 self._missing[1].append(name)
                 of_class[type(self._by_path.get(path)), name] = value
                 continue
@@ -268,17 +268,17 @@ class PythonState:
                 objects[id(value)] = value
         self._watched_hooks = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
         self._watched_hook_counts = list(map(len, self._watched_hooks))
-        for path, place, of_model, mine in self._captured_hooks:
-            seen.append((path, place, tuple(number for number in mine if number in of_model)))
-        key = StateKey(tuple(texts), len(self._keys))
-        self._key = self._keys.setdefault((key.texts, *seen), key)
+        for path, position, of_model, hooks in self._captured_hooks:
+            seen.append((path, position, tuple(number for number in hooks if number in of_model)))
+        key = StateKey(tuple(contents), len(self._keys))
+        self._key = self._keys.setdefault((key.contents, *seen), key)
         # The first name is read twice, as an `itemgetter` of one name returns no tuple.
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
         self._owners = [variables_at(self._by_path, path) for path in by_module]
         self._values = list(self._read_attributes())
         self._change_checks = [_content_check(value) for value in objects.values()]
         self._change_checks += [
-            _class_attribute_check(*place, value) for place, value in of_class.items()
+            _class_attribute_check(*key, value) for key, value in of_class.items()
         ]
 
     def _read_attributes(self) -> Iterable[Any]:
@@ -346,8 +346,8 @@ def _content_check(value: Any) -> Callable[[], bool]:
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):
         copies = {
-            name: part.copy() if isinstance(part, (list, dict, set)) else part
-            for name, part in vars(value).items()
+            name: attribute.copy() if isinstance(attribute, (list, dict, set)) else attribute
+            for name, attribute in vars(value).items()
         }
         return lambda: vars(value) == copies
     before = content(value)

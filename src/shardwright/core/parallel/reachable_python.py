@@ -99,9 +99,9 @@ class ReachablePython:
         change = next(self._state.changes(_is_same_tensor), None)
         if change is None:
             return
-        self.version, self._changed = self.version + 1, change.place
+        self.version, self._changed = self.version + 1, change.location
         self._state = ReachableState(*self._aliases, max_parts=MAX_PARTS)
-        log.info("%s has changed since the capture", change.place)
+        log.info("%s has changed since the capture", change.location)
 
 
 def _is_same_tensor(before: Tensor, now: Tensor) -> bool:

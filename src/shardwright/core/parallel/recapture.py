@@ -92,7 +92,7 @@ class Recapture:
             setattr(user_class, name, vars(planned)[name])
             delattr(planned, name)
 
-    def _situation_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+    def _call_state_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """Return the cache key of the current situation.
 
         Args:

@@ -72,33 +72,33 @@ class StoragePlan:
     left_out: Collection[str] = frozenset()
     release: bool = False
 
-    def shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
-        """Return this rank's shard of the full tensor `whole`; a copy unless `whole` is released.
+    def shard(self, name: str, full: Tensor, *, is_parameter: bool) -> Tensor:
+        """Return this rank's shard of the full tensor `full`; a copy unless `full` is released.
 
         Args:
             name: name of the parameter or buffer.
-            whole: the full tensor.
-            is_parameter: whether `whole` is a parameter; buffers are replicated.
+            full: the full tensor.
+            is_parameter: whether `full` is a parameter; buffers are replicated.
         """
         if name in self.left_out:
-            return whole.new_empty(0)
-        if whole.is_meta and self.devices.device.type != "meta":
-            return self._meta_shard(name, whole, is_parameter=is_parameter)
+            return full.new_empty(0)
+        if full.is_meta and self.devices.device.type != "meta":
+            return self._meta_shard(name, full, is_parameter=is_parameter)
         # Buffers are replicated: programs read and update them in full.
         if self.devices.mesh is None or not is_parameter:
             keeps = not (self.release and is_parameter)
-            return whole.detach().to(self.devices.device, copy=keeps)
-        axes = tuple(self.storage.get(name, ((),) * whole.ndim))
+            return full.detach().to(self.devices.device, copy=keeps)
+        axes = tuple(self.storage.get(name, ((),) * full.ndim))
         where = TensorLayout(self.devices.matrix, axes)
-        return local_shard(whole, where, self.devices, copy=not self.release)
+        return local_shard(full, where, self.devices, copy=not self.release)
 
-    def _meta_shard(self, name: str, whole: Tensor, *, is_parameter: bool) -> Tensor:
+    def _meta_shard(self, name: str, full: Tensor, *, is_parameter: bool) -> Tensor:
         if self.devices.mesh is None or not is_parameter:
-            return whole.detach()
-        axes = tuple(self.storage.get(name, ((),) * whole.ndim))
+            return full.detach()
+        axes = tuple(self.storage.get(name, ((),) * full.ndim))
         where = TensorLayout(self.devices.matrix, axes)
-        local = torch.empty_like(whole[where.slices(self.devices.rank, tuple(whole.shape))])
-        return as_dtensor(local.contiguous(), whole, where, self.devices)
+        local = torch.empty_like(full[where.slices(self.devices.rank, tuple(full.shape))])
+        return as_dtensor(local.contiguous(), full, where, self.devices)
 
     def shards(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of each tensor, and remove it from `tensors`.
@@ -113,37 +113,37 @@ class StoragePlan:
             parameters = {n for n, t in tensors.items() if isinstance(t, nn.Parameter)}
             # Replays the record of one parameter after another, and keeps only its shard.
             yield from values_of(
-                tensors, lambda n, whole: self.shard(n, whole, is_parameter=n in parameters)
+                tensors, lambda n, full: self.shard(n, full, is_parameter=n in parameters)
             ).items()
         for name in [n for n, t in tensors.items() if on_meta or not isinstance(t, Deferred)]:
             tensor = tensors.pop(name)
             is_parameter = isinstance(tensor, nn.Parameter)
-            whole = tensor
+            full = tensor
             if on_meta:
-                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            part = self.shard(name, whole, is_parameter=is_parameter)
+                full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            shard = self.shard(name, full, is_parameter=is_parameter)
             # In place, so that the memory is freed although optimizers refer to the parameter.
             if self.release and is_parameter and not tensor.is_meta:
                 tensor.data = tensor.data.new_empty(0)
             # A generator keeps its variables while it is suspended, and so a full tensor alive.
-            del tensor, whole
-            yield name, part
+            del tensor, full
+            yield name, shard
 
-    def parameter(self, name: str, part: Tensor, given: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that stores `part`, this rank's shard, with the hooks of the user's
+    def parameter(self, name: str, local: Tensor, given: nn.Parameter) -> nn.Parameter:
+        """Return the parameter that stores `local`, this rank's shard, with the hooks of the user's
         parameter `given`."""
         shard = partial(self.shard, name, is_parameter=True)
         if name in self.initialization.names and self.devices.is_distributed:
             pending = self.initialization.pending
             unset: UninitializedShard | UninitializedTensor
-            if isinstance(part, DTensor):
-                unset = UninitializedShard.of(local_tensor(part), part, pending)
+            if isinstance(local, DTensor):
+                unset = UninitializedShard.of(local_tensor(local), local, pending)
             else:
-                unset = UninitializedTensor.of(part, pending)
+                unset = UninitializedTensor.of(local, pending)
             if has_hooks(given):
                 unset.take_hooks = partial(take_hooks, parameter=given, shard=shard)
             return nn.Parameter(unset, requires_grad=given.requires_grad)
-        parameter = as_parameter(part, given)
+        parameter = as_parameter(local, given)
         take_hooks(parameter, given, shard)
         return parameter
 
@@ -161,15 +161,15 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     _install_dtensor_extensions()
     tensors = _parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
-    origins, parameters = mark_origins(module, module), _take_unchanged(tensors, plan)
+    origins, parameters = mark_origins(module, module), _pop_unchanged(tensors, plan)
     references = _TensorReferences(module, tensors)
-    for name, part in plan.shards(dict(tensors)):
+    for name, shard in plan.shards(dict(tensors)):
         given = tensors.pop(name)
-        stored: Tensor | None = part
+        stored: Tensor | None = shard
         if name in plan.left_out:
             stored = None
         elif isinstance(given, nn.Parameter):
-            stored = parameters[name] = plan.parameter(name, part, given)
+            stored = parameters[name] = plan.parameter(name, shard, given)
         references.replace(given, stored)
     references.finish(module)
     materialize_attributes(module)
@@ -189,10 +189,10 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     tensors = _parameters_and_buffers(module)
     memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
     parameters: dict[str, nn.Parameter] = {}
-    for name, part in plan.shards(dict(tensors)):
-        given, stored = tensors[name], part
+    for name, shard in plan.shards(dict(tensors)):
+        given, stored = tensors[name], shard
         if isinstance(given, nn.Parameter) and name not in plan.left_out:
-            stored = parameters[name] = plan.parameter(name, part, given)
+            stored = parameters[name] = plan.parameter(name, shard, given)
         # `deepcopy` puts the stored tensor wherever the model refers to the given tensor.
         memo[id(given)] = None if name in plan.left_out else stored
     result = copy.deepcopy(module, memo)
@@ -201,17 +201,17 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     return result
 
 
-def copied_parameters(module: nn.Module, known: Collection[int]) -> dict[int, nn.Parameter]:
+def copied_parameters(module: nn.Module, excluded: Collection[int]) -> dict[int, nn.Parameter]:
     """Copy the parameters of a planned module; return the copies by id, for a `deepcopy` memo.
 
     Args:
         module: a planned module.
-        known: ids of parameters that are already in the memo and are not copied.
+        excluded: ids of parameters that are already in the memo and are not copied.
     """
     return {
         id(parameter): as_parameter(_copy_parameter(parameter), parameter)
         for parameter in module.parameters()
-        if id(parameter) not in known
+        if id(parameter) not in excluded
     }
 
 
@@ -268,7 +268,7 @@ def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _take_unchanged(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
+def _pop_unchanged(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
     """Remove tensors that need not be replaced from `tensors`; return the parameters among them.
 
     Buffers that are already on the device are not replaced. Parameters on one device are not

@@ -101,10 +101,10 @@ class Initialization:
             id(planned[name]): self._make_placeholder(given) for name, given in left_out.items()
         }
         for path, child in template.named_modules():
-            own = module.get_submodule(path)
+            submodule = module.get_submodule(path)
             registries: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-                (own_parameters(own), own_parameters(child)),
-                (own_buffers(own), own_buffers(child)),
+                (own_parameters(submodule), own_parameters(child)),
+                (own_buffers(submodule), own_buffers(child)),
             )
             for registry, planned_registry in registries:
                 for leaf, tensor in planned_registry.items():
@@ -146,7 +146,7 @@ class Initialization:
         collective.
         """
         if not any(
-            tensor.whole is not None for tensor in _uninitialized_parameters(module).values()
+            tensor.full is not None for tensor in _uninitialized_parameters(module).values()
         ):
             yield
             return
@@ -181,11 +181,11 @@ class Initialization:
         tensors = _uninitialized_parameters(module)
         if self._devices.is_distributed:
             if alone:
-                self._replayed_alone |= any(t.whole is not None for t in tensors.values())
+                self._replayed_alone |= any(t.full is not None for t in tensors.values())
             else:
                 self._check_equal_records()
         elsewhere = self.placeholder_names
-        wholes = {name: t.whole for name, t in tensors.items() if t.is_initialized()}
+        wholes = {name: t.full for name, t in tensors.items() if t.is_initialized()}
         complete = self._all_initialized(module)
 
         def keep(name: str, value: Tensor) -> Tensor:
@@ -333,10 +333,10 @@ def tie_like(module: nn.Module, template: nn.Module) -> None:
     """
     first: dict[int, tuple[dict[str, Any], str]] = {}
     for path, planned in template.named_modules():
-        own = own_parameters(module.get_submodule(path))
+        registered = own_parameters(module.get_submodule(path))
         for leaf, tensor in own_parameters(planned).items():
-            registry, first_leaf = first.setdefault(id(tensor), (own, leaf))
-            own[leaf] = registry[first_leaf]
+            registry, first_leaf = first.setdefault(id(tensor), (registered, leaf))
+            registered[leaf] = registry[first_leaf]
 
 
 def _remove_placeholders_from_state(

@@ -68,7 +68,7 @@ class Uninitialized(Tensor):
     """
 
     pending: PendingInit
-    whole: Deferred | None
+    full: Deferred | None
     """Deferred tensor that records the initialization of the full tensor; None before
     `to_empty`."""
 
@@ -85,7 +85,7 @@ class Uninitialized(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Uninitialized)]
         if function in (aten.detach.default, aten.alias.default):
-            return tensors[0].view_with(tensors[0].whole)
+            return tensors[0].view_with(tensors[0].full)
         device = kwargs.get("device")
         if function is aten.empty_like.default and device is not None and device.type != "meta":
             tensors[0].pending.check_device(device)
@@ -97,7 +97,7 @@ class Uninitialized(Tensor):
             )
         substituted = dict[int, Tensor]()
         substitute = (
-            _substitute_meta if any(t.whole is None for t in tensors) else _substitute_deferred
+            _substitute_meta if any(t.full is None for t in tensors) else _substitute_deferred
         )
         args, kwargs = pytree.tree_map_only(
             Tensor, partial(substitute, substituted), (args, kwargs)
@@ -109,11 +109,11 @@ class Uninitialized(Tensor):
 
     def is_initialized(self) -> bool:
         """Whether operators are recorded that initialize the full tensor."""
-        return self.whole is not None and is_initialized(self.whole)
+        return self.full is not None and is_initialized(self.full)
 
-    def view_with(self, whole: Deferred | None) -> Self:
+    def view_with(self, full: Deferred | None) -> Self:
         """Return a tensor that shares this tensor's memory, and whose operators are recorded in
-        `whole`."""
+        `full`."""
         raise NotImplementedError
 
     def with_memory(self, device: torch.device) -> Tensor:
@@ -129,8 +129,8 @@ class Uninitialized(Tensor):
         if take_hooks := vars(self).pop("take_hooks", None):
             take_hooks(self)
 
-    def _set_initialization(self, pending: PendingInit, whole: Deferred | None) -> Self:
-        self.pending, self.whole = pending, whole
+    def _set_initialization(self, pending: PendingInit, full: Deferred | None) -> Self:
+        self.pending, self.full = pending, full
         return self
 
 
@@ -160,8 +160,8 @@ class UninitializedShard(Uninitialized, DTensor):
 
     def take_value(self) -> None:
         """Make this shard an ordinary DTensor, with the recorded values if any."""
-        if self.whole is not None and is_initialized(self.whole):
-            self.store(value_of(self.whole))
+        if self.full is not None and is_initialized(self.full):
+            self.store(value_of(self.full))
         self.become_ordinary()
 
     def store(self, value: Tensor) -> None:
@@ -170,7 +170,7 @@ class UninitializedShard(Uninitialized, DTensor):
             local_tensor(self).copy_(local_part_of(value, self))
 
     def become_ordinary(self) -> None:
-        del self.pending, self.whole
+        del self.pending, self.full
         self.__class__ = DTensor  # type: ignore[assignment]
         # A parameter with hooks is already a leaf of autograd, and cannot be swapped.
         if isinstance(self, nn.Parameter) and not has_hooks(self):
@@ -188,8 +188,8 @@ class UninitializedShard(Uninitialized, DTensor):
             torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
         self.take_value()
 
-    def view_with(self, whole: Deferred | None) -> UninitializedShard:
-        return self._with_local_tensor(local_tensor(self), whole)
+    def view_with(self, full: Deferred | None) -> UninitializedShard:
+        return self._with_local_tensor(local_tensor(self), full)
 
     def with_memory(self, device: torch.device) -> UninitializedShard:
         local = torch.empty_like(local_tensor(self), device=device)
@@ -199,11 +199,11 @@ class UninitializedShard(Uninitialized, DTensor):
     def on_meta(self) -> DTensor:
         return with_spec(local_tensor(self), spec_of(self))
 
-    def _with_local_tensor(self, local: Tensor, whole: Deferred | None) -> UninitializedShard:
+    def _with_local_tensor(self, local: Tensor, full: Deferred | None) -> UninitializedShard:
         result = UninitializedShard.of(local, self, self.pending)
         # Attributes such as the marks of a parameter and of an optimizer's parameter.
         vars(result).update(vars(self))
-        return result._set_initialization(self.pending, whole)
+        return result._set_initialization(self.pending, full)
 
 
 class UninitializedTensor(Uninitialized, Tensor):
@@ -219,11 +219,11 @@ class UninitializedTensor(Uninitialized, Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("meta") if self.whole is None else self.pending.device
+        return torch.device("meta") if self.full is None else self.pending.device
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        return self.whole is None
+        return self.full is None
 
     @classmethod
     def of(cls, like: Tensor, pending: PendingInit) -> UninitializedTensor:
@@ -232,8 +232,8 @@ class UninitializedTensor(Uninitialized, Tensor):
 
     def give_memory(self) -> None:
         """Make this tensor an ordinary parameter with recorded values, or uninitialized memory."""
-        if self.whole is not None and is_initialized(self.whole):
-            self.become(value_of(self.whole).to(self.pending.device))
+        if self.full is not None and is_initialized(self.full):
+            self.become(value_of(self.full).to(self.pending.device))
         else:
             self.become(self.new_memory(self.pending.device))
 
@@ -252,20 +252,20 @@ class UninitializedTensor(Uninitialized, Tensor):
     def become(self, value: Tensor) -> None:
         """Make this object an ordinary parameter with the values of `value`."""
         new = nn.Parameter(value, requires_grad=self.requires_grad)
-        del self.pending, self.whole
+        del self.pending, self.full
         vars(new).update(vars(self))
         torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
         Uninitialized._register_hooks(self)
 
-    def view_with(self, whole: Deferred | None) -> UninitializedTensor:
+    def view_with(self, full: Deferred | None) -> UninitializedTensor:
         result = UninitializedTensor.of(self, self.pending)
         vars(result).update(vars(self))
-        return result._set_initialization(self.pending, whole)
+        return result._set_initialization(self.pending, full)
 
     def with_memory(self, device: torch.device) -> UninitializedTensor:
         # `nn.Module.to_empty` keeps the object, and takes the result's memory: none, as for `self`.
-        self.whole = deferred_like(self, self.pending.record)
-        return self.view_with(self.whole)
+        self.full = deferred_like(self, self.pending.record)
+        return self.view_with(self.full)
 
     def on_meta(self) -> Tensor:
         return self.new_memory(torch.device("meta"))
@@ -294,9 +294,9 @@ def _substitute_deferred(substituted: dict[int, Tensor], tensor: Tensor) -> Tens
         tensor: an argument of an operator.
     """
     if isinstance(tensor, Uninitialized):
-        assert tensor.whole is not None
-        substituted[id(tensor.whole)] = tensor
-        return tensor.whole
+        assert tensor.full is not None
+        substituted[id(tensor.full)] = tensor
+        return tensor.full
     if isinstance(tensor, Deferred):
         return tensor
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

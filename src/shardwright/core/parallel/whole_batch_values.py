@@ -71,7 +71,7 @@ class WholeBatchValues:
         pairs = zip(self._values, outputs, strict=True)
         parts_by_name = {name: self._split_value(tensor, dim) for (name, dim), tensor in pairs}
         return [
-            {name: parts[number] for name, parts in parts_by_name.items()}
+            {name: values[number] for name, values in parts_by_name.items()}
             for number in range(self._num_micro_batches)
         ]
 
@@ -111,7 +111,7 @@ def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Te
     equal part of each of `shards` local batches."""
     shape = tensor.shape
     of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
-    return [part.flatten(dim, dim + 1) for part in of_ranks.unbind(dim + 1)]
+    return [tensor.flatten(dim, dim + 1) for tensor in of_ranks.unbind(dim + 1)]
 
 
 def micro_batches_of_ranks(
@@ -121,11 +121,11 @@ def micro_batches_of_ranks(
     local batches."""
     count = pipeline.micro_batches
     dims = pipeline.batch_dims or first_dims(leaves)
-    parts = [
+    leaf_values = [
         [leaf] * count if dim is None else parts_of_ranks(leaf, dim, shards, count)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
-    return [[each[number] for each in parts] for number in range(count)]
+    return [[each[number] for each in leaf_values] for number in range(count)]
 
 
 def _prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.core.graph.graph import Kind, Op, Value
+from shardwright.core.graph.graph import Op, Origin, Value
 from shardwright.core.partition.chunk import Chunk
 
 
@@ -13,7 +13,7 @@ def chunk_key(chunk: Chunk) -> tuple[object, ...]:
 
     Values and segments are numbered in order of first appearance.
     """
-    return tuple(_ChunkDescription(chunk).parts())
+    return tuple(_ChunkDescription(chunk).entries())
 
 
 class _ChunkDescription:
@@ -23,7 +23,7 @@ class _ChunkDescription:
         self.chunk, self.decisions = chunk, chunk.decisions
         self._numbers: dict[object, int] = {}
 
-    def parts(self) -> Iterator[object]:
+    def entries(self) -> Iterator[object]:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
         # Gradients of inputs are computed only if there is a previous chunk.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
@@ -51,7 +51,7 @@ class _ChunkDescription:
         return (
             self._number_of(value),
             *(value.shape, value.dtype, value.stored_dtype, value.requires_grad),
-            decisions.storage.get(name) if value.kind is Kind.PARAMETER else None,
+            decisions.storage.get(name) if value.origin is Origin.PARAMETER else None,
             *(decisions.arrivals.get(name), decisions.departures.get(name)),
         )
 

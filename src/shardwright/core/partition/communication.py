@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
@@ -197,7 +197,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
 def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> TensorLayout:
     """Return the storage layout of a parameter, or the layout in which an input, buffer or constant
     is passed in."""
-    axes = decisions.storage if value.kind is Kind.PARAMETER else decisions.arrivals
+    axes = decisions.storage if value.origin is Origin.PARAMETER else decisions.arrivals
     return interned_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 

@@ -179,4 +179,4 @@ def _is_divisible(
 ) -> bool:
     # A count of 0 marks a tensor with another number of dimensions.
     counts = TensorLayout(mesh, axes).shard_counts if len(axes) == len(shape) else (0,)
-    return all(parts and size % parts == 0 for size, parts in zip(shape, counts, strict=False))
+    return all(count and size % count == 0 for size, count in zip(shape, counts, strict=False))

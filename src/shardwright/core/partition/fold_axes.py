@@ -27,9 +27,9 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
         unjoined_mesh: device matrix of the same ranks, whose axes are not joined with each other.
     """
     mesh = partitioned.mesh
-    strides = () if unjoined_mesh is None else _strides(unjoined_mesh)
+    strides = () if unjoined_mesh is None else _axis_strides(unjoined_mesh)
     # Axes may be joined where `unjoined_mesh` has no axis boundary of the same stride.
-    joinable = {axis for axis, stride in enumerate(_strides(mesh)) if stride not in strides}
+    joinable = {axis for axis, stride in enumerate(_axis_strides(mesh)) if stride not in strides}
     joined = join_axes(
         len(mesh.device_matrix),
         _used_axes(partitioned),
@@ -82,7 +82,7 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
     )
 
 
-def _strides(mesh: DeviceMatrix) -> list[int]:
+def _axis_strides(mesh: DeviceMatrix) -> list[int]:
     """Return the stride of each axis but the last: the product of the sizes of all inner axes."""
     num_axes = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, num_axes)) for axis in range(num_axes - 1)]

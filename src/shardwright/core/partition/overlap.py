@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwright.core.graph.graph import Graph, Kind, Op
+from shardwright.core.graph.graph import Graph, Op, Origin
 from shardwright.core.partition.communication import Communication
 from shardwright.core.partition.transfer import Transfer
 from shardwright.core.torch_internals.operators import OpOverload
@@ -87,7 +87,7 @@ def _can_overlap(transfer: Transfer) -> bool:
     step, value = transfer.step, transfer.value
     # Parameters overlap by buckets. Complex numbers are sent as pairs of real numbers, whose shape
     # autograd rejects for a gradient that is still pending.
-    if value.kind is Kind.PARAMETER or value.dtype.is_complex:
+    if value.origin is Origin.PARAMETER or value.dtype.is_complex:
         return False
     # Point-to-point exchanges have no separate start and finish (`core/runtime/collectives.py`).
     sends = not step.spec.local or step.backward is not None
@@ -135,4 +135,4 @@ def _can_delay(op: Op) -> bool:
     if op.target is not aten.linear.default or len(op.inputs[0].shape) < 2:
         return False
     x, weight = op.inputs[:2]
-    return weight.kind is Kind.PARAMETER and weight.differentiable and x.differentiable
+    return weight.origin is Origin.PARAMETER and weight.differentiable and x.differentiable

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Kind, Value
+from shardwright.core.graph.graph import Graph, Origin, Value
 from shardwright.core.graph.saved_tensors import needed_in_backward
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
@@ -84,7 +84,7 @@ class Bucket:
 
     @property
     def gathers(self) -> bool:
-        return any(step.kind == "all_gather" for step in self.steps)
+        return any(step.operation == "all_gather" for step in self.steps)
 
     @property
     def reduces_once(self) -> bool:
@@ -102,7 +102,7 @@ class Bucket:
         """Bytes that one device sends to gather the parameters once."""
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
-            if step.kind == "all_gather":
+            if step.operation == "all_gather":
                 # Ring all-gather: a device sends n - 1 shards, whose size grows with each step.
                 total += (step.group_size - 1) * local
                 local *= step.group_size
@@ -115,7 +115,7 @@ class Bucket:
             return 0
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
-            if step.kind == "vary":
+            if step.operation == "vary":
                 # Ring all-reduce: a device sends 2 (n - 1) / n of the tensor, rounded up.
                 total -= -2 * (step.group_size - 1) * local // step.group_size
             else:
@@ -139,8 +139,8 @@ def num_bucketed_steps(route: Sequence[Transfer]) -> int:
     at most one `vary`, then all-gathers."""
     length = 0
     for transfer in route:
-        kind = transfer.step.kind
-        if kind not in BUCKETED_KINDS or (kind == "vary" and length):
+        operation = transfer.step.operation
+        if operation not in BUCKETED_KINDS or (operation == "vary" and length):
             break
         length += 1
     return length
@@ -170,7 +170,7 @@ def buckets(
     needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
-            if value.kind is not Kind.PARAMETER:
+            if value.origin is not Origin.PARAMETER:
                 continue
             route = routes[op.name, index]
             route = route[: num_bucketed_steps(route)]
@@ -188,7 +188,7 @@ def buckets(
             use.trained |= value.requires_grad and any(v.requires_grad for v in op.outputs)
     for value, route in returned:
         route = route[: num_bucketed_steps(route)]
-        if value.kind is Kind.PARAMETER and route:
+        if value.origin is Origin.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedUse(value, route, None))
             # The caller reads a returned parameter, so it is gathered outside of segments.
@@ -219,9 +219,9 @@ class _BucketedUse:
     @property
     def key(self) -> tuple[object, ...]:
         """Hashable key that is equal for uses that can share a bucket."""
-        steps = tuple((t.step.kind, t.step.axes, t.step.backward) for t in self.route)
+        steps = tuple((t.step.operation, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
-        segment = self.segment if any(kind == "all_gather" for kind, _, _ in steps) else None
+        segment = self.segment if any(name == "all_gather" for name, _, _ in steps) else None
         # A bucket reduces the gradients of all members or of none.
         gradients = value.differentiable, self.trained
         return steps, value.dtype, value.stored_dtype, gradients, segment
@@ -254,7 +254,7 @@ def _group_uses(
 
     result = []
     for number, group in enumerate(groups):
-        gathers = any(t.step.kind == "all_gather" for t in group[0].route)
+        gathers = any(t.step.operation == "all_gather" for t in group[0].route)
         segment = group[0].segment if gathers else None
         trained = group[0].trained
         regathers = level == "level3" and gathers and trained
@@ -274,4 +274,4 @@ def _gathered_bytes(use: _BucketedUse) -> int:
 def varying_axes(bucket: Bucket) -> Axes:
     """Return the axes over which the gradients of a bucket are all-reduced; () without an
     all-reduce."""
-    return next((step.axes for step in bucket.steps if step.kind == "vary"), ())
+    return next((step.axes for step in bucket.steps if step.operation == "vary"), ())

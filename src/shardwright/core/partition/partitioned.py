@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Kind, Value
+from shardwright.core.graph.graph import Graph, Origin, Value
 from shardwright.core.graph.split import GraphChunk, split_graph
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.chunk import Chunk
@@ -147,7 +147,7 @@ class Partitioned:
         """
         sharding, pipeline = self.decisions.sharding, self.pipeline
         for value, _ in self.graph.updates:
-            if value.kind is Kind.PARAMETER and (
+            if value.origin is Origin.PARAMETER and (
                 pipeline.num_chunks * pipeline.micro_batches > 1
                 or (sharding is not None and sharding.level == "level3")
             ):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.graph.saved_tensors import saved_tensors
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.decisions import Decisions, Recompute
@@ -95,8 +95,8 @@ def recompute_segments(
         # A segment in which autograd saves no tensors needs no recomputation.
         if ops:
             segment = candidate.recompute.segment
-            part = num_parts[segment] = num_parts.get(segment, 0) + 1
-            name = segment if part == 1 else f"{segment}/{part}"
+            piece = num_parts[segment] = num_parts.get(segment, 0) + 1
+            name = segment if piece == 1 else f"{segment}/{piece}"
             names, communication = tuple(op.name for op in ops), candidate.recompute.communication
             trained = any(value.requires_grad for op in ops for value in op.outputs)
             result.append(Segment(name, names, communication, trained))
@@ -191,7 +191,7 @@ def _ops_to_recompute(segment: _OpenSegment, transfers: OperatorTransfers) -> li
     ops = segment.ops[:end]
     available = {value for op in ops for value in (*op.inputs, *op.outputs)}
     for op in segment.ops[end:] if ops else ():
-        inputs = {value for value in op.inputs if value.kind in (Kind.ACTIVATION, Kind.INPUT)}
+        inputs = {value for value in op.inputs if value.origin in (Origin.ACTIVATION, Origin.INPUT)}
         if transfers.sends(op) or not inputs <= available:
             break
         ops.append(op)
@@ -218,7 +218,7 @@ def assign_recomputed_transfers(
                     for transfer in transfers.routes[op.name, index]
                     if transfers.first_consumer[transfer] == op.name
                 ]
-                if value.kind is Kind.PARAMETER:
+                if value.origin is Origin.PARAMETER:
                     repeated = emitted if frees_parameters else []
                 else:
                     repeated = emitted if segment.communication else []

@@ -222,7 +222,7 @@ def _operator_row(
         name=op.name,
         operator=target_text(op),
         rule=str(rule) if rule is not None else None,
-        inputs=tuple((v.name, v.shape, v.kind.value) for v in op.inputs),
+        inputs=tuple((v.name, v.shape, v.origin.value) for v in op.inputs),
         outputs=tuple(v.shape for v in op.outputs),
         cuts={f: tuple(mesh.alias_names[a] for a in axes) for f, axes in cuts.items() if axes},
         input_layouts=comm.input_layouts[op.name],
@@ -270,9 +270,9 @@ def _kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
     steps, forward, backward = [], 0, 0
     for inner in comm.reductions[op.name]:
         reduction = inner.reduction
-        is_gather = reduction.kind == GATHER
+        is_gather = reduction.operation == GATHER
         collective = (
-            reduction.collective if is_gather else f"{reduction.collective} {reduction.kind}"
+            reduction.collective if is_gather else f"{reduction.collective} {reduction.operation}"
         )
         steps.append(f"{collective} over {comm.mesh.named(inner.axes)}")
         sum_forward, sum_backward = inner.bytes(comm.mesh, op.output.requires_grad)
@@ -302,7 +302,7 @@ def transfer_text(transfer: Transfer) -> str:
     """Format a transfer as forward and backward collective: `all_gather dim 1 over tp /
     reduce_scatter`."""
     step = transfer.step
-    words = [step.kind]
+    words = [step.operation]
     if step.dim is not None:
         words.append(f"dim {step.dim}")
     if step.to_dim is not None:

@@ -95,8 +95,8 @@ def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     where, recompute = f"`operators`: {row.name}", plan.recompute.get(row.name)
     if row.segment and recompute is None:
         yield f"{where}: is in segment {row.segment!r}, but missing in `recompute`"
-    for name, _, kind in row.inputs:
-        if kind == "parameter" and name not in plan.parameters:
+    for name, _, origin in row.inputs:
+        if origin == "parameter" and name not in plan.parameters:
             yield f"{where}: there is no parameter {short_repr(name)}"
     if row.stage >= plan.pipeline.stages:
         yield f"{where}: is on stage {row.stage}, but the last is {plan.pipeline.stages - 1}"

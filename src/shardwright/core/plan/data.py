@@ -230,8 +230,8 @@ class PlanData:
         The number is None if no embedding reads a two-dimensional input.
         """
         for row in self.operators:
-            for _, shape, kind in row.inputs:
-                if row.operator == "aten.embedding" and kind == "input" and len(shape) == 2:
+            for _, shape, origin in row.inputs:
+                if row.operator == "aten.embedding" and origin == "input" and len(shape) == 2:
                     return shape[1]
         return None
 
@@ -259,7 +259,7 @@ class PlanData:
         """Bytes of parameter shards that one device stores, maximum over stages."""
         stages: dict[int, set[str]] = {}
         for row in self.operators:
-            names = (name for name, _, kind in row.inputs if kind == "parameter")
+            names = (name for name, _, origin in row.inputs if origin == "parameter")
             stages.setdefault(row.stage, set()).update(names)
         return max((sum(map(self._stored_bytes, names)) for names in stages.values()), default=0)
 

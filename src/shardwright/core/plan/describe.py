@@ -35,7 +35,7 @@ SHARED_SUFFIX = ", the rest shared with an earlier operator"
 
 def dump(plan: PlanData) -> str:
     """Return all decisions of a plan as reproducible text; the implementation of `Plan.dump`."""
-    lines = [*_head_lines(plan), "", "inputs", *_input_lines(plan)]
+    lines = [*_header_lines(plan), "", "inputs", *_input_lines(plan)]
     if plan.parameters:
         lines += ["", "parameters", *_parameter_lines(plan)]
     lines += ["", "operators"]
@@ -53,7 +53,7 @@ def dump(plan: PlanData) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head_lines(plan: PlanData) -> Iterator[str]:
+def _header_lines(plan: PlanData) -> Iterator[str]:
     yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
         pipeline = plan.pipeline
@@ -107,10 +107,10 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         yield f"  recomputed in the backward pass, in segment {row.segment}{suffix}"
     yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
     redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
-    for index, ((name, shape, kind), layout) in enumerate(
+    for index, ((name, shape, value_origin), layout) in enumerate(
         zip(row.inputs, row.input_layouts, strict=True)
     ):
-        yield f"  input {name} {list(shape)} {kind}: {layout.placement}"
+        yield f"  input {name} {list(shape)} {value_origin}: {layout.placement}"
         if index in redistributed:
             yield f"    {_redistribution_text(redistributed[index])}"
     for redistribution in (
@@ -145,15 +145,15 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     lines.append(f"  cuts: {cuts_text(row) or 'none'}")
     lines.append(f"  {', '.join(parallelism(plan, row))}")
     lines.append(f"  {origin(plan, row)[1]}")
-    for label, text in choice_lines(plan, row):
-        lines.append(f"    {f'{label}: ' if label else '  '}{text}")
+    for label, description in choice_lines(plan, row):
+        lines.append(f"    {f'{label}: ' if label else '  '}{description}")
     lines += [f"  {line}" for line in _recomputation_lines(plan, row)]
     redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
-    for index, ((name, shape, kind), counts) in enumerate(
+    for index, ((name, shape, value_origin), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
-        lines.append(f"  input {name} {shape_text(shape)} ({kind}): {_shards_text(counts)}")
-        if kind == "parameter" and name in plan.storage:
+        lines.append(f"  input {name} {shape_text(shape)} ({value_origin}): {_shards_text(counts)}")
+        if value_origin == "parameter" and name in plan.storage:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
             lines.append(f"    stored {_shards_text(stored)}")
         if index in redistributed:

@@ -65,20 +65,20 @@ def sentence(plan: PlanData) -> str:
     words = [f"{purpose} {size}" for purpose, size in sizes.items()]
     if pipeline.stages > 1:
         words.insert(0, f"pipeline parallel {pipeline.stages} ({pipeline.schedule})")
-    text = ", ".join(words) or "no parallelism"
-    text = f"{text[0].upper()}{text[1:]}"
+    description = ", ".join(words) or "no parallelism"
+    description = f"{description[0].upper()}{description[1:]}"
     if pipeline.micro_batches > 1:
-        text += f", with {pipeline.micro_batches:,} micro-batches"
+        description += f", with {pipeline.micro_batches:,} micro-batches"
     if plan.sharding is not None:
         level = plan.sharding.level
         when = f"{COMMUNICATION_OF_LEVEL[level]} ({level})"
-        text += f"; parameters and optimizer state are stored in shards, {when}"
+        description += f"; parameters and optimizer state are stored in shards, {when}"
     recomputed = sum(bool(row.segment) for row in plan.operators)
     if recomputed:
-        text += f"; {recomputed:,} of {len(plan.operators):,} operators are recomputed"
+        description += f"; {recomputed:,} of {len(plan.operators):,} operators are recomputed"
     if plan.compute_dtype is not None:
-        text += f"; computed in {plan.compute_dtype}"
-    return text + "."
+        description += f"; computed in {plan.compute_dtype}"
+    return description + "."
 
 
 def parallelism(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ def _parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
             layout for layout in _parameter_layouts(row).values() if layout.sharded.issuperset(axes)
         ]
         if meaning == "batch" and not weights:
-            yield f"{_data_parallelism(plan, row, factor, axes)} {over}"
+            yield f"{_data_parallelism_phrase(plan, row, factor, axes)} {over}"
         elif weights and meaning != "expert" and any(len(layout.axes) > 1 for layout in weights):
             yield f"{'row-parallel' if partial_axes.issuperset(axes) else 'column-parallel'} {over}"
         else:
@@ -122,10 +122,10 @@ def _meaning_of_factor(row: OperatorRow, factor: str, axes: Axes) -> str:
 def _parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:
     """Return the layouts in which an operator reads its parameters, by parameter name."""
     tensors = zip(row.inputs, row.input_layouts, strict=True)
-    return {name: layout for (name, _, kind), layout in tensors if kind == "parameter"}
+    return {name: layout for (name, _, origin), layout in tensors if origin == "parameter"}
 
 
-def _data_parallelism(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
+def _data_parallelism_phrase(plan: PlanData, row: OperatorRow, factor: str, axes: Axes) -> str:
     """Return the data parallelism of a factor: `data-parallel`, or FSDP, HSDP or ZeRO if parameters
     are sharded over `axes`.
 

@@ -71,12 +71,12 @@ class _FileObject(BaseModel, extra="forbid", strict=True):
     """Base of the pydantic models of JSON objects: unknown keys and conversions are errors."""
 
 
-class _Mesh(_FileObject):
+class _FileDeviceMatrix(_FileObject):
     device_matrix: tuple[AtLeastOne, ...]
     alias_names: tuple[str, ...]
 
 
-class _LayoutOnMesh(_FileObject):
+class _FileLayout(_FileObject):
     """A tensor layout whose axes are indices of axes of the plan's mesh."""
 
     axes: tuple[Sizes, ...]
@@ -84,7 +84,7 @@ class _LayoutOnMesh(_FileObject):
     varying: Sizes = ()
 
 
-class _OwnLayout(_Mesh):
+class _FilePinnedLayout(_FileDeviceMatrix):
     """A pinned tensor layout with its own mesh, in the form of `TensorLayout.to_dict`."""
 
     tensor_map: tuple[int | tuple[int, ...], ...]
@@ -93,18 +93,18 @@ class _OwnLayout(_Mesh):
     varying: tuple[str, ...] = ()
 
 
-class _Pin(_FileObject):
-    inputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...]
-    outputs: tuple[tuple[AtLeastOne, ...] | _OwnLayout | None, ...] | None
+class _FilePin(_FileObject):
+    inputs: tuple[tuple[AtLeastOne, ...] | _FilePinnedLayout | None, ...]
+    outputs: tuple[tuple[AtLeastOne, ...] | _FilePinnedLayout | None, ...] | None
 
 
-class _Input(_FileObject):
+class _FileInput(_FileObject):
     name: str
     shape: Sizes
     dtype: str
 
 
-def _to_mesh(parsed: _Mesh, info: ValidationInfo) -> DeviceMatrix:
+def _to_device_matrix(parsed: _FileDeviceMatrix, info: ValidationInfo) -> DeviceMatrix:
     """Convert the mesh, and store the result in the validation context for `_to_layout`.
 
     `mesh` is the first field of a plan, so pydantic validates the mesh before all layouts.
@@ -114,7 +114,7 @@ def _to_mesh(parsed: _Mesh, info: ValidationInfo) -> DeviceMatrix:
     return mesh
 
 
-def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | None:
+def _to_layout(parsed: _FileLayout, info: ValidationInfo) -> TensorLayout | None:
     """Convert a layout; None if the mesh is invalid, which pydantic reports as an error."""
     context: Any = info.context
     mesh = context.get("mesh")
@@ -122,16 +122,16 @@ def _to_layout(parsed: _LayoutOnMesh, info: ValidationInfo) -> TensorLayout | No
     return None if mesh is None else interned_layout(mesh, *axes)
 
 
-def _to_operator_strategy(parsed: _Pin) -> OperatorStrategy:
+def _to_operator_strategy(parsed: _FilePin) -> OperatorStrategy:
     return OperatorStrategy.from_dict(parsed.model_dump())
 
 
 _FILE_TYPES: dict[Any, Any] = {
     int: Natural,
     float: Amount,
-    DeviceMatrix: Annotated[_Mesh, AfterValidator(_to_mesh)],
-    TensorLayout: Annotated[_LayoutOnMesh, AfterValidator(_to_layout)],
-    OperatorStrategy: Annotated[_Pin, AfterValidator(_to_operator_strategy)],
+    DeviceMatrix: Annotated[_FileDeviceMatrix, AfterValidator(_to_device_matrix)],
+    TensorLayout: Annotated[_FileLayout, AfterValidator(_to_layout)],
+    OperatorStrategy: Annotated[_FilePin, AfterValidator(_to_operator_strategy)],
 }
 """Pydantic annotations that validate and convert a field, by the field's type."""
 
@@ -141,7 +141,7 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
     PlanData: {
         "memory_limit": AtLeastOne | None,
         "inputs": tuple[
-            Annotated[_Input, AfterValidator(dict)] | str | int | float | bool | None, ...
+            Annotated[_FileInput, AfterValidator(dict)] | str | int | float | bool | None, ...
         ],
     },
     OperatorRow: {"meanings": GenericAlias(dict, (str, Literal[MEANINGS]))},
@@ -176,10 +176,10 @@ def _file_type(field_type: Any) -> Any:
     origin = get_origin(field_type)
     if origin is None:
         return field_type
-    parts = tuple(part if part is ... else _file_type(part) for part in get_args(field_type))
+    arguments = tuple(each if each is ... else _file_type(each) for each in get_args(field_type))
     if origin in (Union, UnionType):
-        return reduce(or_, parts)
-    return GenericAlias(dict if origin is Mapping else origin, parts)
+        return reduce(or_, arguments)
+    return GenericAlias(dict if origin is Mapping else origin, arguments)
 
 
 def _file_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
@@ -252,7 +252,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
         details = error.errors(include_url=False)[0]
         if details["type"] == "value_error":
             raise PlanError(f"{where}: {details['ctx']['error']}") from None
-        key = ".".join(str(part) for part in details["loc"])
+        key = ".".join(str(entry) for entry in details["loc"])
         got = "" if details["type"] == "missing" else f", not {short_repr(details['input'])}"
         raise PlanError(
             f"{where}: invalid plan: `{key}`: {details['msg']}{got}\nplan the model again to write"

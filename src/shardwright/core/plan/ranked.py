@@ -134,10 +134,10 @@ class RankedPlans:
             yield "left out:"
         # Kinds that differ only in their ZeRO level and have the same reason share one line.
         levels_of: dict[tuple[LeftOut, PlanKind], list[str]] = defaultdict(list)
-        for kind, reason in self._left_out_in_order():
-            levels_of[reason, replace(kind, level="")].append(kind.level)
-        for (reason, kind), levels in levels_of.items():
-            named = kind.in_words(levels, self._micro_batches_vary)
+        for plan_kind, reason in self._left_out_in_order():
+            levels_of[reason, replace(plan_kind, level="")].append(plan_kind.level)
+        for (reason, plan_kind), levels in levels_of.items():
+            named = plan_kind.in_words(levels, self._micro_batches_vary)
             yield from wrapped(f"{named}: {reason.text}", width, "  ")
 
     @property
@@ -148,19 +148,19 @@ class RankedPlans:
     @property
     def _micro_batches_vary(self) -> bool:
         """Whether the kinds of plans in this table have different numbers of micro-batches."""
-        return len({kind.micro_batches for kind in (*self.plans, *self.left_out)}) > 1
+        return len({each.micro_batches for each in (*self.plans, *self.left_out)}) > 1
 
     def _left_out_in_order(self) -> list[tuple[PlanKind, LeftOut]]:
         """Return the items of `left_out` in the order of `LeftOut`: slow steps, too much memory,
         other reasons."""
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
-    def _table_row(self, kind: PlanKind) -> tuple[str, ...]:
-        plan, best = self.plans[kind], self.best
+    def _table_row(self, plan_kind: PlanKind) -> tuple[str, ...]:
+        plan, best = self.plans[plan_kind], self.best
         seconds, best_seconds = plan.step_time or 0.0, best.step_time or 0.0
         return (
-            kind.in_words((kind.level,), self._micro_batches_vary),
-            ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(kind)),
+            plan_kind.in_words((plan_kind.level,), self._micro_batches_vary),
+            ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(plan_kind)),
             seconds_text(seconds),
             f"{seconds / best_seconds if best_seconds else 1.0:.3f}",
             binary(plan.memory.peak),
@@ -174,7 +174,8 @@ class RankedPlans:
             (component, additional seconds per step), in descending order of seconds; at most
             `MAX_LISTED_REASONS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
         """
-        seconds_of, best_seconds = _seconds_by_work(self.plans[kind]), _seconds_by_work(self.best)
+        best_seconds = _seconds_by_work(self.best)
+        seconds_of = _seconds_by_work(self.plans[kind])
         more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
         smallest = MIN_SHOWN_FRACTION * (self.best.step_time or 0.0)
         longer = sorted((each for each in more if each[1] > smallest), key=lambda each: -each[1])
@@ -183,27 +184,27 @@ class RankedPlans:
     def to_json(self) -> str:
         """Return the main figures of the plans, the fastest first, and the left-out kinds of plans
         as JSON."""
-        plans = [self._plan_figures(kind) for kind in self.plans]
+        plans = [self._plan_figures(plan_kind) for plan_kind in self.plans]
         left_out = [
-            {**asdict(kind.requested), "reason": reason.text}
-            for kind, reason in self._left_out_in_order()
+            {**asdict(plan_kind.requested), "reason": reason.text}
+            for plan_kind, reason in self._left_out_in_order()
         ]
         return dumps({"plans": plans, "left_out": left_out}, indent=1)
 
-    def _plan_figures(self, kind: PlanKind) -> dict[str, Any]:
-        plan = self.plans[kind]
+    def _plan_figures(self, plan_kind: PlanKind) -> dict[str, Any]:
+        plan = self.plans[plan_kind]
         return {
-            **asdict(kind),
+            **asdict(plan_kind),
             "step_seconds": plan.step_time,
             "memory": plan.memory.peak,
             "bytes": plan.bytes,
-            "slower_for": dict(self.slower_for(kind)),
+            "slower_for": dict(self.slower_for(plan_kind)),
         }
 
 
 def _seconds_by_work(plan: Plan) -> dict[str, float]:
     """Return the predicted seconds per step by component, such as communication."""
     seconds: dict[str, float] = defaultdict(float)
-    for part in () if plan.step is None else plan.step.parts:
-        seconds[part.kind] += part.seconds
+    for time_part in () if plan.step is None else plan.step.parts:
+        seconds[time_part.kind] += time_part.seconds
     return seconds

@@ -118,8 +118,8 @@ def _parameters_stored_differently(plan: PlanData) -> Iterator[tuple[str, Entry]
     the first operator reads."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
-        for (name, _, kind), layout in zip(row.inputs, row.input_layouts, strict=True):
-            if kind == "parameter" and layout.sharded:
+        for (name, _, origin), layout in zip(row.inputs, row.input_layouts, strict=True):
+            if origin == "parameter" and layout.sharded:
                 used.setdefault(name, layout.axes)
     for name, axes in plan.storage.items():
         if axes != used.get(name, ((),) * len(axes)):

@@ -53,8 +53,8 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
     """
     lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
     lines += wrapped(sentence(plan), width)
-    for label, text in _main_figures(plan):
-        lines += wrapped(text, width, f"{label:8}")
+    for label, figures in _main_figures(plan):
+        lines += wrapped(figures, width, f"{label:8}")
     return lines
 
 
@@ -87,8 +87,8 @@ def _main_figures(plan: PlanData) -> Iterator[tuple[str, str]]:
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is not None:
         unit = "samples" if plan.sequence is None else f"sequences of {plan.sequence:,} tokens"
-        parts = f", in {micro_batches:,} micro-batches" if micro_batches > 1 else ""
-        yield "batch", f"{samples:,} {unit}{parts}"
+        in_micro_batches = f", in {micro_batches:,} micro-batches" if micro_batches > 1 else ""
+        yield "batch", f"{samples:,} {unit}{in_micro_batches}"
 
 
 def stages_text(plan: PlanData) -> str:
@@ -248,9 +248,9 @@ def _block_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str
         sent, seconds = max(block.sent.values()), max(block.seconds.values())
         numbers = [binary(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
-        own = [phrase for phrase in block.phrases if not common_header or phrase not in common]
+        phrases = [phrase for phrase in block.phrases if not common_header or phrase not in common]
         names = prefix + ", ".join(_shorten_names(_join_modules(block.names)))
-        rows.append((names, ", ".join(own) or "nothing else", *numbers))
+        rows.append((names, ", ".join(phrases) or "nothing else", *numbers))
     return in_columns(header, rows, width)
 
 

@@ -37,7 +37,7 @@ def plan_text(
     if not full and not every:
         return plan_summary(plan, width)
     table = printed(width, plan_table(plan, every, width))
-    notes_below = [part for line in _table_notes(plan, every) for part in wrapped(line, width)]
+    notes_below = [line for note in _table_notes(plan, every) for line in wrapped(note, width)]
     return "\n".join([*plan_head(plan, width), *table, *notes_below])
 
 

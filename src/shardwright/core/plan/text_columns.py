@@ -24,12 +24,12 @@ def text_width() -> int:
     return min(max(get_terminal_size((120, 24)).columns, MIN_WIDTH), MAX_WIDTH)
 
 
-def printed(width: int, *parts: RenderableType) -> list[str]:
+def printed(width: int, *renderables: RenderableType) -> list[str]:
     """Render rich tables and strings at a width in characters, as lines without colors."""
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as captured:
-        for part in parts:
-            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        for renderable in renderables:
+            console.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
@@ -56,15 +56,15 @@ def wrapped_lines(lines: Iterable[str], width: int = MIN_WIDTH) -> list[str]:
     >>> wrapped_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
     ['  over tp: k chosen; j', '      2.1 ms more']
     """
-    return [part for line in lines for part in _wrapped_line(line, width)]
+    return [wrapped_line for line in lines for wrapped_line in _wrapped_line(line, width)]
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
-    text = line.lstrip()
-    indent = " " * (len(line) - len(text))
+    content = line.lstrip()
+    indent = " " * (len(line) - len(content))
     # Module paths and shapes stay in one piece, even where they are longer than a line.
     return wrap(
-        text,
+        content,
         width,
         initial_indent=indent,
         subsequent_indent=f"{indent}    ",
@@ -84,8 +84,8 @@ def at_dots(text: str, width: int) -> list[str]:
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
-    parts = [line.rstrip()[i : i + width] for line in lines for i in range(0, len(line), width)]
-    return [part for part in parts if part]
+    pieces = [line.rstrip()[i : i + width] for line in lines for i in range(0, len(line), width)]
+    return [piece for piece in pieces if piece]
 
 
 def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
@@ -116,8 +116,8 @@ def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int)
             wrap(row[1], sizes[1], break_on_hyphens=False),
             *([number] for number in row[2:]),
         ]
-        for parts in zip_longest(*cells, fillvalue=""):
-            padded = [part.ljust(size) for part, size in zip(parts[:2], sizes[:2], strict=True)]
-            padded += [part.rjust(size) for part, size in zip(parts[2:], sizes[2:], strict=True)]
+        for row_cells in zip_longest(*cells, fillvalue=""):
+            padded = [cell.ljust(n) for cell, n in zip(row_cells[:2], sizes[:2], strict=True)]
+            padded += [cell.rjust(n) for cell, n in zip(row_cells[2:], sizes[2:], strict=True)]
             lines.append(GAP.join(padded).rstrip())
     return lines

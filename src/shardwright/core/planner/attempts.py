@@ -125,13 +125,13 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
     or_stages = ""
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         or_stages = ", or stages='auto'"
-    text = (
+    message = (
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
         f" ({memory.peak:,} bytes){on_stage}, with {attempt}: {_memory_breakdown(stage)}\n"
         f"set a larger limit, or use more devices or more micro-batches{or_stages}"
     )
-    return MemoryLimitError(text, memory.peak)
+    return MemoryLimitError(message, memory.peak)
 
 
 def _memory_breakdown(stage: StageMemory) -> str:

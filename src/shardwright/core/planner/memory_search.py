@@ -151,15 +151,15 @@ class MemorySearch:
         """
         while fitted is not None:
             ranking.add(fitted)
-            needs_more = ranking.wants(kind for _, kind in self._queued_kinds())
+            needs_more = ranking.wants(plan_kind for _, plan_kind in self._queued_kinds())
             fitted = self.run(float("inf")) if needs_more else None
-        for bound, kind in self._queued_kinds():
-            ranking.leave_out(kind, LeftOut.slower(bound))
-        for kind, peak in self.smallest_peaks.items():
-            ranking.leave_out(kind, LeftOut.larger(peak))
+        for bound, plan_kind in self._queued_kinds():
+            ranking.leave_out(plan_kind, LeftOut.slower(bound))
+        for plan_kind, peak_bytes in self.smallest_peaks.items():
+            ranking.leave_out(plan_kind, LeftOut.larger(peak_bytes))
         for queued in self.dropped:
-            kind = requested_kind(queued.attempt.options)
-            ranking.leave_out(kind, LeftOut.larger(queued.lower_bound))
+            plan_kind = requested_kind(queued.attempt.options)
+            ranking.leave_out(plan_kind, LeftOut.larger(queued.lower_bound))
         for options, error in self.errors:
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
@@ -199,11 +199,11 @@ class MemorySearch:
             for candidate in self.decide(options):
                 queued = self._new_entry(candidate, attempt)
                 # Aligning takes many predictions, so candidates that cannot fit are not aligned.
-                if queued is not None and self._may_fit(queued):
+                if queued is not None and self._may_fit_in_memory(queued):
                     queued = self._aligned_entry(queued)
                 if queued is None:
                     continue
-                if self._may_fit(queued):
+                if self._may_fit_in_memory(queued):
                     yield queued
                 else:
                     self.dropped.append(queued)
@@ -213,7 +213,7 @@ class MemorySearch:
                 raise
             self.errors.append((options, error))
 
-    def _may_fit(self, queued: QueuedCandidate) -> bool:
+    def _may_fit_in_memory(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
     def _new_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
@@ -330,9 +330,9 @@ class MemorySearch:
     def _record_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
         """Update the smallest measured peaks: of all attempts, and of attempts that request the
         same kind of plan as `attempt`."""
-        kind = requested_kind(attempt.options)
-        peak = self.smallest_peaks.get(kind, measured.memory.peak)
-        self.smallest_peaks[kind] = min(peak, measured.memory.peak)
+        plan_kind = requested_kind(attempt.options)
+        peak_bytes = self.smallest_peaks.get(plan_kind, measured.memory.peak)
+        self.smallest_peaks[plan_kind] = min(peak_bytes, measured.memory.peak)
         if self.smallest is None or measured.memory.peak < self.smallest[0].peak:
             self.smallest = measured.memory, attempt
 

@@ -56,28 +56,28 @@ class Ranking:
         # The search yields candidates in ascending order of step time.
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
-    def wants(self, kinds: Iterable[PlanKind]) -> bool:
-        """Whether any of `kinds` has no candidate yet, and fewer than `top` kinds of plans have
+    def wants(self, plan_kinds: Iterable[PlanKind]) -> bool:
+        """Whether any of `plan_kinds` has no candidate yet, and fewer than `top` kinds of plans have
         one.
 
         Args:
-            kinds: kinds of plans with equal numbers of micro-batches.
+            plan_kinds: kinds of plans with equal numbers of micro-batches.
         """
         # A candidate may have been found with recomputation although its kind was queued without.
-        open_kinds = [kind for kind in kinds if not self._has_candidate(kind)]
+        open_kinds = [plan_kind for plan_kind in plan_kinds if not self._has_candidate(plan_kind)]
         if not open_kinds:
             return False
         # Per number of micro-batches: the searches are independent, and the fastest kinds of one
         # may be slower than all kinds of another.
         micro_batches = open_kinds[0].micro_batches
-        return sum(kind.micro_batches == micro_batches for kind in self.fastest) < self.top
+        return sum(each.micro_batches == micro_batches for each in self.fastest) < self.top
 
-    def leave_out(self, kind: PlanKind, reason: LeftOut) -> None:
+    def leave_out(self, plan_kind: PlanKind, reason: LeftOut) -> None:
         """Record why a kind of plan has no candidate, unless a reason that sorts before `reason` is
         recorded."""
-        recorded = self.left_out.get(kind)
+        recorded = self.left_out.get(plan_kind)
         if recorded is None or reason < recorded:
-            self.left_out[kind] = reason
+            self.left_out[plan_kind] = reason
 
     def ranked(self) -> RankedPlans:
         """Return the `top` fastest plans, and for each other kind of plan the reason why it is left
@@ -86,15 +86,15 @@ class Ranking:
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
         left_out = {
-            kind: reason for kind, reason in self.left_out.items() if not self._has_candidate(kind)
+            key: reason for key, reason in self.left_out.items() if not self._has_candidate(key)
         }
-        left_out |= {kind: LeftOut.slower(each.seconds) for kind, each in order[self.top :]}
-        plans = {kind: candidate.plan() for kind, candidate in order[: self.top]}
+        left_out |= {key: LeftOut.slower(each.seconds) for key, each in order[self.top :]}
+        plans = {plan_kind: candidate.plan() for plan_kind, candidate in order[: self.top]}
         return RankedPlans(plans, left_out)
 
-    def _has_candidate(self, kind: PlanKind) -> bool:
+    def _has_candidate(self, plan_kind: PlanKind) -> bool:
         """Whether a candidate of this kind of plan is known, with or without recomputation."""
-        return any(ranked.requested == kind.requested for ranked in self.fastest)
+        return any(ranked.requested == plan_kind.requested for ranked in self.fastest)
 
 
 def options_to_rank(options: PlanOptions) -> PlanOptions:

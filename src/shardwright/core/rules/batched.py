@@ -84,8 +84,8 @@ def solve(op: Op) -> ShardingRule | None:
 
     The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
     """
-    left, right = (value.shape for value in op.inputs)
-    return _make_batched_rule(2, 1 if len(right) == 1 or right == left[:-1] else 2)(op)
+    matrix, rhs = (value.shape for value in op.inputs)
+    return _make_batched_rule(2, 1 if len(rhs) == 1 or rhs == matrix[:-1] else 2)(op)
 
 
 @rule_for(*overloads("cdist"))

@@ -161,14 +161,14 @@ def _windowed_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
         arguments = bind(args, kwargs)
         key, value = arguments["key"], arguments["value"]
         # Keys and values are one tensor, so that each block before takes one transfer.
-        parts = [torch.cat((key, value), -1)]
+        blocks = [torch.cat((key, value), -1)]
         for rows, from_previous in transfers:
             # The block before the first one of the sequence comes from its end; its positions are
             # negative there, and the window excludes them.
-            begin = parts[0].shape[-2] - rows
-            parts.insert(0, from_previous(parts[0].narrow(-2, begin, rows)))
+            begin = blocks[0].shape[-2] - rows
+            blocks.insert(0, from_previous(blocks[0].narrow(-2, begin, rows)))
         sizes = [key.shape[-1], value.shape[-1]]
-        arguments["key"], arguments["value"] = torch.split(torch.cat(parts, -2), sizes, -1)
+        arguments["key"], arguments["value"] = torch.split(torch.cat(blocks, -2), sizes, -1)
         return windowed_attention(**{**arguments, "start": start})
 
     return run

@@ -34,8 +34,8 @@ def linear(op: Op) -> ShardingRule:
     """Linear layer, `... k, j k -> ... j`; K cannot be sharded with a bias, which every shard would
     add."""
     if argument(op, "bias") is None:
-        return _mark_as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
-    return _mark_as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
+        return _as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
+    return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
 
 
 @rule_for(
@@ -56,14 +56,14 @@ def matmul(op: Op) -> ShardingRule:
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
-        return _mark_as_main(
+        return _as_main(
             _matrix_product_rule(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1
         )
     batch: Dims = leading[: max(first, second) - 2]
     rows = ("i",) if first > 1 else ()
-    left = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
-    right = (*batch[len(batch) - (second - 2) :], "k", "j")
-    return _mark_as_main(_matrix_product_rule(op, left, right, (*batch, *rows, "j")), weight=None)
+    lhs = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
+    rhs = (*batch[len(batch) - (second - 2) :], "k", "j")
+    return _as_main(_matrix_product_rule(op, lhs, rhs, (*batch, *rows, "j")), weight=None)
 
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
@@ -77,7 +77,7 @@ def addmm_rule(op: Op) -> ShardingRule:
     out = (*batch, "i", *columns)
     added = aligned(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
-    return _mark_as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+    return _as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
 
 
 @rule_for(aten.addbmm.default)
@@ -87,7 +87,7 @@ def addbmm(op: Op) -> ShardingRule:
     The summed batch `b` cannot be sharded, as every shard would add the input.
     """
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
-    return _mark_as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
+    return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
 
 @rule_for(aten.addr.default)
@@ -135,14 +135,12 @@ def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]
     """Build the rule that contracts dimension `first[i]` of the first input with dimension
     `second[i]` of the second, for each i."""
     unused = iter(NAMES)
-    left, right = ([next(unused) for _ in value.shape] for value in op.inputs)
+    lhs, rhs = ([next(unused) for _ in value.shape] for value in op.inputs)
     for i, j in zip(first, second, strict=True):
-        right[j] = left[i]
-    summed = set(left) & set(right)
-    out = tuple(name for name in (*left, *right) if name not in summed)
-    return _mark_as_main(
-        sharding_rule(op, (tuple(left), tuple(right)), (out,), reduced=summed), weight=1
-    )
+        rhs[j] = lhs[i]
+    summed = set(lhs) & set(rhs)
+    out = tuple(name for name in (*lhs, *rhs) if name not in summed)
+    return _as_main(sharding_rule(op, (tuple(lhs), tuple(rhs)), (out,), reduced=summed), weight=1)
 
 
 @rule_for(aten.einsum.default)
@@ -156,7 +154,7 @@ def einsum(op: Op) -> ShardingRule | None:
     if len(terms) != 2:
         return rule
     batched = any(label in terms[1] and label in out for label in terms[0])
-    return _mark_as_main(rule, weight=None if batched else 1)
+    return _as_main(rule, weight=None if batched else 1)
 
 
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
@@ -171,9 +169,7 @@ def grouped_mm(op: Op) -> ShardingRule | None:
     if ranks != [2, 3, 1] or call_arguments(op).get("bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
-    return _mark_as_main(
-        from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1
-    )
+    return _as_main(from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1)
 
 
 def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -196,12 +192,13 @@ def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _equation_labels(op: Op) -> tuple[list[Dims], Dims]:
     """Return the labels of the operands and of the result of an einsum; capitals replace `...`."""
     inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
-    texts = inputs.split(",")
+    operands = inputs.split(",")
     lengths = [
-        len(value.shape) - len(text.replace("...", ""))
-        for text, value in zip(texts, op.inputs, strict=True)
+        len(value.shape) - len(term.replace("...", ""))
+        for term, value in zip(operands, op.inputs, strict=True)
     ]
-    longest = max((n for n, text in zip(lengths, texts, strict=True) if "..." in text), default=0)
+    pairs = zip(lengths, operands, strict=True)
+    longest = max((length for length, term in pairs if "..." in term), default=0)
     # Capital letters that the equation does not use, so that they do not collide with its labels.
     ellipsis_names = [name.upper() for name in NAMES if name.upper() not in inputs][:longest]
     labels = sorted(set(inputs) - set(",."))
@@ -210,30 +207,30 @@ def _equation_labels(op: Op) -> tuple[list[Dims], Dims]:
         # ellipsis.
         output = "..." + "".join(label for label in labels if inputs.count(label) == 1)
 
-    def expand(text: str, length: int) -> Dims:
-        return tuple(text.replace("...", "".join(ellipsis_names[longest - length :])))
+    def expand(term: str, length: int) -> Dims:
+        return tuple(term.replace("...", "".join(ellipsis_names[longest - length :])))
 
-    terms = [expand(text, n) for text, n in zip(texts, lengths, strict=True)]
+    terms = [expand(term, n) for term, n in zip(operands, lengths, strict=True)]
     return terms, expand(output, longest)
 
 
-def _matrix_product_rule(op: Op, left: Dims, right: Dims, out: Dims) -> ShardingRule:
-    """Build the rule of a matrix product that contracts factor `k` of `left` and `right`."""
-    return sharding_rule(op, (left, right), (out,), reduced="k")
+def _matrix_product_rule(op: Op, lhs: Dims, rhs: Dims, out: Dims) -> ShardingRule:
+    """Build the rule of a matrix product that contracts factor `k` of `lhs` and `rhs`."""
+    return sharding_rule(op, (lhs, rhs), (out,), reduced="k")
 
 
-def _mark_as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
     """Return `rule` marked as a main operator, the product of inputs `first` and `first + 1`.
 
     Args:
         weight: index of the input that is the weight; None for a product of activations.
     """
-    left, right, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
-    named = [name for name in dict.fromkeys((*left, *right)) if name is not None]
-    batch = [name for name in named if name in left and name in right and name in out]
-    rows = [name for name in named if name in left and name in out and name not in right]
-    columns = [name for name in named if name in right and name in out and name not in left]
-    summed = [n for n in named if n in left and n in right and n in rule.reduced]
+    lhs, rhs, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
+    named = [name for name in dict.fromkeys((*lhs, *rhs)) if name is not None]
+    batch = [name for name in named if name in lhs and name in rhs and name in out]
+    rows = [name for name in named if name in lhs and name in out and name not in rhs]
+    columns = [name for name in named if name in rhs and name in out and name not in lhs]
+    summed = [n for n in named if n in lhs and n in rhs and n in rule.reduced]
     letters = (("B", batch), ("I", rows), ("J", columns), ("K", summed))
     main = Main(
         labels={name: letter for letter, group in letters for name in group},

@@ -90,11 +90,11 @@ class Combination:
             inputs,
             outputs,
             complete=frozenset() if self.keeps_dims else frozenset(filter(None, worked_along)),
-            kernel=lambda op, local: self._kernel(op, local, dims),
-            reductions=lambda op, shard_counts: self._reductions(op, shard_counts, dims),
+            kernel=lambda op, local: self._gathered_kernel(op, local, dims),
+            reductions=lambda op, shard_counts: self._gather_reductions(op, shard_counts, dims),
         )
 
-    def _reductions(
+    def _gather_reductions(
         self, op: Op, shard_counts: Mapping[str, int], dims: tuple[int, ...]
     ) -> tuple[Reduction, ...]:
         x, factors = op.inputs[0], _sharded_factors(dims, shard_counts)
@@ -106,7 +106,7 @@ class Combination:
         ]
         count = prod(shard_counts[factor] for factor in factors)
         values = Reduction(
-            *(factors, GATHER, (count, self.num_values, *rows), self._dtype(op)),
+            *(factors, GATHER, (count, self.num_values, *rows), self._statistics_dtype(op)),
             varying=self.keeps_dims,
             differentiable=x.differentiable and op.outputs[0].dtype.is_floating_point,
         )
@@ -115,18 +115,18 @@ class Combination:
         indices = (count, self.num_indices, *rows)
         return values, Reduction(factors, GATHER, indices, torch.int64, differentiable=False)
 
-    def _dtype(self, op: Op) -> torch.dtype:
+    def _statistics_dtype(self, op: Op) -> torch.dtype:
         if self.statistic_dtype is not None:
             return self.statistic_dtype
         dtype = call_arguments(op).get("dtype") or op.inputs[0].dtype
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         return op.outputs[0].dtype if is_integer else accumulation_dtype(dtype)
 
-    def _kernel(self, op: Op, local: Local, dims: tuple[int, ...]) -> Callable[..., Any]:
+    def _gathered_kernel(self, op: Op, local: Local, dims: tuple[int, ...]) -> Callable[..., Any]:
         factors = _sharded_factors(dims, local.shard_counts)
         if not factors:
             return op.target
-        shape, bind, dtype = op.inputs[0].shape, binder(op), self._dtype(op)
+        shape, bind, dtype = op.inputs[0].shape, binder(op), self._statistics_dtype(op)
         counts = [local.shard_counts.get(NAMES[dim], 1) for dim in dims]
         numbers = [
             local.index(NAMES[dim]) if n > 1 else 0 for dim, n in zip(dims, counts, strict=True)
@@ -143,7 +143,7 @@ class Combination:
             x = next(iter(arguments.values()))
             x = x if self.statistic_dtype is not None else x.to(dtype)
             shard = InputShard(x, dims, shape, offsets, position, prod(counts), arguments)
-            gathered = self._gather(local, self.local(shard))
+            gathered = self._gather_statistics(local, self.local(shard))
             outputs = self.combine(shard, gathered)
             outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
             results = tuple(
@@ -155,7 +155,7 @@ class Combination:
 
         return run
 
-    def _gather(self, local: Local, statistics: Statistics) -> Statistics:
+    def _gather_statistics(self, local: Local, statistics: Statistics) -> Statistics:
         values = local.reduce[0](torch.stack(tuple(statistics[: self.num_values])).unsqueeze(0))
         gathered = list(values.unbind(1))
         if self.num_indices:

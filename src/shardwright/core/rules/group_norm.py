@@ -35,7 +35,7 @@ def group_norm(op: Op) -> ShardingRule:
         input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
         (dims,),
         capacity={"c": call_arguments(op)["num_groups"]},
-        kernel=_kernel,
+        kernel=_group_norm_kernel,
         reductions=_gathered_moments,
     )
 
@@ -75,7 +75,7 @@ def _gathered_moments(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reductio
     )
 
 
-def _kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _group_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
     groups = call_arguments(op)["num_groups"] // local.shard_counts.get("c", 1)
     if not local.reduce:
         return WithArguments(op, num_groups=groups)

@@ -51,12 +51,12 @@ class Indexed:
 
     def read_kernel(self) -> Kernel:
         """Return the builder of the kernel of an operator that reads at the indices."""
-        return lambda op, local: self._kernel(op, local, self._read)
+        return lambda op, local: self._kernel(op, local, self._read_rows)
 
     def write_kernel(self) -> Kernel:
         """Return the builder of the kernel of an operator that writes at the indices, of which one
         dimension can be sharded."""
-        return lambda op, local: self._kernel(op, local, self._write)
+        return lambda op, local: self._kernel(op, local, self._write_rows)
 
     def _kernel(self, op: Op, local: Local, function: Callable[..., Any]) -> Callable[..., Any]:
         blocks = {}
@@ -64,33 +64,33 @@ class Indexed:
             if local.shard_counts.get(factor, 1) > 1:
                 total = op.inputs[0].shape[dim]
                 size = total // local.shard_counts[factor]
-                blocks[dim] = _OwnBlock(local.index(factor) * size, size, total, wraps=self.is_list)
+                blocks[dim] = _Block(local.index(factor) * size, size, total, wraps=self.is_list)
         if not blocks:
             return op.target
         bind = binder(op)
         # Bound by name: operators of ATen take their tensors by name, too.
         return lambda *args, **kwargs: function(op.target, blocks, bind(args, kwargs))
 
-    def _read(
-        self, target: Callable[..., Any], blocks: Mapping[int, _OwnBlock], arguments: dict[str, Any]
+    def _read_rows(
+        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
     ) -> Tensor:
         elsewhere: Tensor | None = None
         for dim, block in blocks.items():
-            index, is_elsewhere = block.localize(self._index(arguments, dim))
+            index, is_elsewhere = block.localize(self._index_argument(arguments, dim))
             # Any valid row, since the result is masked.
-            self._replace(arguments, dim, index.masked_fill(is_elsewhere, 0))
+            self._replace_index(arguments, dim, index.masked_fill(is_elsewhere, 0))
             elsewhere = is_elsewhere if elsewhere is None else elsewhere | is_elsewhere
         assert elsewhere is not None
         mask = elsewhere.reshape((*elsewhere.shape, *(1,) * self.trailing))
         out: Tensor = target(**arguments)
         return out.masked_fill(mask, 0)
 
-    def _write(
-        self, target: Callable[..., Any], blocks: Mapping[int, _OwnBlock], arguments: dict[str, Any]
+    def _write_rows(
+        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
     ) -> Tensor:
         ((dim, block),) = blocks.items()
-        index, _ = block.localize(self._index(arguments, dim))
-        self._replace(arguments, dim, index)
+        index, _ = block.localize(self._index_argument(arguments, dim))
+        self._replace_index(arguments, dim, index)
         name = next(iter(arguments))
         x = arguments[name]
         # Ones, as a product with the row may be divided by it in the backward pass.
@@ -98,11 +98,11 @@ class Indexed:
         out: Tensor = target(**arguments)
         return out.narrow(dim, 0, block.size)
 
-    def _index(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
+    def _index_argument(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
         index: Tensor = arguments[self.argument][dim] if self.is_list else arguments[self.argument]
         return index
 
-    def _replace(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
+    def _replace_index(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
         if self.is_list:
             indices = list(arguments[self.argument])
             indices[dim] = index
@@ -112,7 +112,7 @@ class Indexed:
 
 
 @dataclass(frozen=True)
-class _OwnBlock:
+class _Block:
     """This device's block of a sharded dimension.
 
     Args:
@@ -151,7 +151,7 @@ def one_hot_kernel(factor: str) -> Kernel:
             return op.target
         classes = op.output.shape[-1]
         size = classes // count
-        block = _OwnBlock(local.index(factor) * size, size, classes)
+        block = _Block(local.index(factor) * size, size, classes)
 
         def run(x: Tensor, num_classes: int) -> Tensor:
             # One more class, which stands for those of other devices.

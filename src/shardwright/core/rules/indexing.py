@@ -134,7 +134,7 @@ def gather(op: Op) -> ShardingRule | None:
     # Where the index is smaller than `x`, only the first elements of `x` are read: shards of `x`
     # and of the index would not be aligned.
     unequal = [
-        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _are_unequal(sizes)
+        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
     ]
     dims = without(names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
     source = (*dims[:indexed_dim], "v", *dims[indexed_dim + 1 :])
@@ -148,7 +148,7 @@ def scatter(op: Op) -> ShardingRule:
     sharded, and the indexed one, `v`, of the first tensor."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
-    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _are_unequal(sizes)]
+    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
     if not x.shape:
         return sharding_rule(op, ((),) * len(op.inputs), ((),))
     dim = argument(op, "dim") % len(x.shape)
@@ -280,7 +280,7 @@ def _indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     return source, at, (*at, *remaining)
 
 
-def _are_unequal(sizes: tuple[int, ...]) -> bool:
+def _differ(sizes: tuple[int, ...]) -> bool:
     return len(set(sizes)) > 1
 
 

@@ -29,7 +29,7 @@ def local_map_rule(op: Op) -> ShardingRule:
     call: LocalCall = op.target  # type: ignore[assignment]
     declared = call.declaration
     state = [(None,) * len(value.shape) for value in op.inputs[len(declared.inputs) :]]
-    factors = _shardable_names(declared)
+    factors = _shardable_dim_names(declared)
     buffers = [(None,) * len(value.shape) for value in op.outputs[len(declared.outputs) :]]
     return sharding_rule(
         op,
@@ -42,7 +42,7 @@ def local_map_rule(op: Op) -> ShardingRule:
     )
 
 
-def _shardable_names(declared: Declaration) -> list[str]:
+def _shardable_dim_names(declared: Declaration) -> list[str]:
     """Return the dimension names of inputs that every output has or is declared partial over, which
     can be sharded, in order of first occurrence."""
     names = dict.fromkeys(name for dims in declared.input_dims for name in dims if name is not None)

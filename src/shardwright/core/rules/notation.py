@@ -62,8 +62,8 @@ def from_notation(
         ValueError: if the notation does not match the tensors of `op`, or a factor has several
             sizes.
     """
-    left, _, right = notation.partition("->")
-    inputs, outputs = _parse_tensors(left), _parse_tensors(right)
+    input_notation, _, output_notation = notation.partition("->")
+    inputs, outputs = _parse_tensors(input_notation), _parse_tensors(output_notation)
     if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
         raise ValueError(
             f"{op}: the notation {notation!r} must have {len(op.inputs)} inputs and"
@@ -191,8 +191,8 @@ def overloads(*operators: str) -> tuple[Any, ...]:
 
 def _parse_tensors(notation: str) -> list[list[str]]:
     """Split the inputs or the outputs of a notation into tensors, and each tensor into tokens."""
-    texts = [text.strip() for text in notation.split(",")] if notation.strip() else []
-    return [[] if text == "()" else text.split() for text in texts]
+    entries = [entry.strip() for entry in notation.split(",")] if notation.strip() else []
+    return [[] if entry == "()" else entry.split() for entry in entries]
 
 
 def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:

@@ -63,7 +63,7 @@ def combined_reduction(op: Op) -> ShardingRule:
     dimensions."""
     combination, dims = combination_of(op), names(op.inputs[0])
     if combination is None:
-        return _rule_without(op, dims)
+        return _rule_of_unsharded_reduction(op, dims)
     outputs = (_output_factors(op, dims),) * len(op.outputs)
     return combination.rule(op, (dims,), outputs, _reduced_dims(op))
 
@@ -71,10 +71,10 @@ def combined_reduction(op: Op) -> ShardingRule:
 @rule_for(*overloads("aminmax", "nanmean", "median", "nanmedian", "mode", "kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
     """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
-    return _rule_without(op, names(op.inputs[0]))
+    return _rule_of_unsharded_reduction(op, names(op.inputs[0]))
 
 
-def _rule_without(op: Op, dims: Dims) -> ShardingRule:
+def _rule_of_unsharded_reduction(op: Op, dims: Dims) -> ShardingRule:
     """Return the rule of a reduction whose input has the factors `dims`, of which those of reduced
     dimensions cannot be sharded."""
     dims = without(dims, *_reduced_dims(op))

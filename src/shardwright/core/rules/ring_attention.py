@@ -38,7 +38,7 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
     causal, as many queries as keys.
 
     Args:
-        arguments: arguments of the attention call, by name.
+        args: arguments of the attention call, by name.
     """
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     return (
@@ -64,9 +64,9 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     devices, pair_size = shard_counts["ring"], key[3] + value[3]
 
-    def reduction(kind: str, heads: int, rows: int, size: int) -> Reduction:
+    def reduction(exchange: str, heads: int, rows: int, size: int) -> Reduction:
         shape = query[0] // shard_counts.get("b", 1), heads, rows, size
-        return Reduction(("ring",), kind, shape, op.output.dtype, varying=True)
+        return Reduction(("ring",), exchange, shape, op.output.dtype, varying=True)
 
     heads = [n // shard_counts.get("h", 1) if n > 1 else 1 for n in (query[1], key[1])]
     ring = reduction(RING, heads[1], key[2] // devices, pair_size)
@@ -81,31 +81,31 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
     )
 
 
-def _num_swapped_rows(arguments: Mapping[str, Any], devices: int, parts: int) -> tuple[int, int]:
+def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) -> tuple[int, int]:
     """Return the numbers of queries and of keys that a device swaps with the mirrored block.
 
     Args:
         arguments: arguments of the attention call, by name.
         devices: number of devices in the ring.
-        parts: number of shards, by factor `s`, of the queries of a block.
+        num_splits: number of shards, by factor `s`, of the queries of a block.
     """
-    queries, keys = (arguments[name].shape[-2] // devices for name in ("query", "key"))
+    queries, keys = (args[name].shape[-2] // devices for name in ("query", "key"))
     # Without a causal mask all blocks have equal work.
-    swaps = arguments["is_causal"] and queries // parts > 1
-    return (queries // parts // 2, keys // 2) if swaps else (0, 0)
+    swaps = args["is_causal"] and queries // num_splits > 1
+    return (queries // num_splits // 2, keys // 2) if swaps else (0, 0)
 
 
 def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """Local kernel of ring attention, for one block of queries and one block of keys and values on
     each device."""
     bind, full_arguments = binder(op), call_arguments(op)
-    devices, parts = local.shard_counts["ring"], local.shard_counts.get("s", 1)
-    swapped = _num_swapped_rows(full_arguments, devices, parts)
+    devices, num_splits = local.shard_counts["ring"], local.shard_counts.get("s", 1)
+    swapped = _num_swapped_rows(full_arguments, devices, num_splits)
     ring = _Ring(
         devices=devices,
         index=local.index("ring"),
-        parts=parts,
-        part=local.index("s") if parts > 1 else 0,
+        num_splits=num_splits,
+        split_index=local.index("s") if num_splits > 1 else 0,
         swapped=swapped,
         causal=full_arguments["is_causal"],
         key_size=full_arguments["key"].shape[-1],
@@ -143,8 +143,8 @@ class _Ring:
     Args:
         devices: number of devices in the ring.
         index: index of this device's block.
-        parts: number of shards, by factor `s`, of the queries of a block.
-        part: index of this device's shard, by factor `s`, of the queries of its block.
+        num_splits: number of shards, by factor `s`, of the queries of a block.
+        split_index: index of this device's shard, by factor `s`, of the queries of its block.
         swapped: numbers of the last queries and of the last keys that come from the mirrored block.
         causal: whether a query attends only to keys up to its own position.
         key_size: number of features of a key; in a tensor of key-value pairs the features of the
@@ -155,8 +155,8 @@ class _Ring:
 
     devices: int
     index: BlockIndex
-    parts: int
-    part: BlockIndex
+    num_splits: int
+    split_index: BlockIndex
     swapped: tuple[int, int]
     causal: bool
     key_size: int
@@ -175,7 +175,7 @@ class _Ring:
         own_blocks = self.index, self.devices - 1 - self.index
         origin = (self.index - step) % self.devices
         key_blocks = origin, self.devices - 1 - origin
-        query_blocks = [self.parts * n + self.part for n in own_blocks]
+        query_blocks = [self.num_splits * n + self.split_index for n in own_blocks]
         for rows, start in _row_ranges(query_blocks, queries, self.swapped[0]):
             for key_rows, first in _row_ranges(key_blocks, keys, self.swapped[1]):
                 diagonal = start - first if self.causal else None
@@ -193,8 +193,8 @@ class _Ring:
 
     def split(self, pairs: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the keys and the values in `rows` of key-value pairs, as views."""
-        part = pairs[..., rows, :]
-        return part[..., : self.key_size], part[..., self.key_size :]
+        pair_rows = pairs[..., rows, :]
+        return pair_rows[..., : self.key_size], pair_rows[..., self.key_size :]
 
 
 def _row_ranges(
@@ -231,8 +231,8 @@ class _RingAttention(torch.autograd.Function):
                 step, query.shape[-2], current.shape[-2]
             ):
                 key, value = ring.split(current, key_rows)
-                part = partial_attention(query[..., rows, :], key, value, diagonal, ring.scale)
-                merged.add(rows, *part)
+                attended = partial_attention(query[..., rows, :], key, value, diagonal, ring.scale)
+                merged.add(rows, *attended)
         out, lse = merged.out.to(query.dtype), merged.lse
         ctx.save_for_backward(query, pairs, out, lse)
         return out
@@ -256,10 +256,10 @@ class _RingAttention(torch.autograd.Function):
                 key, value = ring.split(current, key_rows)
                 local = (tensor[..., rows, :] for tensor in (gradient, query))
                 saved = out[..., rows, :], lse[..., rows]
-                parts = partial_attention_backward(*local, key, value, *saved, diagonal, ring.scale)
-                grad_query[..., rows, :] += parts[0]
-                for total, part in zip(ring.split(grad_pairs, key_rows), parts[1:], strict=True):
-                    total += part
+                terms = partial_attention_backward(*local, key, value, *saved, diagonal, ring.scale)
+                grad_query[..., rows, :] += terms[0]
+                for total, term in zip(ring.split(grad_pairs, key_rows), terms[1:], strict=True):
+                    total += term
             if step == 0:
                 grad_own_pairs = grad_pairs
                 continue

@@ -59,8 +59,8 @@ class Reduction:
 
     Args:
         factors: the factors whose mesh axes span the process group.
-        kind: `"sum"` or `"max"` for an all-reduce; `"gather"` for an all-gather along dimension 0;
-            or an exchange of tensors between the n shards:
+        operation: `"sum"` or `"max"` for an all-reduce; `"gather"` for an all-gather along
+            dimension 0; or an exchange of tensors between the n shards:
 
             - `"mirror"`: shard i swaps with shard n - 1 - i;
             - `"previous"`: shard i receives from shard i - 1, the first from the last;
@@ -77,7 +77,7 @@ class Reduction:
     """
 
     factors: tuple[str, ...]
-    kind: str
+    operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     varying: bool = False
@@ -86,19 +86,19 @@ class Reduction:
     @property
     def ordered(self) -> bool:
         """Whether the result depends on the order of the shards."""
-        return self.kind in (PREVIOUS, NEXT, RING, GATHER)
+        return self.operation in (PREVIOUS, NEXT, RING, GATHER)
 
     @property
     def collective(self) -> str:
         """Name of the collective in `COLLECTIVES`."""
-        if self.kind == GATHER:
+        if self.operation == GATHER:
             return "all_gather"
-        return "permute" if self.kind in (MIRROR, PREVIOUS, NEXT, RING) else "all_reduce"
+        return "permute" if self.operation in (MIRROR, PREVIOUS, NEXT, RING) else "all_reduce"
 
     @property
     def backward_collective(self) -> str:
         """Name of the collective of the backward pass in `COLLECTIVES`, if there is one."""
-        return "reduce_scatter" if self.kind == GATHER else self.collective
+        return "reduce_scatter" if self.operation == GATHER else self.collective
 
     def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
         """Return the numbers of collectives in the forward and in the backward pass.
@@ -107,10 +107,10 @@ class Reduction:
             group: the number of devices in the group.
             differentiable: whether the operator has a backward pass.
         """
-        forward = group - 1 if self.kind == RING else 1
+        forward = group - 1 if self.operation == RING else 1
         has_backward = self.varying and self.differentiable and differentiable
         # In the backward pass of a ring both the tensors and their gradients travel.
-        return forward, (2 if self.kind == RING else 1) * forward if has_backward else 0
+        return forward, (2 if self.operation == RING else 1) * forward if has_backward else 0
 
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -240,11 +240,11 @@ class ShardingRule:
         factors shard.
         """
 
-        def text(tensors: tuple[Dims, ...]) -> str:
+        def tensors_text(tensors: tuple[Dims, ...]) -> str:
             named = ([self.factors_of_dim(d) or "_" for d in dims] for dims in tensors)
             return ", ".join(" ".join(map("/".join, dims)) or "()" for dims in named)
 
-        return f"{text(self.inputs)} -> {text(self.outputs)}".lstrip()
+        return f"{tensors_text(self.inputs)} -> {tensors_text(self.outputs)}".lstrip()
 
     def can_shard(self, factor: str) -> bool:
         """Whether at least one number of shards above 1 is valid for `factor`."""
@@ -309,8 +309,8 @@ class ShardingRule:
 
         def lacking(dims: Dims) -> frozenset[int]:
             """Return the axes that shard the operator but not a tensor with dimensions `dims`."""
-            own = self.factors_of(dims)
-            return frozenset(axis for axis, factor in cut_axes.items() if factor not in own)
+            present = self.factors_of(dims)
+            return frozenset(axis for axis, name in cut_axes.items() if name not in present)
 
         # An input is replicated over axes that it lacks, but each device uses it for another shard
         # of the operator: its gradient there is one term of a sum, which is what `varying` says.

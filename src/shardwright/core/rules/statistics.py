@@ -52,30 +52,30 @@ def _sum_exponentials(shard: InputShard) -> Statistics:
     limits = torch.finfo(shard.x.dtype)
     # Without a gradient, as results do not depend on it. Clamped, since -inf - -inf is NaN where
     # all elements of a shard are masked.
-    peak = shard.x.detach().amax(shard.dims, keepdim=True).clamp(limits.min, limits.max)
-    return peak, (shard.x - peak).exp().sum(shard.dims, keepdim=True)
+    maximum = shard.x.detach().amax(shard.dims, keepdim=True).clamp(limits.min, limits.max)
+    return maximum, (shard.x - maximum).exp().sum(shard.dims, keepdim=True)
 
 
 def _combine_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
     """Return the maximum m and Σ exp(x - m) of all elements."""
     peaks, sums = gathered[0].detach(), gathered[1]
-    peak = peaks.amax(0)
-    return peak, (sums * (peaks - peak).exp()).sum(0)
+    maximum = peaks.amax(0)
+    return maximum, (sums * (peaks - maximum).exp()).sum(0)
 
 
 def _log_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
-    peak, total = _combine_exponentials(gathered)
-    return peak + total.log()
+    maximum, total = _combine_exponentials(gathered)
+    return maximum + total.log()
 
 
 def _softmax(shard: InputShard, gathered: Statistics) -> Tensor:
-    peak, total = _combine_exponentials(gathered)
-    return (shard.x - peak).exp() / total
+    maximum, total = _combine_exponentials(gathered)
+    return (shard.x - maximum).exp() / total
 
 
 def _log_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
-    peak, total = _combine_exponentials(gathered)
-    return shard.x - peak - total.log()
+    maximum, total = _combine_exponentials(gathered)
+    return shard.x - maximum - total.log()
 
 
 LOG_SUM_EXP = Combination(_sum_exponentials, _log_sum_exp, num_values=2)
@@ -116,7 +116,7 @@ def variance(*, root: bool, with_mean: bool) -> Combination:
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
         mean, squares = _moments_of_all_shards(shard, gathered)
         size = prod(shard.shape[dim] for dim in shard.dims)
-        result = squares / max(size - _correction(shard.arguments), 0)
+        result = squares / max(size - _variance_correction(shard.arguments), 0)
         if root:
             # The gradient of `std` is 0 where all elements are equal, that of `sqrt` is infinite.
             is_zero = result == 0
@@ -126,7 +126,7 @@ def variance(*, root: bool, with_mean: bool) -> Combination:
     return Combination(moments, combine, num_values=2)
 
 
-def _correction(arguments: Mapping[str, Any]) -> float:
+def _variance_correction(arguments: Mapping[str, Any]) -> float:
     if "unbiased" in arguments:
         return float(arguments["unbiased"])
     correction = arguments["correction"]
@@ -162,13 +162,13 @@ def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
         values, ties = gathered
         value = reduce(values.detach(), 0)
         ties = ties.detach() * is_tie(values.detach(), value)
-        out: Tensor = _SharedByTies.apply(values, value, ties / ties.sum(0))  # type: ignore[no-untyped-call]
+        out: Tensor = _SplitGradientOverTies.apply(values, value, ties / ties.sum(0))  # type: ignore[no-untyped-call]
         return out
 
     return Combination(local, combine, num_values=2)
 
 
-class _SharedByTies(torch.autograd.Function):
+class _SplitGradientOverTies(torch.autograd.Function):
     """Return `value`; distribute its gradient over shards in proportion to `weights`."""
 
     @staticmethod
@@ -187,9 +187,9 @@ def extreme_position(*, largest: bool, with_value: bool) -> Combination:
     `max` or `min` along a dimension. The first of equal elements wins."""
 
     def local(shard: InputShard) -> Statistics:
-        rows, flat, kept = _flatten_dims(shard)
+        rows, flat, shape = _flatten_dims(shard)
         value, index = flat.max(-1) if largest else flat.min(-1)
-        return value.reshape(kept), _global_index(shard, index, rows).reshape(kept)
+        return value.reshape(shape), _global_index(shard, index, rows).reshape(shape)
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
         values, indices = gathered
@@ -208,10 +208,10 @@ def _flatten_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
     """Return the local sizes along `dims`, the local shard with these dimensions flattened into the
     last, and its shape with size 1 in `dims`."""
     x, dims = shard.x, shard.dims
-    rest = [dim for dim in range(x.ndim) if dim not in dims]
-    kept = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    flat = x.permute(*rest, *dims).reshape(*(x.shape[dim] for dim in rest), -1)
-    return [x.shape[dim] for dim in dims], flat, kept
+    other_dims = [dim for dim in range(x.ndim) if dim not in dims]
+    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
+    flat = x.permute(*other_dims, *dims).reshape(*(x.shape[dim] for dim in other_dims), -1)
+    return [x.shape[dim] for dim in dims], flat, shape
 
 
 def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -68,12 +68,12 @@ def reshape_segments(
     Returns:
         The factors of `source`, the factors of `target`, and the capacity of each factor.
     """
-    left: list[str | None] = [None] * len(source)
-    right: list[str | None] = [None] * len(target)
+    source_factors: list[str | None] = [None] * len(source)
+    target_factors: list[str | None] = [None] * len(target)
     capacity: dict[str, int] = {}
     # Without elements there is nothing to shard, and sizes of 0 would never agree below.
     if prod(source) == 0:
-        return tuple(left), tuple(right), capacity
+        return tuple(source_factors), tuple(target_factors), capacity
     # Dimensions of size 1 belong to no segment.
     ahead = [[i for i, size in enumerate(shape) if size > 1] for shape in (source, target)]
     while ahead[0]:
@@ -82,7 +82,7 @@ def reshape_segments(
         # the leading sizes are valid.
         common = gcd(source[i], target[j])
         if common > 1:
-            left[i] = right[j] = name = NAMES[len(capacity)]
+            source_factors[i] = target_factors[j] = name = NAMES[len(capacity)]
             capacity[name] = common
         sizes = [source[i], target[j]]
         # A segment ends where both shapes have covered equally many elements.
@@ -91,7 +91,7 @@ def reshape_segments(
                 sizes[0] *= source[ahead[0].pop(0)]
             else:
                 sizes[1] *= target[ahead[1].pop(0)]
-    return tuple(left), tuple(right), capacity
+    return tuple(source_factors), tuple(target_factors), capacity
 
 
 @rule_for(*overloads("permute", "transpose", "t", "numpy_T", "mT", "movedim", "moveaxis"))

@@ -24,12 +24,12 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 @dataclass(eq=False)
-class Origin:
+class ParameterOrigin:
     """The identity of a parameter of a user's model, shared with the planned parameters that
     replace the parameter.
 
-    Each of these parameters has the `Origin` as its attribute `origin`. The `Origin` keeps no
-    tensor alive, so that the original model can be freed after planning.
+    Each of these parameters has the `ParameterOrigin` as its attribute `origin`. The
+    `ParameterOrigin` keeps no tensor alive, so that the original model can be freed after planning.
 
     Args:
         name: name of the parameter in the model.
@@ -50,8 +50,8 @@ class Origin:
                 yield parameter
 
 
-def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
-    """Attach an `Origin` to each parameter of a model before it is planned.
+def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, ParameterOrigin]:
+    """Attach a `ParameterOrigin` to each parameter of a model before it is planned.
 
     Args:
         module: the user's model.
@@ -64,13 +64,15 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, Origin]:
     for name, parameter in module.named_parameters():
         # A model that was planned before, with `copy=True`, keeps its origins, which all copies
         # share.
-        origins[name] = parameter.origin = _origin_of(parameter) or Origin(name)  # type: ignore[attr-defined]
+        origins[name] = parameter.origin = _origin_of(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
 
 
-def mark_planned(parameters: Mapping[str, nn.Parameter], origins: Mapping[str, Origin]) -> None:
-    """Attach to each planned parameter the `Origin` of the parameter that it replaces.
+def mark_planned(
+    parameters: Mapping[str, nn.Parameter], origins: Mapping[str, ParameterOrigin]
+) -> None:
+    """Attach to each planned parameter the `ParameterOrigin` of the parameter that it replaces.
 
     Args:
         parameters: the planned parameters, by name.
@@ -110,7 +112,9 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     # Parameters that were registered after planning have no origin.
     planned_by_origin.pop(None, None)
     # Origins of all stages: parameters of other stages are removed, unknown parameters rejected.
-    model_origins = frozenset[Origin]().union(*(getattr(p, "model_origins", ()) for p in planned))
+    model_origins = frozenset[ParameterOrigin]().union(
+        *(getattr(p, "model_origins", ()) for p in planned)
+    )
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         parameters = []
@@ -133,7 +137,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     return optimizer
 
 
-def _origin_of(parameter: Tensor) -> Origin | None:
+def _origin_of(parameter: Tensor) -> ParameterOrigin | None:
     return getattr(parameter, "origin", None)
 
 

@@ -201,7 +201,7 @@ class BoundBucket:
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
-            dims = [step.dim for step in member.steps if step.kind == "all_gather"][::-1]
+            dims = [step.dim for step in member.steps if step.operation == "all_gather"][::-1]
             order: list[int] = []
             for dim in range(len(shape)):
                 order += [number for number, cut in enumerate(dims) if cut == dim]
@@ -260,7 +260,7 @@ class BoundBucket:
 def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
     """Bind the collectives of a bucket to the process groups of `devices`."""
     axes = varying_axes(bucket)
-    gathers = [step for step in bucket.steps if step.kind == "all_gather"]
+    gathers = [step for step in bucket.steps if step.operation == "all_gather"]
     return BoundBucket(
         bucket,
         tuple(

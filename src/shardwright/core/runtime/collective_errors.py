@@ -41,22 +41,22 @@ class ProgramLine:
     """A line of the generated source of a program.
 
     Args:
-        text: the generated source of the program.
-        line: the number of the line in `text`, from 1.
+        source: the generated source of the program.
+        line: the number of the line in `source`, from 1.
     """
 
-    text: str
+    source: str
     line: int
 
     def __str__(self) -> str:
-        lines = [line.strip() for line in self.text.splitlines()]
+        lines = [line.strip() for line in self.source.splitlines()]
         shown = shorten(lines[self.line - 1].partition("; del ")[0], MAX_LENGTH, placeholder=" …")
         return f"`{shown}` (line {self.line} of the program{self._describe_operator(lines)})"
 
     @property
     def computes(self) -> bool:
         """Whether the line calls an operator: the comment above names an operator, not a bucket."""
-        above = self.text.splitlines()[self.line - 2].strip()
+        above = self.source.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
     def _describe_operator(self, lines: list[str]) -> str:

@@ -70,10 +70,10 @@ def blocking(function: Function) -> Collective:
     return Collective(function, lambda out, dtype: out)
 
 
-def all_reduce(group: Group, kind: str = "sum") -> Collective:
-    """Return an all-reduce over the group; `kind` is "sum" or "max"."""
+def all_reduce(group: Group, operation: str = "sum") -> Collective:
+    """Return an all-reduce over the group; `operation` is "sum" or "max"."""
     return Collective(
-        lambda x: c10d.all_reduce(sendable(x), kind, group.name), _finish_without_join(group)
+        lambda x: c10d.all_reduce(sendable(x), operation, group.name), _finish_without_join(group)
     )
 
 
@@ -106,9 +106,9 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
-        parts = torch.cat(_blocks_in_group_order(x.chunk(group.size, to_dim), group), 0)
-        sizes = [parts.shape[0] // group.size] * group.size
-        out: Tensor = c10d.all_to_all_single(sendable(parts), sizes, sizes, group.name)
+        blocks = torch.cat(_blocks_in_group_order(x.chunk(group.size, to_dim), group), 0)
+        sizes = [blocks.shape[0] // group.size] * group.size
+        out: Tensor = c10d.all_to_all_single(sendable(blocks), sizes, sizes, group.name)
         return out
 
     return Collective(start, _finish_and_join(dim, group), (dim, group.size))
@@ -134,9 +134,9 @@ def _finish_and_join(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], 
     return finish
 
 
-def slice_block(x: Tensor, dim: int, index: Index, parts: int) -> Tensor:
-    """Return block `index` of `parts` equal blocks of `x` along `dim`, as a view."""
-    size = x.shape[dim] // parts
+def slice_block(x: Tensor, dim: int, index: Index, count: int) -> Tensor:
+    """Return block `index` of `count` equal blocks of `x` along `dim`, as a view."""
+    size = x.shape[dim] // count
     return torch.narrow(x, dim, index * size, size)
 
 
@@ -244,12 +244,12 @@ class BoundCollective:
 
 def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
     """Bind a redistribution step to the process groups of `devices`."""
-    return BINDINGS[step.kind](step, devices)
+    return BINDINGS[step.operation](step, devices)
 
 
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
-    return BoundCollective(_slice_own_block(step, devices), all_gather(_step_dim(step), group))
+    return BoundCollective(_slice_local_block(step, devices), all_gather(_step_dim(step), group))
 
 
 def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -269,7 +269,7 @@ def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollect
     group, dim = devices.group(step.axes), _step_dim(step)
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
-    return BoundCollective(all_gather(dim, group), _slice_own_block(step, devices))
+    return BoundCollective(all_gather(dim, group), _slice_local_block(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -278,10 +278,10 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
     return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
 
-def _slice_own_block(step: RedistributionStep, devices: Devices) -> Collective:
+def _slice_local_block(step: RedistributionStep, devices: Devices) -> Collective:
     """Return a collective that keeps this rank's block along the step's dimension."""
-    dim, parts, index = _step_dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
-    return blocking(lambda x: slice_block(x, dim, index, parts))
+    dim, count, index = _step_dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
+    return blocking(lambda x: slice_block(x, dim, index, count))
 
 
 def _step_dim(step: RedistributionStep) -> int:
@@ -387,30 +387,30 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
 """Functions that bind a redistribution step to process groups, by the type of step."""
 
 
-def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> Reduce:
+def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool) -> Reduce:
     """Bind the collective of a kernel to the process groups of `devices`.
 
     Args:
         devices: this rank's view of the devices.
         axes: the mesh axes over which the collective communicates.
-        kind: "sum" or "max" of terms, `GATHER` of blocks, or `MIRROR`, `PREVIOUS`, `NEXT` or
+        operation: "sum" or "max" of terms, `GATHER` of blocks, or `MIRROR`, `PREVIOUS`, `NEXT` or
             `RING`, which permute blocks.
         varying: whether the gradient of the result differs between the ranks of the group, so that
             it is summed too.
     """
     group = devices.group(axes)
-    if kind == GATHER:
+    if operation == GATHER:
         return _bound_gather(devices, axes, varying)
-    if kind in (MIRROR, PREVIOUS, NEXT, RING):
+    if operation in (MIRROR, PREVIOUS, NEXT, RING):
         # Block i moves to block n-1-i, i-1 or i+1; `order` maps blocks to positions in the group.
         blocks = range(group.size)
         following = (*blocks[1:], 0)
         moved = {MIRROR: blocks[::-1], NEXT: (blocks[-1], *blocks[:-1])}
-        to = dict(zip(blocks, moved.get(kind, following), strict=True))
+        to = dict(zip(blocks, moved.get(operation, following), strict=True))
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}
         targets = [target_of[position] for position in blocks]
         permute = _bind_permutation(targets, axes, devices)
-        if kind != RING:
+        if operation != RING:
             return Reduce(permute, permute.forward.start, identity)
         group, send, receive = _send_and_receive_counts(targets, axes, devices)
         return Reduce(
@@ -423,7 +423,7 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     def start(x: Tensor) -> Tensor:
         # Detached: `BoundCollective` below defines the gradient of the sum. A maximum needs none,
         # as it only shifts the exponents of a softmax.
-        return c10d.all_reduce(x.detach().contiguous(), kind, group.name)  # type: ignore[no-any-return]
+        return c10d.all_reduce(x.detach().contiguous(), operation, group.name)  # type: ignore[no-any-return]
 
     def finish(x: Tensor) -> Tensor:
         return wait(x, group.waits)
@@ -431,7 +431,7 @@ def bound_reduction(devices: Devices, axes: Axes, kind: str, varying: bool) -> R
     def run(x: Tensor) -> Tensor:
         return finish(start(x))
 
-    if kind != "sum":
+    if operation != "sum":
         return Reduce(run, start, finish)
     backward = all_reduce(group) if varying else blocking(identity)
     return Reduce(BoundCollective(blocking(run), backward), start, finish)

@@ -30,7 +30,7 @@ def close_connections(store: Store) -> None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     server_port = getattr(store, "port", None)
-    with _own_sockets() as sockets:
+    with _sockets_of_process() as sockets:
         listening = {_local_port(each) for each in sockets if _is_listening(each)} - {server_port}
         for each in sockets:
             if not _is_listening(each) and _local_port(each) in listening:
@@ -41,7 +41,7 @@ def close_connections(store: Store) -> None:
 
 
 @contextmanager
-def _own_sockets() -> Iterator[list[socket.socket]]:
+def _sockets_of_process() -> Iterator[list[socket.socket]]:
     """Context with duplicates of all internet sockets of this process."""
     sockets = []
     for file in [*FILE_DESCRIPTORS.iterdir()]:

@@ -41,10 +41,10 @@ class EqualReplicas:
         result = self.function(*args)
         if not self._is_checked:
             self._is_checked = True
-            self._check_equal(result if isinstance(result, tuple) else (result,))
+            self._check_equal_results(result if isinstance(result, tuple) else (result,))
         return result
 
-    def _check_equal(self, results: Sequence[Tensor]) -> None:
+    def _check_equal_results(self, results: Sequence[Tensor]) -> None:
         """Check that the results are equal over the group, by digests.
 
         Raises:

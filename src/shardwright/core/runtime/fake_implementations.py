@@ -35,8 +35,8 @@ class CheckedCustomOp:
         result = self.function(*args, **kwargs)
         # Otherwise wrong shapes would raise an error in a later operator only, far from their
         # cause.
-        parts = result if isinstance(result, (tuple, list)) else (result,)
-        returned = tuple((tuple(p.shape), p.dtype) for p in parts if isinstance(p, Tensor))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        returned = tuple((tuple(p.shape), p.dtype) for p in results if isinstance(p, Tensor))
         if returned != self.expected and not self._differs_only_by_float64(returned):
             raise CaptureError(
                 f"the fake implementation of `{self.function}` returns "

@@ -56,8 +56,8 @@ def micro_batch(
                 "pass it padded, as an ordinary tensor: `torch.nested.to_padded_tensor(x, 0.0)`"
             )
         if dim is not None:
-            rows, rest = divmod(leaf.shape[dim], count)
-            if rest:
+            rows, remainder = divmod(leaf.shape[dim], count)
+            if remainder:
                 divisors = [str(each) for each in _divisors(leaf.shape[dim])]
                 valid = ", ".join(divisors[:12] + ["…"] * (len(divisors) > 12))
                 raise PlanError(

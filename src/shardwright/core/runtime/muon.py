@@ -81,13 +81,13 @@ def _step_on_full_matrices(
 
 def _is_sharded(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and any(
-        _is_shard(placement) for placement in _placements(matrix[0])
+        _is_shard(placement) for placement in _placements_of(matrix[0])
     )
 
 
 def _is_replicated(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and all(
-        placement.is_replicate() for placement in _placements(matrix[0])
+        placement.is_replicate() for placement in _placements_of(matrix[0])
     )
 
 
@@ -95,12 +95,12 @@ def _have_equal_placements(matrix: Sequence[Tensor]) -> bool:
     """Whether a parameter, its gradient and its momentum are DTensors of real ranks with equal
     shards."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
-        len({_placements(tensor) for tensor in matrix}) == 1
-        and not any(placement.is_partial() for placement in _placements(matrix[0]))
+        len({_placements_of(tensor) for tensor in matrix}) == 1
+        and not any(placement.is_partial() for placement in _placements_of(matrix[0]))
     )
 
 
-def _placements(tensor: Tensor) -> tuple[Placement, ...]:
+def _placements_of(tensor: Tensor) -> tuple[Placement, ...]:
     assert isinstance(tensor, DTensor)
     return tuple(tensor.placements)
 
@@ -129,7 +129,7 @@ def _update_shards(
         local_buffer.lerp_(local_grad, 1 - momentum)
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
-        owners = _find_shard_owners(param.device_mesh, _placements(param), tuple(param.shape))
+        owners = _find_shard_owners(param.device_mesh, _placements_of(param), tuple(param.shape))
         by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
     for group, of_group in by_group.items():
         # Matrices of similar sizes take equally long.
@@ -141,7 +141,7 @@ def _update_shards(
                 [(update, owners) for _, update, owners in taken],
                 (ns_coefficients, ns_steps, eps),
             )
-            for (param, *_rest), shard in zip(taken, shards, strict=True):
+            for (param, *_state), shard in zip(taken, shards, strict=True):
                 local = detached_local(param)
                 local.mul_(1 - rate * weight_decay)
                 local.add_(shard, alpha=-adjusted_rate(rate, adjust_lr_fn, param.shape))
@@ -211,8 +211,8 @@ def _find_shard_owners(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     ranges = [
-        range(size) if _is_shard(placement) else (own,)
-        for size, placement, own in zip(sizes, placements, coordinate, strict=True)
+        range(size) if _is_shard(placement) else (index,)
+        for size, placement, index in zip(sizes, placements, coordinate, strict=True)
     ]
     coordinates = list(product(*ranges))
     ranks = tuple(int(mesh.mesh[each]) for each in coordinates)

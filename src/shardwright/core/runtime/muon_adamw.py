@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from shardwright.core.layout.axes import Shape
 
-ORTHOGONALIZED = "orthogonalized"
+ORTHOGONALIZED = "is_muon"
 """Key of a parameter group: whether Muon updates the group."""
 
 
@@ -60,26 +60,27 @@ class MuonAdamW(Optimizer):
     ) -> None:
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        by_kind: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        chosen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
-            for kind, kept in by_kind.items():
-                chosen = [
+            for is_muon, groups_of_method in chosen.items():
+                selected = [
                     p
                     for p in group["params"]  # type: ignore[index]
-                    if is_orthogonalized(tuple(p.shape), tables) is kind
+                    if is_orthogonalized(tuple(p.shape), tables) is is_muon
                 ]
                 # Groups without parameters too: all stages have the same groups.
-                kept.append({**group, "params": chosen, ORTHOGONALIZED: kind})  # type: ignore[dict-item]
+                options = {"params": selected, ORTHOGONALIZED: is_muon}
+                groups_of_method.append({**group, **options})  # type: ignore[dict-item]
         self._muon = Muon(
-            by_kind[True],
+            chosen[True],
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        self._adamw = AdamW(by_kind[False], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        defaults = {**options, "betas": betas, "eps": eps, "tables": frozenset(tables)}
+        self._adamw = AdamW(chosen[False], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+        of_both = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults = {**of_both, "betas": betas, "eps": eps, "tables": frozenset(tables)}
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults)
         for group in self.param_groups:
             group.pop("tables", None)
@@ -99,9 +100,9 @@ class MuonAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         optimizers: tuple[tuple[Any, bool], ...] = ((self._muon, True), (self._adamw, False))
-        for optimizer, kind in optimizers:
+        for optimizer, is_muon in optimizers:
             # `load_state_dict` replaces groups and state.
-            optimizer.param_groups = [g for g in self.param_groups if g[ORTHOGONALIZED] is kind]
+            optimizer.param_groups = [g for g in self.param_groups if g[ORTHOGONALIZED] is is_muon]
             optimizer.state = self.state
             optimizer.step()
         return loss

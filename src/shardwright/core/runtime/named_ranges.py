@@ -50,18 +50,18 @@ class CollectiveRange:
     """Named ranges of one kind of collective over given mesh axes.
 
     Args:
-        kind: name of the collective in `COLLECTIVES`.
+        collective: name of the collective in `COLLECTIVES`.
         over: names of the axes.
         size: number of ranks of the group over the axes.
     """
 
-    kind: str
+    collective: str
     over: str
     size: int
 
     @classmethod
-    def of(cls, kind: str, axes: Axes, matrix: DeviceMatrix) -> CollectiveRange:
-        return cls(kind, matrix.named(tuple(sorted(axes))), matrix.size(axes))
+    def of(cls, collective: str, axes: Axes, matrix: DeviceMatrix) -> CollectiveRange:
+        return cls(collective, matrix.named(tuple(sorted(axes))), matrix.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
         """Return the range around the start of the collective.
@@ -70,13 +70,13 @@ class CollectiveRange:
             num_bytes: bytes of this rank's input to the collective.
         """
         # The bytes sent by an all-gather are computed from its output, which is larger.
-        buffer_bytes = num_bytes * self.size if self.kind == "all_gather" else num_bytes
-        sent = COLLECTIVES[self.kind].sent(buffer_bytes, self.size)
-        return record_function(f"send {self.kind} over {self.over}, {sent} B")
+        buffer_bytes = num_bytes * self.size if self.collective == "all_gather" else num_bytes
+        sent = COLLECTIVES[self.collective].sent(buffer_bytes, self.size)
+        return record_function(f"send {self.collective} over {self.over}, {sent} B")
 
     def wait(self) -> record_function:
         """Return the range around the wait for the collective."""
-        return record_function(f"wait for {self.kind} over {self.over}")
+        return record_function(f"wait for {self.collective} over {self.over}")
 
     def wrap(self, collective: Collective) -> Collective:
         """Return `collective` with `start` and `finish` wrapped in the ranges `send` and `wait`."""
@@ -109,9 +109,9 @@ def wrap_step(
         matrix: the device matrix.
     """
 
-    def wrap(collective: Collective, kind: str | None) -> Collective:
+    def wrap(collective: Collective, name: str | None) -> Collective:
         return (
-            collective if kind is None else CollectiveRange.of(kind, axes, matrix).wrap(collective)
+            collective if name is None else CollectiveRange.of(name, axes, matrix).wrap(collective)
         )
 
     return BoundCollective(wrap(bound.forward, forward), wrap(bound.backward, backward))
@@ -121,8 +121,8 @@ def wrap_reduction(
     reduce: Reduce, reduction: Reduction, axes: Axes, matrix: DeviceMatrix
 ) -> Reduce:
     """Return `reduce`, the bound collective of a kernel, wrapped in named ranges."""
-    kind, run = reduction.collective, reduce.run
-    collective_range = CollectiveRange.of(kind, axes, matrix)
+    collective, run = reduction.collective, reduce.run
+    collective_range = CollectiveRange.of(collective, axes, matrix)
 
     def start(x: Tensor) -> Tensor:
         with collective_range.send(x.nbytes):
@@ -134,7 +134,8 @@ def wrap_reduction(
 
     if isinstance(run, BoundCollective):
         backward = reduction.backward_collective if reduction.varying else None
-        return Reduce(wrap_step(run, kind, backward, axes, matrix), start, end, reduce.call_site)
+        run = wrap_step(run, collective, backward, axes, matrix)
+        return Reduce(run, start, end, reduce.call_site)
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 
@@ -177,8 +178,8 @@ class RangedBucket(BoundBucket):
         assert self.replicas is not None
         return self._collective_range("all_reduce", [self.replicas.axes])
 
-    def _collective_range(self, kind: str, axes: Sequence[Axes]) -> CollectiveRange:
-        return CollectiveRange.of(kind, tuple({a for each in axes for a in each}), self.matrix)
+    def _collective_range(self, name: str, axes: Sequence[Axes]) -> CollectiveRange:
+        return CollectiveRange.of(name, tuple({a for each in axes for a in each}), self.matrix)
 
     @property
     def _shard_bytes(self) -> int:

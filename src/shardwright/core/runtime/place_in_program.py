@@ -42,5 +42,5 @@ def last_exception() -> str:
     """Return type and message of the exception that ends this process; empty if the process ends
     without an exception."""
     error = getattr(sys, "last_value", None)
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return shorten(text, 200, placeholder=" …") if error is not None else ""
+    message = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return shorten(message, 200, placeholder=" …") if error is not None else ""

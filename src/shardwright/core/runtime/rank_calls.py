@@ -123,18 +123,18 @@ class RankCalls:
         self._thread.join(FAREWELL)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             if not self.error:
-                state = replace(self._own_state(), is_inside=False, exception=last_exception())
+                state = replace(self._local_state(), is_inside=False, exception=last_exception())
                 self._store.set(f"ended {self._rank}", state.to_json())
                 self._store.set("a rank has ended", "")
 
     @contextmanager
     def call(
-        self, kind: str, *, always_meets: bool = False, max_wait: float = math.inf
+        self, name: str, *, always_meets: bool = False, max_wait: float = math.inf
     ) -> Iterator[None]:
         """Context of a collective call; nested calls are not counted.
 
         Args:
-            kind: name of the call, equal on all ranks.
+            name: name of the call, equal on all ranks.
             always_meets: whether ranks wait for each other before the call communicates even if the
                 call is expected.
             max_wait: maximum seconds to wait until all ranks have begun the call.
@@ -147,14 +147,14 @@ class RankCalls:
             yield
             return
         self._thread_id = threading.get_ident()
-        is_expected = self._begin_call(kind)
+        is_expected = self._begin_call(name)
         try:
             with self.explaining_errors():
                 if always_meets or not is_expected:
                     self._meet_other_ranks(max_wait)
                 yield
         except BaseException as error:
-            self._undo_call(kind, error)
+            self._undo_call(name, error)
             raise
         finally:
             self._depth, self._changed = 0, time.monotonic()
@@ -183,23 +183,23 @@ class RankCalls:
             if not is_expected:
                 self._meet_other_ranks()
 
-    def number_of(self, kind: str) -> int:
-        """Return how many calls of the name `kind` have begun."""
-        return self._counts[kind]
+    def number_of(self, name: str) -> int:
+        """Return how many calls named `name` have begun."""
+        return self._counts[name]
 
-    def _begin_call(self, kind: str) -> bool:
+    def _begin_call(self, name: str) -> bool:
         """Count a call, and return whether the call history predicted it."""
         if self.error:
             raise self._make_exception()
-        self._counts[kind] += 1
-        self._calls.append(f"{kind} {self._counts[kind]}")
+        self._counts[name] += 1
+        self._calls.append(f"{name} {self._counts[name]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
         self._is_again, self._has_differed = self._has_differed, False
-        return self._expected.begin(kind) and not self._is_again
+        return self._expected.begin(name) and not self._is_again
 
-    def _undo_call(self, kind: str, error: BaseException) -> None:
+    def _undo_call(self, name: str, error: BaseException) -> None:
         """Remove the last call, which raised `error`, from the counts."""
-        self._count, self._counts[kind] = self._count - 1, self._counts[kind] - 1
+        self._count, self._counts[name] = self._count - 1, self._counts[name] - 1
         self._calls.pop()
         self._expected.undo()
         self._has_differed = isinstance(error, DataError)
@@ -264,7 +264,7 @@ class RankCalls:
                     self._check_ended_ranks()
                 self._ended.wait(POLL / 8)
             if not self.error and isinstance(error, dist.DistNetworkError):
-                raise CommunicationError(store_has_ended(self._own_state())) from error
+                raise CommunicationError(store_has_ended(self._local_state())) from error
             if not self.error:
                 with naming_redistributions():
                     raise
@@ -278,8 +278,8 @@ class RankCalls:
         elif self._meetings.check(["a rank has ended"]):
             keys = [f"ended {rank}" for rank in range(self._size)]
             ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
-            states = [RankState.from_json(text.decode()) for text in ended]
-            self.error = ended_too_early(self._own_state(), states)
+            states = [RankState.from_json(content.decode()) for content in ended]
+            self.error = ended_too_early(self._local_state(), states)
             if self.error:
                 self._meetings.set("error", self.error)
 
@@ -291,11 +291,12 @@ class RankCalls:
     def _exchange_states(self) -> None:
         """Write the state of an idle rank to the store, and read the common error of all ranks."""
         is_idle = time.monotonic() - self._changed > PATIENCE
-        text = f"{self._store.add('requests', 0)} {self._own_state().to_json()}" if is_idle else ""
-        if text != self._written:
-            self._store.set(f"rank {self._rank}", text)
+        request = self._store.add("requests", 0) if is_idle else 0
+        content = f"{request} {self._local_state().to_json()}" if is_idle else ""
+        if content != self._written:
+            self._store.set(f"rank {self._rank}", content)
             self._store.add("changes", 1)
-            self._written = text
+            self._written = content
         if self._rank == 0:
             self._compare_states()
         if (is_idle or self._rank == 0) and self._store.check(["error"]):
@@ -314,8 +315,8 @@ class RankCalls:
             return
         self._seen_changes = changes
         keys = [f"rank {rank}" for rank in range(self._size)]
-        texts = [self._store.get(key).decode() for key in keys if self._store.check([key])]
-        answers = [text.partition(" ") for text in texts if text]
+        contents = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        answers = [content.partition(" ") for content in contents if content]
         states = [RankState.from_json(state) for _, _, state in answers]
         error = difference_of_calls(states)
         if not error:
@@ -325,7 +326,7 @@ class RankCalls:
         elif all(int(request) >= self._request for request, _, _ in answers):
             self._store.set("error", error)
 
-    def _own_state(self) -> RankState:
+    def _local_state(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
         waits_in, line = place_of(frame)
         is_inside = self._depth > 0
@@ -363,30 +364,30 @@ def rank_calls() -> RankCalls | None:
     return groups[world]
 
 
-def collective_call(kind: str, devices: Devices | None = None) -> AbstractContextManager[None]:
+def collective_call(name: str, devices: Devices | None = None) -> AbstractContextManager[None]:
     """Return the context of a call that all ranks must make, and that one rank might make alone by
     mistake. Waits for all ranks before the call communicates.
 
     Args:
-        kind: name of the call, equal on all ranks.
+        name: name of the call, equal on all ranks.
         devices: the devices of the model; nothing is counted on one device.
 
     Raises:
         DataError: on all ranks, if they wait for each other in different calls.
     """
     calls = rank_calls() if devices is None or devices.is_distributed else None
-    return nullcontext() if calls is None else calls.call(kind, always_meets=True)
+    return nullcontext() if calls is None else calls.call(name, always_meets=True)
 
 
 def by_all_ranks(
-    kind: str,
+    name: str,
 ) -> Callable[[Callable[Params, CallResult]], Callable[Params, CallResult]]:
     """Make every call of the decorated function a `collective_call`."""
 
     def decorate(function: Callable[Params, CallResult]) -> Callable[Params, CallResult]:
         @wraps(function)
         def call(*args: Params.args, **kwargs: Params.kwargs) -> CallResult:
-            with collective_call(kind):
+            with collective_call(name):
                 return function(*args, **kwargs)
 
         return call
@@ -394,7 +395,7 @@ def by_all_ranks(
     return decorate
 
 
-def model_call(kind: str, devices: Devices) -> AbstractContextManager[None]:
+def model_call(name: str, devices: Devices) -> AbstractContextManager[None]:
     """Return the context of a call of a model. Waits for all ranks unless the call was expected.
 
     Raises:
@@ -402,8 +403,8 @@ def model_call(kind: str, devices: Devices) -> AbstractContextManager[None]:
     """
     calls = rank_calls() if devices.is_distributed else None
     if devices.model > 1:
-        kind = f"model {devices.model}'s {kind}"
-    return nullcontext() if calls is None else calls.call(kind)
+        name = f"model {devices.model}'s {name}"
+    return nullcontext() if calls is None else calls.call(name)
 
 
 def begin_backward() -> None:
@@ -418,12 +419,12 @@ def _count_backward_passes() -> AbstractContextManager[None]:
     return nullcontext() if calls is None else calls.backward_passes()
 
 
-def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[None]:
+def counted_call(name: str, *, waits: bool = True) -> AbstractContextManager[None]:
     """Return the context of a call that all ranks make; no effect before the first `rank_calls()`
     and outside the main thread.
 
     Args:
-        kind: name of the call, equal on all ranks.
+        name: name of the call, equal on all ranks.
         waits: whether no rank returns before all ranks have begun the call. False for an
             asynchronous call or one with a source rank: a rank may have to return before others can
             begin.
@@ -433,7 +434,7 @@ def counted_call(kind: str, *, waits: bool = True) -> AbstractContextManager[Non
         return nullcontext()
     calls = _calls_by_group().get(world)
     max_wait = math.inf if waits else MAX_WAIT
-    return nullcontext() if calls is None else calls.call(kind, max_wait=max_wait)
+    return nullcontext() if calls is None else calls.call(name, max_wait=max_wait)
 
 
 def _count_world_collective(name: str, waits: bool) -> AbstractContextManager[None]:

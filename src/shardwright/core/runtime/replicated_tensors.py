@@ -13,9 +13,9 @@ from shardwright.core.runtime.equal_replicas import TOLERANCE, result_digest
 def differs_between_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
     """Whether the digests of `tensor` differ between ranks of the mesh; equal on all ranks.
     Collective."""
-    own = result_digest(tensor.detach())
+    digest = result_digest(tensor.detach())
     # One reduction per mesh dimension reaches all ranks.
-    bounds = torch.stack([own, -own])
+    bounds = torch.stack([digest, -digest])
     for dim in range(mesh.ndim):
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     largest, smallest = bounds[0], -bounds[1]

@@ -44,23 +44,23 @@ class StageParameters:
 
     @staticmethod
     def of(
-        module: nn.Module, whole: nn.Module, stages: Mapping[str, tuple[int, ...]], devices: Devices
+        module: nn.Module, full: nn.Module, stages: Mapping[str, tuple[int, ...]], devices: Devices
     ) -> StageParameters:
         """Return the parameters of this rank's stage.
 
         Args:
             module: this rank's stage of the model.
-            whole: the full model, on the meta device.
+            full: the full model, on the meta device.
             stages: for each parameter, by its first name, the stages that own it; a parameter that
                 is missing is owned by the first stage.
             devices: this rank's view of the devices.
         """
-        first = {id(parameter): name for name, parameter in whole.named_parameters()}
+        first = {id(parameter): name for name, parameter in full.named_parameters()}
         stages_of_names = {
             name: stages.get(first[id(parameter)], (0,))
-            for name, parameter in whole.named_parameters(remove_duplicate=False)
+            for name, parameter in full.named_parameters(remove_duplicate=False)
         }
-        dtypes = [parameter.dtype for parameter in whole.parameters()]
+        dtypes = [parameter.dtype for parameter in full.parameters()]
         dtype = reduce(torch.promote_types, dtypes, torch.bfloat16)
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
@@ -137,8 +137,8 @@ class TotalNorms:
                 "models in pipeline stages, or for several models\nuse a positive `norm_type`, or "
                 "`math.inf`"
             )
-        own = {key: counts for model in models for key, counts in model.own_memory().items()}
-        in_stages = [tensor for tensor in measured if _memory_id(tensor) in own]
+        counts = {key: n for model in models for key, n in model.own_memory().items()}
+        in_stages = [tensor for tensor in measured if _memory_id(tensor) in counts]
         for tensor in in_stages:
             if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
                 raise PlanError(
@@ -146,11 +146,11 @@ class TotalNorms:
                     " pipeline stages\npass the DTensors of parameters or gradients, whose norm is"
                     " computed over all devices and stages"
                 )
-        others = [tensor for tensor in measured if _memory_id(tensor) not in own]
+        others = [tensor for tensor in measured if _memory_id(tensor) not in counts]
         norms = [_norm_on_one_mesh(group, norm_type) for group in self.groups(others)]
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
-            counted = [tensor for tensor in in_stages if own[_memory_id(tensor)]]
+            counted = [tensor for tensor in in_stages if counts[_memory_id(tensor)]]
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
         joined = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
         norm: Tensor = torch.linalg.vector_norm(joined, norm_type)

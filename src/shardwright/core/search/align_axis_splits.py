@@ -65,8 +65,8 @@ def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
 def _split_position(cuts: Cuts, group: Axes) -> int:
     """Return the number of leading axes of `group` that cut the first of two factors; 0 unless the
     remaining axes cut the second."""
-    parts = list(_axes_in_group(cuts, group).values())
-    return len(parts[0]) if len(parts) == 2 and parts[0] + parts[1] == group else 0
+    splits = list(_axes_in_group(cuts, group).values())
+    return len(splits[0]) if len(splits) == 2 and splits[0] + splits[1] == group else 0
 
 
 def _split_group_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:

@@ -17,7 +17,7 @@ from math import prod
 
 from shardwright.core.cost.flops import forward_flops
 from shardwright.core.graph.custom_ops import experts
-from shardwright.core.graph.graph import Graph, Kind, Op
+from shardwright.core.graph.graph import Graph, Op, Origin
 from shardwright.core.graph.split import assign_neighbors
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
@@ -95,7 +95,7 @@ def operator_work(graph: Graph) -> list[float]:
     work = []
     for op in graph.ops:
         new_parameters = {
-            v for v in op.inputs if v.kind is Kind.PARAMETER and v not in counted_parameters
+            v for v in op.inputs if v.origin is Origin.PARAMETER and v not in counted_parameters
         }
         counted_parameters |= new_parameters
         work.append(float(_multiply_adds(op) + sum(value.numel for value in new_parameters)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.partition.communication import InnerReduction
@@ -154,7 +154,7 @@ def tensor_context(
         value.shape,
         value.itemsize,
         value.requires_grad,
-        value.kind is Kind.PARAMETER,
+        value.origin is Origin.PARAMETER,
         initial_layout,
         consumer_layouts,
     )
@@ -212,7 +212,7 @@ class DecidedLayouts:
         """Return the layouts in which decided operators other than `op` read `value`; () for
         parameters."""
         # Each use of a parameter may have its own layout; the storage follows from the uses.
-        if value.kind is Kind.PARAMETER:
+        if value.origin is Origin.PARAMETER:
             return ()
         layouts = self.consumer_layouts[value].items()
         return tuple(dict.fromkeys(layout for (name, _), layout in layouts if name != op.name))

@@ -15,7 +15,7 @@ from itertools import islice
 from operator import sub
 
 from shardwright.core.cost.symbolic import REDISTRIBUTION_PER_ELEMENT
-from shardwright.core.graph.graph import Kind, Op
+from shardwright.core.graph.graph import Op, Origin
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import TensorLayout
@@ -103,7 +103,7 @@ class _UncostedOps(DecidedLayouts):
         """Yield names of the producers and consumers of `op`, and of other consumers of its
         inputs."""
         for value in op.inputs:
-            if value.requires_grad and value.kind is not Kind.PARAMETER:
+            if value.requires_grad and value.origin is not Origin.PARAMETER:
                 yield from (
                     consumer.name
                     for consumer, _ in self.graph.consumers[value]
@@ -255,7 +255,7 @@ class _UncostedOps(DecidedLayouts):
             self.consumer_layouts[value][op.name, index].varying
             for op in ops
             for index, value in enumerate(op.inputs)
-            if value.kind is Kind.PARAMETER and value.requires_grad
+            if value.origin is Origin.PARAMETER and value.requires_grad
         }
 
     def _further_cuts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
@@ -287,7 +287,7 @@ class _UncostedOps(DecidedLayouts):
         """Yield the inputs and outputs of `op`, each in every layout that it has at a neighbor."""
         tensors = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
         for value, dims in zip(*tensors, strict=True):
-            if value.kind is not Kind.PARAMETER:
+            if value.origin is not Origin.PARAMETER:
                 initial = () if value in op.outputs else (self.initial_layouts[value],)
                 # By id: many consumers share few layout objects.
                 targets = {id(layout): layout for layout in self.consumer_layouts[value].values()}

@@ -148,10 +148,10 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
 
     @wraps(propagate)
     def propagate_or_fall_back(
-        operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
+        operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *options: Any
     ) -> Any:
         try:
-            return propagate(operator, args, kwargs, *rest)
+            return propagate(operator, args, kwargs, *options)
         except Exception as error:
             if torch.compiler.is_compiling() or not torch._C._is_torch_function_enabled():
                 raise

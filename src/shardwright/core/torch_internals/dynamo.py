@@ -138,12 +138,12 @@ class ModuleCall:
         tensors = []
         for name in self.names:
             tensor = module
-            for part in name.split("."):
-                tensor = tensor.var_getattr(tx, part)
+            for attribute in name.split("."):
+                tensor = tensor.var_getattr(tx, attribute)
             tensors.append(tensor)
         call = [TupleVariable(list(args)), ConstDictVariable(keywords), ListVariable(tensors)]
-        part, source = module.value, module.get_nn_module_stack_source()
-        with record_nn_module_stack(str(id(part)), source, tx, part):
+        submodule, source = module.value, module.get_nn_module_stack_source()
+        with record_nn_module_stack(str(id(submodule)), source, tx, submodule):
             return TorchInGraphFunctionVariable(self.function).call_function(tx, call, {})
 
 
@@ -425,8 +425,8 @@ class Guards:
         """Return the first guard that fails for a call, as Python code; empty if all guards
         hold."""
         scope = self.capture.scope(owner, args, kwargs)
-        parts = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
-        return str(parts[0]) if parts else ""
+        checks = self.manager.guard_manager.check_verbose(scope).verbose_code_parts
+        return str(checks[0]) if checks else ""
 
     def changed_numbers(
         self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -24,8 +24,8 @@ def guarding_missing_attributes() -> Iterator[None]:
         yield
 
 
-def _guarded_reads(kind: type) -> Any:
-    read = vars(kind)["var_getattr"]
+def _guarded_reads(variable_type: type) -> Any:
+    read = vars(variable_type)["var_getattr"]
 
     def guarded(variable: Any, tx: Any, name: str) -> Any:
         try:
@@ -36,4 +36,4 @@ def _guarded_reads(kind: type) -> Any:
                 install_guard(variable.source.make_guard(missing))
             raise
 
-    return patch.object(kind, "var_getattr", guarded)
+    return patch.object(variable_type, "var_getattr", guarded)

@@ -201,7 +201,7 @@ def process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
     `SyncBatchNorm`, as these cannot be copied."""
     return {
         id(value): value
-        for part in module.modules()
-        for value in vars(part).values()
+        for submodule in module.modules()
+        for value in vars(submodule).values()
         if isinstance(value, dist.ProcessGroup)
     }

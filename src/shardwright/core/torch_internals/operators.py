@@ -69,7 +69,7 @@ def operators_of_several_tensors() -> tuple[OpOverload, ...]:
     operators = []
     for operator in operators_in_namespace("aten"):
         types = [str(argument.type) for argument in schema_of(operator).arguments]
-        count = sum(2 if "List[" in text else 1 for text in types if "Tensor" in text)
+        count = sum(2 if "List[" in name else 1 for name in types if "Tensor" in name)
         if count > 1:
             operators.append(operator)
     return tuple(operators)

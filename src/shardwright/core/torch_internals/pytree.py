@@ -62,8 +62,8 @@ def _check_no_code_runs(structure: dict[str, Any]) -> None:
             raise ValueError(f"the text refers to the function `{'.'.join(factory)}`")
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enum_is_imported)
-    for part in structure["children_spec"]:
-        _check_no_code_runs(part)
+    for child in structure["children_spec"]:
+        _check_no_code_runs(child)
 
 
 def _check_enum_is_imported(context: dict[str, Any]) -> None:
@@ -83,24 +83,24 @@ def register_dataclasses(value: Any) -> None:
     for leaf in tree_leaves(value):
         cls = type(leaf)
         if is_dataclass(cls):
-            parts = {field.name: getattr(leaf, field.name, None) for field in fields(cls)}
-            if _can_rebuild(cls, parts) and getattr(leaf, "__dict__", {}).keys() <= parts.keys():
+            values = {field.name: getattr(leaf, field.name, None) for field in fields(cls)}
+            if _can_rebuild(cls, values) and getattr(leaf, "__dict__", {}).keys() <= values.keys():
                 torch.export.register_dataclass(cls)
-                register_dataclasses(parts)
+                register_dataclasses(values)
 
 
-def _can_rebuild(cls: type, parts: dict[str, Any]) -> bool:
-    """Whether `cls(**parts)` stores `parts` as attributes and does not change them in place."""
-    before = _ids_and_versions(parts)
+def _can_rebuild(cls: type, values: dict[str, Any]) -> bool:
+    """Whether `cls(**parts)` stores `values` as attributes and does not change them in place."""
+    before = _ids_and_versions(values)
     try:
-        rebuilt = cls(**parts)
+        rebuilt = cls(**values)
     except Exception:  # the user's `__init__` may raise any error
         return False
-    has_same_fields = all(getattr(rebuilt, name) is part for name, part in parts.items())
-    return has_same_fields and _ids_and_versions(parts) == before
+    has_same_fields = all(getattr(rebuilt, name) is value for name, value in values.items())
+    return has_same_fields and _ids_and_versions(values) == before
 
 
-def _ids_and_versions(parts: dict[str, Any]) -> list[tuple[int, int]]:
+def _ids_and_versions(values: dict[str, Any]) -> list[tuple[int, int]]:
     """Return the id and the version counter of each leaf, to detect replaced and mutated leaves."""
-    leaves = tree_leaves(parts)
+    leaves = tree_leaves(values)
     return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]

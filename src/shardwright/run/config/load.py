@@ -75,7 +75,7 @@ def validate_config(content: Any, name: str) -> Config:
 def _error_message(details: ErrorDetails) -> str:
     """Return the message of one validation error: key, invalid value, and valid values."""
     path, error_type, value = details["loc"], details["type"], details["input"]
-    key = ".".join(str(part) for part in path)
+    key = ".".join(str(key_part) for key_part in path)
     if error_type == "extra_forbidden":
         return f"{key}: unknown key; {_valid_key_hint(path)}"
     if error_type == "missing":
@@ -95,8 +95,8 @@ def _error_message(details: ErrorDetails) -> str:
 def _valid_key_hint(path: tuple[int | str, ...]) -> str:
     """Return the closest valid key of the section, or all its keys, as the end of a message."""
     section: type[BaseModel] = Config
-    for part in path[:-1]:
-        annotation = section.model_fields[str(part)].annotation
+    for key in path[:-1]:
+        annotation = section.model_fields[str(key)].annotation
         # An optional section is annotated `Section | None`.
         section = next(
             member

@@ -103,9 +103,9 @@ def wrap_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         # PyTorch appends its C++ stack trace to messages, after these words.
         message, _, _ = str(error).partition("Exception raised from")
-        text = " ".join(message.split()) or "no message"
+        reason = " ".join(message.split()) or "no message"
         source_line = f"{Path(last.filename).name}:{last.lineno}"
-        raise error_type(f"{key}: {type(error).__name__}: {text} ({source_line})") from error
+        raise error_type(f"{key}: {type(error).__name__}: {reason} ({source_line})") from error
 
 
 @contextmanager

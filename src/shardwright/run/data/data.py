@@ -280,8 +280,8 @@ def packed_text(
         _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
     )
     tokens: list[int] = []
-    for text in _read_texts(path):
-        tokens += encode(text) + end_of_text
+    for document in _read_texts(path):
+        tokens += encode(document) + end_of_text
     samples = len(tokens) // seq_length
     if samples == 0:
         raise DataError(

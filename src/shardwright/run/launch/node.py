@@ -84,7 +84,7 @@ class Node:
             ConfigError: if an option is missing or invalid.
         """
         low, colon, high = nnodes.partition(":")
-        numbers = [int(text) for text in (low, high if colon else low) if text.isdecimal()]
+        numbers = [int(number) for number in (low, high if colon else low) if number.isdecimal()]
         if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
             raise ConfigError(
                 f"--nnodes {nnodes}: expected a number of nodes, or MIN:MAX with 1 ≤ MIN ≤ MAX"

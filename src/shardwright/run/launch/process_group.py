@@ -193,7 +193,7 @@ def _join_checked_store(
     facts: Mapping[str, Any],
     purpose: str,
     timeout: timedelta,
-    own: str | None = None,
+    unique_value: str | None = None,
 ) -> Store:
     """Join the store, and check that `facts` are equal on all ranks; see `check_same_facts`.
 
@@ -201,16 +201,16 @@ def _join_checked_store(
         facts: JSON values to compare, by name.
         purpose: prefix of the store keys of this comparison.
         timeout: longest time to wait for the other ranks.
-        own: a value that must differ between ranks, such as the hardware id of their device.
+        unique_value: a value that must differ between ranks, as the hardware id of a device.
 
     Raises:
-        ConfigError: if a fact differs between ranks, or two ranks have equal `own`; raised on all
-            ranks.
+        ConfigError: if a fact differs between ranks, or two ranks have equal `unique_value`; raised
+            on all ranks.
         CommunicationError: if a rank did not join in time.
     """
     try:
         joined = join_store(world, timeout)
-        check_same_facts(PrefixStore(purpose, joined), world.rank, world.size, facts, own)
+        check_same_facts(PrefixStore(purpose, joined), world.rank, world.size, facts, unique_value)
     except RuntimeError as error:
         raise CommunicationError(
             f"not all {world.size} ranks joined within {timeout.total_seconds():.0f} s\n"

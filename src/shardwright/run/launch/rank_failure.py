@@ -28,12 +28,12 @@ class RankFailedError(Exception):
         self,
         message: str,
         exception_type: str = "",
-        text: str = "",
+        exception_message: str = "",
         lost_ranks: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(message)
         self.exception_type = exception_type
-        self.text = text
+        self.exception_message = exception_message
         self.lost_ranks = lost_ranks
 
 
@@ -55,7 +55,7 @@ class RankError:
     """Type name, message and traceback of the exception that ended a rank."""
 
     exception_type: str
-    text: str
+    message: str
     traceback: str
 
     @staticmethod
@@ -66,15 +66,15 @@ class RankError:
             message = json.loads(file.read_text())["message"]
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        exception_type, _, text = message["message"].partition(": ")
-        return RankError(exception_type, text, message["extraInfo"]["py_callstack"].rstrip())
+        exception_type, _, reason = message["message"].partition(": ")
+        return RankError(exception_type, reason, message["extraInfo"]["py_callstack"].rstrip())
 
     @property
     def stop(self) -> StoppedError | None:
         """The StoppedError that ended the rank; None if the rank ended for another reason."""
         if self.exception_type != StoppedError.__name__:
             return None
-        reason, _, outcome = self.text.partition("; ")
+        reason, _, outcome = self.message.partition("; ")
         return StoppedError(signal.Signals[reason.rpartition(" ")[2]], outcome)
 
     @property
@@ -137,7 +137,7 @@ class RankEnd:
         if self.stopped_by is not None:
             return f"{name} was stopped by {signal.Signals(self.stopped_by).name}"
         if self.error is not None and self.error.is_consequence:
-            return f"rank {self.rank}: {self.error.text}"
+            return f"rank {self.rank}: {self.error.message}"
         if self.error is not None:
             return f"rank {self.rank} failed"
         if self.signals:
@@ -179,5 +179,5 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
         message += "".join(f"\n{end}" for end in timed_out[:1])
     lost_ranks = frozenset(end.rank for end in ends if end.is_lost)
     return RankFailedError(
-        message, error.exception_type if error else "", error.text if error else "", lost_ranks
+        message, error.exception_type if error else "", error.message if error else "", lost_ranks
     )

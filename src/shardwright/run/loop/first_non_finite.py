@@ -38,7 +38,7 @@ def non_finite_value(tensor: Tensor) -> str | None:
     return next(name for name, test in NON_FINITE.items() if bool(test(values).any()))
 
 
-def earliest_finding(net: torch.nn.Module, order: int, text: str) -> str | None:
+def earliest_finding(net: torch.nn.Module, order: int, finding: str) -> str | None:
     """Return, on every rank, the earliest finding of any rank; None if no rank has one.
 
     A finding is a non-finite value with its origin.
@@ -46,18 +46,19 @@ def earliest_finding(net: torch.nn.Module, order: int, text: str) -> str | None:
     Args:
         net: the trained module; without other ranks, this rank's finding is the result.
         order: sort key by time of this rank's finding; `NO_FINDING` without a finding.
-        text: description of this rank's finding.
+        finding: description of this rank's finding.
     """
     if not (
         isinstance(net, ParallelModule)
         and net.execution.devices.is_distributed
         and has_other_ranks()
     ):
-        return None if order == NO_FINDING else text
-    order, rank, text = min(
-        (order, rank, text) for rank, (order, text) in enumerate(values_of_ranks((order, text)))
+        return None if order == NO_FINDING else finding
+    order, rank, finding = min(
+        (order, rank, finding)
+        for rank, (order, finding) in enumerate(values_of_ranks((order, finding)))
     )
-    return None if order == NO_FINDING else f"{text} (seen by rank {rank})"
+    return None if order == NO_FINDING else f"{finding} (seen by rank {rank})"
 
 
 def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None:
@@ -73,19 +74,19 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
         A description of the value and of its operator; None if the repeated step is finite.
     """
     checker = _ResultChecker()
-    order, text = NO_FINDING, ""
+    order, finding = NO_FINDING, ""
     for index, (name, tensor) in enumerate(_step_inputs(net, batch)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
-            order, text = min((order, text), (index, f"{name} contains {value}"))
+            order, finding = min((order, finding), (index, f"{name} contains {value}"))
     # With non-finite inputs, the first operator that reads them would be blamed.
     if order == NO_FINDING:
         with checker:
             net.train_step(*batch)
-        order, text = checker.first_finding(
+        order, finding = checker.first_finding(
             net.execution.devices.stage, net.execution.devices.stages
         )
-    return earliest_finding(net, order, text)
+    return earliest_finding(net, order, finding)
 
 
 def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -162,14 +163,14 @@ class _ResultChecker(TorchFunctionMode):
             # Attention masks contain -inf in every finite step.
             if value is None or (phase == 1 and value == "-inf"):
                 continue
-            index, text = findings[value]
+            index, finding = findings[value]
             # Makes findings comparable between ranks: the forward pass runs from the first pipeline
             # stage to the last, the backward pass in reverse.
             stage_order = stage if phase == 1 else stages - stage
             infinite = findings.get("inf")
             if value == "nan" and infinite is not None and infinite[0] < index:
-                text += f", after {infinite[1]}"
-            return (phase * 2**16 + stage_order) * 2**40 + index, text
+                finding += f", after {infinite[1]}"
+            return (phase * 2**16 + stage_order) * 2**40 + index, finding
         return NO_FINDING, ""
 
 

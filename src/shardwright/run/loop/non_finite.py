@@ -109,13 +109,13 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
     Raises:
         NonFiniteError: on every rank, if any rank has a non-finite tensor.
     """
-    order, text = NO_FINDING, ""
+    order, finding = NO_FINDING, ""
     for index, (name, tensor) in enumerate(_training_state(net, optimizer)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
-            order, text = index, f"{name} contains {value}"
+            order, finding = index, f"{name} contains {value}"
             break
-    problem = earliest_finding(net, order, text)
+    problem = earliest_finding(net, order, finding)
     if problem is not None:
         raise NonFiniteError(
             f"{where}: {problem}. No checkpoint of this state is saved\n"

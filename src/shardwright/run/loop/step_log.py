@@ -71,8 +71,8 @@ def open_step_log(path: Path, start: Position) -> TextIO:
     crash, so that no step is logged twice.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text() if path.exists() else ""
-    complete = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    content = path.read_text() if path.exists() else ""
+    complete = [line for line in content.splitlines(keepends=True) if line.endswith("\n")]
     steps = [(line, StepRecord.from_json(line)) for line in complete]
     earlier = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
     partial = path.with_name(f"{path.name}.partial")

@@ -76,13 +76,13 @@ class StepProfile:
         """
         events = self._profile.events() or []  # type: ignore[no-untyped-call]
         summary = StepSummary.of(events, self.steps, self._is_accelerated)
-        peak = peak_bytes(self._device)
-        if peak is None:
+        peak_memory = peak_bytes(self._device)
+        if peak_memory is None:
             # The CPU allocator records no peak: add up the allocation events of the profiler.
-            peak = _persistent_bytes(net, optimizer) + peak_allocated(events)
-        seconds_by_kind = dict(summary.kinds)
+            peak_memory = _persistent_bytes(net, optimizer) + peak_allocated(events)
+        seconds_by_kind = dict(summary.seconds_of)
         return MeasuredRank(
-            rank, stage, self._seconds_per_step, seconds_by_kind, summary.collectives, peak
+            rank, stage, self._seconds_per_step, seconds_by_kind, summary.collectives, peak_memory
         )
 
 
@@ -95,17 +95,17 @@ def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def gather_measured(own: MeasuredRank) -> tuple[MeasuredRank, ...]:
+def gather_measured(measured: MeasuredRank) -> tuple[MeasuredRank, ...]:
     """Gather the measurements of all ranks on rank 0. Collective.
 
     Args:
-        own: measurements of this rank.
+        measured: measurements of this rank.
 
     Returns:
         The measurements in order of ranks on rank 0; an empty tuple on other ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return (own,)
+        return (measured,)
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, gathered)
+    dist.gather_object(measured, gathered)
     return tuple(gathered or ())

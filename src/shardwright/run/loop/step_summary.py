@@ -36,13 +36,13 @@ class _EventContext:
     """Properties that an event inherits from the events that enclose it.
 
     Args:
-        kind: category to which the event's time is added; empty if not yet determined.
+        category: category to which the event's time is added; empty if not yet determined.
         backward: whether the event is in the backward pass.
         waiting: whether the event is in a pipeline schedule, but outside all passes of chunks.
         collective: collective and mesh axes of the enclosing send or wait; None outside one.
     """
 
-    kind: str = ""
+    category: str = ""
     backward: bool = False
     waiting: bool = False
     collective: tuple[str, str] | None = None
@@ -53,11 +53,11 @@ class StepSummary:
     """Averages over the profiled steps.
 
     Args:
-        kinds: seconds per step, by category.
+        seconds_of: seconds per step, by category.
         totals: count, bytes and seconds per step of collectives, by collective and mesh axes.
     """
 
-    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds_of: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     totals: dict[tuple[str, str], list[float]] = field(
         default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0])
     )
@@ -82,7 +82,7 @@ class StepSummary:
             )
         if is_accelerated:
             kernels = [e for e in events if not (_is_host_event(e) or e.is_user_annotation)]
-            summary.kinds[EXPOSED] = _exposed_microseconds(kernels) / 1e6 / steps
+            summary.seconds_of[EXPOSED] = _exposed_microseconds(kernels) / 1e6 / steps
         return summary
 
     def _add_event(
@@ -100,14 +100,14 @@ class StepSummary:
             weight: 1 / number of steps.
         """
         seconds = weight * event.time_range.elapsed_us() / 1e6
-        if context.kind:
-            self.kinds[context.kind] += self_seconds
+        if context.category:
+            self.seconds_of[context.category] += self_seconds
         # Pipeline bubbles are the time of a schedule outside its passes. An accelerator runs
         # asynchronously, so there a waiting host does not mean an idle device.
         if not is_accelerated and event.name == SCHEDULE:
-            self.kinds[WAITING] += seconds
+            self.seconds_of[WAITING] += seconds
         if not is_accelerated and PASS.fullmatch(event.name):
-            self.kinds[WAITING] -= seconds
+            self.seconds_of[WAITING] -= seconds
         if context.collective is not None:
             self.totals[context.collective][2] += self_seconds
         send = SEND.fullmatch(event.name)
@@ -156,10 +156,10 @@ def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
     match = SEND.fullmatch(name) or WAIT.fullmatch(name)
     if match is not None:
         return _EventContext(EXPOSED, parent.backward, collective=(match["kind"], match["over"]))
-    if parent.kind in INHERITED_KINDS:
+    if parent.category in INHERITED_KINDS:
         return parent
     if name.startswith(OPTIMIZER_STEP):
-        return replace(parent, kind=UPDATE)
+        return replace(parent, category=UPDATE)
     if name.startswith(BACKWARD_NODE):
         return replace(parent, backward=True)
     if name == SCHEDULE or PASS.fullmatch(name):
@@ -168,8 +168,8 @@ def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
         # Named ranges of operators are recorded in the forward pass. Within backward, they are
         # operators recomputed by activation checkpointing.
         recomputed = parent.backward and not BUCKET.fullmatch(name)
-        return replace(parent, kind=RECOMPUTED) if recomputed else parent
-    return replace(parent, kind=_category_of_op(name, parent))
+        return replace(parent, category=RECOMPUTED) if recomputed else parent
+    return replace(parent, category=_category_of_op(name, parent))
 
 
 def _category_of_op(name: str, parent: _EventContext) -> str:
@@ -181,7 +181,7 @@ def _category_of_op(name: str, parent: _EventContext) -> str:
     if MATRIX_PRODUCT.fullmatch(name):
         return MATRIX
     is_operator = "::" in name and not name.startswith(("autograd::", "torch::"))
-    return OTHER if is_operator else parent.kind
+    return OTHER if is_operator else parent.category
 
 
 def _self_microseconds(event: Any) -> float:

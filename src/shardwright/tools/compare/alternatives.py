@@ -32,9 +32,9 @@ TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""
 
 
-def alternative_name(kind: str, parts: GridPoint | None) -> str:
+def alternative_name(name: str, degrees: GridPoint | None) -> str:
     """Format the name of an alternative, such as `expert 2·4·1`."""
-    return kind if parts is None else f"{kind} {'·'.join(map(str, parts))}"
+    return name if degrees is None else f"{name} {'·'.join(map(str, degrees))}"
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class Comparison:
     limit: int | None
     alternatives: tuple[Alternative, ...]
 
-    def of_kind(self, kind: str) -> Alternative | None:
-        """Return the first alternative of type `kind`; None if no alternative of this type could be
+    def of_kind(self, name: str) -> Alternative | None:
+        """Return the first alternative of type `name`; None if no alternative of this type could be
         planned."""
-        return next((each for each in self.alternatives if each.kind == kind), None)
+        return next((each for each in self.alternatives if each.kind == name), None)
 
     @property
     def speed_up(self) -> float:
@@ -111,7 +111,7 @@ class Comparison:
 
 
 def step_seconds_bound(
-    graph: Graph, cluster: Cluster, parts: GridPoint, micro_batches: int
+    graph: Graph, cluster: Cluster, degrees: GridPoint, micro_batches: int
 ) -> float:
     """Return a lower bound on the step time of a Megatron-style plan, in seconds.
 
@@ -123,11 +123,11 @@ def step_seconds_bound(
     Args:
         graph: the graph of one micro-batch.
         cluster: the cluster, with rates and links of its devices.
-        parts: degrees of parallelism.
+        degrees: degrees of parallelism.
         micro_batches: number of micro-batches per step.
     """
-    data, model, stages = parts
-    device = cluster.device.among(prod(parts))
+    data, model, stages = degrees
+    device = cluster.device.among(prod(degrees))
     data_axes, model_axes = prime_factors(data), prime_factors(model)
     num_axes = len(data_axes) + len(model_axes)
     mesh = DeviceMatrix((*data_axes, *model_axes), tuple(islice(axis_names(), num_axes)))
@@ -138,11 +138,11 @@ def step_seconds_bound(
         flops = work.forward_flops + work.backward_flops
         if flops:
             seconds += (
-                flops / data / model / device.rate(work.dtype, attention=work.kind == "attention")
+                flops / data / model / device.rate(work.dtype, (), work.category == "attention")
             )
         if flops and op.module.rpartition(".")[2] in ROW:
             local_bytes = op.output.numel * op.output.itemsize / data
             passes = 2 if op.inputs[0].requires_grad else 1
             seconds += passes * links.seconds("all_reduce", axes, local_bytes)
-    bubbles = 0 if cluster.device.shared(prod(parts)) else stages - 1
+    bubbles = 0 if cluster.device.shared(prod(degrees)) else stages - 1
     return (micro_batches + bubbles) * seconds / stages

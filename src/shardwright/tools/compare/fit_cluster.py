@@ -60,8 +60,8 @@ class Figure:
 
     def value_in(self, cluster: Cluster) -> float:
         """Return the value of the figure in `cluster`, clamped to the bounds."""
-        part = cluster.device if self.level is None else cluster.levels[self.level]
-        value: float | None = getattr(part, self.name)
+        owner = cluster.device if self.level is None else cluster.levels[self.level]
+        value: float | None = getattr(owner, self.name)
         return min(max(value or self.default, self.minimum), self.maximum)
 
     def replace_in(self, cluster: Cluster, value: float) -> Cluster:
@@ -158,13 +158,13 @@ def fit_cluster(
 
     on_progress("fitting")
     logs = _fit_by_least_squares(residuals, initial_logs, figures)
-    fit = fit_with([float(f"{value:.3g}") for value in np.exp(logs)])
-    if fit.error > MAX_MEDIAN_ERROR:
+    fitted = fit_with([float(f"{value:.3g}") for value in np.exp(logs)])
+    if fitted.error > MAX_MEDIAN_ERROR:
         raise ConfigError(
             f"fitting the cluster {cluster.name} failed: predicted step times are off by"
-            f" {fit.error:.0%} in the median\ncheck the units and `hardware` of the runs"
+            f" {fitted.error:.0%} in the median\ncheck the units and `hardware` of the runs"
         )
-    return fit
+    return fitted
 
 
 def _fit_by_least_squares(

@@ -147,7 +147,7 @@ def compare_measured(
         model_plans.append(_distinct_plans(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
     orders = [
-        _write_order(index, plans, logs.run, rounds) for index, plans in enumerate(model_plans)
+        _save_order(index, plans, logs.run, rounds) for index, plans in enumerate(model_plans)
     ]
     # One launch per model: the process groups of other models would slow down its steps.
     seconds = [_measure_step_seconds(order, devices, logs) for order in orders]
@@ -188,15 +188,15 @@ def _distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _M
 
 
 def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
-    parts, expert = comparison.expert()
-    yield alternative_name(EXPERT, parts), expert
+    degrees, expert = comparison.expert()
+    yield alternative_name(EXPERT, degrees), expert
     automatic = comparison.automatic()
     stages = automatic.pipeline.stages
     yield AUTO if stages == 1 else f"{AUTO}, {stages} stages", automatic
     data, tensor = (comparison.devices, 1, 1), (1, comparison.devices, 1)
-    for parts in comparison.grid():
-        kind = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(parts, OF_GRID)
-        yield alternative_name(kind, parts), comparison.megatron_plan(parts)
+    for degrees in comparison.grid():
+        name = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(degrees, OF_GRID)
+        yield alternative_name(name, degrees), comparison.megatron_plan(degrees)
     if comparison.is_divisible_by(data):
         sharded = comparison.megatron_plan(data, hsdp={"level": "level3", "threshold": 0})
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
@@ -212,7 +212,7 @@ def _have_equal_programs(plan: Plan, other: Plan) -> bool:
     return runtime_decisions(plan) == runtime_decisions(other)
 
 
-def _write_order(
+def _save_order(
     model_index: int, model_plans: _ModelPlans, folder: Path, rounds: int
 ) -> MeasureOrder:
     """Write the graph and the plans of a model to files in `folder`, for the processes to read."""

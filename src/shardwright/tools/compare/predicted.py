@@ -123,31 +123,32 @@ class GridComparison:
 
     def alternatives(self) -> Iterator[Alternative]:
         """Yield all alternatives with their predicted costs."""
-        parts, plan = self.expert()
-        expert = self._predict_alternative(EXPERT, parts, plan)
+        degrees, plan = self.expert()
+        expert = self._predict_alternative(EXPERT, degrees, plan)
         yield expert
         yield self._predict_alternative(AUTO, None, self.automatic())
         planned_points: dict[GridPoint, Plan] = {}
-        for kind, parts in (
+        for name, degrees in (
             (DATA_PARALLEL, (self.devices, 1, 1)),
             (TENSOR_PARALLEL, (1, self.devices, 1)),
         ):
-            if self.is_divisible_by(parts):
-                planned_points[parts] = self.megatron_plan(parts)
-                yield self._predict_alternative(kind, parts, planned_points[parts])
+            if self.is_divisible_by(degrees):
+                planned_points[degrees] = self.megatron_plan(degrees)
+                yield self._predict_alternative(name, degrees, planned_points[degrees])
         yield from self._best_of_grid(expert, planned_points)
 
     def expert(self) -> tuple[GridPoint, Plan]:
         """Return the configuration's degrees of parallelism, and the plan with these degrees."""
         parallel = self.run.config.parallel
         assert parallel.expert is not None
-        parts = parallel.expert.data_parallel, parallel.expert.model_parallel, int(parallel.stages)
+        expert, stages = parallel.expert, int(parallel.stages)
+        degrees = expert.data_parallel, expert.model_parallel, stages
         plan = self.megatron_plan(
-            parts,
+            degrees,
             seq_parallel=parallel.expert.seq_parallel,
             vocab_emb_dp=parallel.expert.vocab_emb_dp,
         )
-        return parts, plan
+        return degrees, plan
 
     def _best_of_grid(
         self, expert: Alternative, planned_points: dict[GridPoint, Plan]
@@ -162,19 +163,19 @@ class GridComparison:
         """
         micro_batches = self.run.config.parallel.num_micro_batches
         bounds = {
-            parts: step_seconds_bound(self.graph, self.cluster, parts, micro_batches)
-            for parts in self.grid()
+            degrees: step_seconds_bound(self.graph, self.cluster, degrees, micro_batches)
+            for degrees in self.grid()
         }
         best, too_large = replace(expert, kind=GRID), list[Alternative]()
         # Planning takes seconds, and the dry run for the memory takes longer, so points of the grid
         # are tried in order of their lower bounds, until no bound is below the best step time.
-        for parts in sorted(bounds, key=lambda each: bounds[each]):
-            if best.fits and bounds[parts] >= best.seconds:
+        for degrees in sorted(bounds, key=lambda each: bounds[each]):
+            if best.fits and bounds[degrees] >= best.seconds:
                 break
-            plan = planned_points.get(parts) or self.megatron_plan(parts)
+            plan = planned_points.get(degrees) or self.megatron_plan(degrees)
             assert plan.step_time is not None
             if not best.fits or plan.step_time < best.seconds:
-                alternative = self._predict_alternative(GRID, parts, plan)
+                alternative = self._predict_alternative(GRID, degrees, plan)
                 if not alternative.fits:
                     too_large.append(replace(alternative, kind=OF_GRID))
                 if alternative.fits or alternative.memory < best.memory:
@@ -186,14 +187,14 @@ class GridComparison:
         """Yield the degrees (data, tensor, pipeline) that divide the model's sizes."""
         for stages in _divisors(self.devices):
             for model in _divisors(self.devices // stages):
-                parts = self.devices // stages // model, model, stages
-                if self.is_divisible_by(parts):
-                    yield parts
+                degrees = self.devices // stages // model, model, stages
+                if self.is_divisible_by(degrees):
+                    yield degrees
 
-    def is_divisible_by(self, parts: GridPoint) -> bool:
-        """Whether the degrees `parts` divide the model's sizes, and the schedule can run the
+    def is_divisible_by(self, degrees: GridPoint) -> bool:
+        """Whether the degrees `degrees` divide the model's sizes, and the schedule can run the
         stages."""
-        data, model, stages = parts
+        data, model, stages = degrees
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._megatron_schedule)
         can_pipeline = stages == 1 or (
@@ -226,7 +227,7 @@ class GridComparison:
 
     def megatron_plan(
         self,
-        parts: GridPoint,
+        degrees: GridPoint,
         seq_parallel: bool | None = None,
         vocab_emb_dp: bool = False,
         hsdp: Mapping[str, Any] | None = None,
@@ -234,13 +235,13 @@ class GridComparison:
         """Plan with data, tensor and pipeline parallelism as in Megatron-LM.
 
         Args:
-            parts: degrees of parallelism.
+            degrees: degrees of parallelism.
             seq_parallel: whether to shard norms and residuals along the sequence; by default only
                 with tensor parallelism.
             vocab_emb_dp: whether to replicate the embedding over tensor-parallel devices.
             hsdp: ZeRO settings; by default the settings of the configuration.
         """
-        data, model, stages = parts
+        data, model, stages = degrees
         pin_expert(
             self.net,
             data_parallel=data,
@@ -256,7 +257,7 @@ class GridComparison:
             cluster=self.cluster,
             memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
-            on_progress=nested_progress(self.run.on_progress, "·".join(map(str, parts))),
+            on_progress=nested_progress(self.run.on_progress, "·".join(map(str, degrees))),
             **{**self._shared_plan_options(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
 
@@ -275,20 +276,20 @@ class GridComparison:
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 
-    def _predict_alternative(self, kind: str, parts: GridPoint | None, plan: Plan) -> Alternative:
+    def _predict_alternative(self, name: str, degrees: GridPoint | None, plan: Plan) -> Alternative:
         assert plan.step is not None
-        phase = kind if parts is None else "·".join(map(str, parts))
+        phase = name if degrees is None else "·".join(map(str, degrees))
         self.run.on_progress(f"{phase}: memory")
-        peak = plan.memory.peak
+        peak_bytes = plan.memory.peak
         return Alternative(
-            kind,
-            parts,
+            name,
+            degrees,
             plan.step.seconds,
             self.tokens / plan.step.seconds,
-            peak,
+            peak_bytes,
             plan.bytes,
-            self.limit is None or peak <= self.limit,
-            plan.gap if kind == AUTO else None,
+            self.limit is None or peak_bytes <= self.limit,
+            plan.gap if name == AUTO else None,
         )
 
 

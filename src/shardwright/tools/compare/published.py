@@ -142,11 +142,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @model_validator(mode="after")
     def _check_sizes_agree(self) -> Self:
-        parts = f"{self.data_parallel} · {self.tensor_parallel} · {self.stages}"
+        product = f"{self.data_parallel} · {self.tensor_parallel} · {self.stages}"
         if self.devices != self.data_parallel * self.tensor_parallel * self.stages:
             raise ValueError(
                 f"`devices` is {self.devices}, not data_parallel · tensor_parallel · stages ="
-                f" {parts}"
+                f" {product}"
             )
         samples = self.micro_batch * self.data_parallel
         if self.global_batch % samples:
@@ -296,7 +296,7 @@ def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
         return row_type.model_validate(row)
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in details["loc"])
+        key = ".".join(str(entry) for entry in details["loc"])
         if details["type"] == "missing":
             raise ConfigError(f"{location}: the key `{key}` is missing") from None
         problem = details["msg"].removeprefix("Value error, ")
@@ -339,17 +339,17 @@ class PlannedRun:
         # that are not recomputed. Ours also saves the inputs of the recomputed segments between
         # them, so memory is predicted with full recomputation plus the saved results.
         graph, decisions = candidate.model.graph, candidate.decisions
-        blocks = {mark.segment for mark in decisions.recompute.values()}
+        blocks = {recompute.segment for recompute in decisions.recompute.values()}
         block_ops = {op.name: path for op in graph.ops if (path := _enclosing_block(op, blocks))}
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
-        peak = candidate.memory(replace(decisions, recompute=all_recomputed)).peak
+        peak_bytes = candidate.memory(replace(decisions, recompute=all_recomputed)).peak
         saved_bytes = sum(
             _output_bytes(graph.by_name[name], candidate)
             for name in block_ops
             if name not in decisions.recompute
         )
         stages = self.run.stages
-        return peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
+        return peak_bytes + int(saved_bytes / stages * min(stages, self.run.micro_batches))
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -427,6 +427,6 @@ def _output_bytes(op: Op, candidate: Candidate) -> float:
 
 
 def _enclosing_block(op: Op, blocks: Collection[str]) -> str | None:
-    parts = op.module.split(".")
-    paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    names = op.module.split(".")
+    paths = (".".join(names[:end]) for end in range(1, len(names) + 1))
     return next((path for path in paths if path in blocks), None)

@@ -121,11 +121,11 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
             plan.pipeline.stages,
             decision[1],
             plan.bytes,
-            peak,
+            size,
             plan.step_time,
-            limit is None or peak <= limit,
+            limit is None or size <= limit,
         )
-        for each, plan, peak, decision in zip(mem_coeffs, plans, peaks, decisions, strict=True)
+        for each, plan, size, decision in zip(mem_coeffs, plans, peaks, decisions, strict=True)
     ]
     values = break_evens(graph, prime_mesh(plans[0].mesh.num_devices))
     return Tuning(devices, parallel.cluster, limit, tuple(trials), values)

@@ -24,28 +24,29 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     """Return the chart of a step's predicted and measured time, by category."""
     stage, ranks = _busiest_stage(measured)
     seconds = fmean(rank.seconds for rank in ranks)
-    kinds = {kind: fmean(rank.kinds.get(kind, 0.0) for rank in ranks) for kind in KINDS}
-    kinds[BETWEEN_OPERATORS] = max(0.0, seconds - sum(kinds.values()))
+    seconds_of = {each: fmean(rank.kinds.get(each, 0.0) for rank in ranks) for each in KINDS}
+    seconds_of[BETWEEN_OPERATORS] = max(0.0, seconds - sum(seconds_of.values()))
     predicted_kinds = _predicted_seconds(plan)
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
     predicted_rows = [("predicted", predicted_kinds)] if predicted_kinds else []
     rows = tuple(
         _step_time_stack(name, row_kinds, longest)
-        for name, row_kinds in (*predicted_rows, ("measured", kinds))
+        for name, row_kinds in (*predicted_rows, ("measured", seconds_of))
     )
     step = None if plan.step is None else plan.step.seconds
     table = [_comparison_cells("step", step, seconds)]
-    for kind in KINDS:
-        if kinds[kind] or predicted_kinds.get(kind):
+    for category in KINDS:
+        if seconds_of[category] or predicted_kinds.get(category):
             predicted = (
                 None
-                if not predicted_kinds or kind == BETWEEN_OPERATORS
-                else predicted_kinds.get(kind, 0.0)
+                if not predicted_kinds or category == BETWEEN_OPERATORS
+                else predicted_kinds.get(category, 0.0)
             )
             # Waiting is not measured on an accelerator.
-            unknown = kind == WAITING and not kinds[kind]
-            table.append(_comparison_cells(kind, predicted, None if unknown else kinds[kind]))
-    shown = tuple(kind for kind in KINDS if kinds[kind] or predicted_kinds.get(kind))
+            unknown = category == WAITING and not seconds_of[category]
+            value = None if unknown else seconds_of[category]
+            table.append(_comparison_cells(category, predicted, value))
+    shown = tuple(each for each in KINDS if seconds_of[each] or predicted_kinds.get(each))
     return Chart(rows, shown, _step_time_note(plan, measured, stage), ("", *HEADER), tuple(table))
 
 
@@ -68,23 +69,24 @@ def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
 def _predicted_seconds(plan: PlanData) -> dict[str, float]:
     """Return a step's predicted seconds by measured category; empty without a prediction."""
     result: dict[str, float] = {}
-    for part in () if plan.step is None else plan.step.parts:
-        kind = EXPOSED if part.kind in COMMUNICATION else part.kind
-        result[kind] = result.get(kind, 0.0) + part.seconds
+    for time_part in () if plan.step is None else plan.step.parts:
+        category = EXPOSED if time_part.kind in COMMUNICATION else time_part.kind
+        result[category] = result.get(category, 0.0) + time_part.seconds
     return result
 
 
-def _step_time_stack(label: str, kinds: Mapping[str, float], longest: float) -> Stack:
-    shown = {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
-    return Stack(label, seconds_text(sum(kinds.values())), stack_bars(shown, longest, seconds_text))
+def _step_time_stack(label: str, seconds_of: Mapping[str, float], longest: float) -> Stack:
+    shown = {category: seconds_of[category] for category in KINDS if seconds_of.get(category)}
+    total = seconds_text(sum(seconds_of.values()))
+    return Stack(label, total, stack_bars(shown, longest, seconds_text))
 
 
 def _comparison_cells(
     name: str, predicted: float | None, measured: float | None
 ) -> tuple[str, ...]:
     ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else ""
-    texts = ("" if value is None else seconds_text(value) for value in (predicted, measured))
-    return (name, *texts, ratio)
+    cells = ("" if value is None else seconds_text(value) for value in (predicted, measured))
+    return (name, *cells, ratio)
 
 
 def _step_time_note(plan: PlanData, measured: Measured, stage: int) -> str:
@@ -147,8 +149,8 @@ def _mean_total(totals: list[CollectiveTotal], num_ranks: int) -> CollectiveTota
     def mean(name: str) -> float:
         return sum(getattr(total, name) or 0.0 for total in totals) / num_ranks
 
-    kind, over = totals[0].kind, totals[0].over
-    return CollectiveTotal(kind, over, mean("count"), mean("bytes"), mean("seconds"))
+    collective, over = totals[0].kind, totals[0].over
+    return CollectiveTotal(collective, over, mean("count"), mean("bytes"), mean("seconds"))
 
 
 def _collective_cells(

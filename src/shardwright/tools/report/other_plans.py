@@ -50,19 +50,20 @@ def _plan_stacks(
 ) -> Iterator[Stack]:
     if plan.step_time is not None and max_seconds:
         yield _single_bar_stack("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
-    peak, limit = _peak_bytes(plan), plan.memory_limit
-    if peak:
-        text = binary(peak) + ", does not fit" * plan.over_limit
+    peak_bytes, limit = _peak_bytes(plan), plan.memory_limit
+    if peak_bytes:
+        size_text = binary(peak_bytes) + ", does not fit" * plan.over_limit
         limit_position = None if limit is None else limit / max_memory
         state = "bad" if plan.over_limit else ""
-        yield _single_bar_stack("memory", text, peak / max_memory, limit_position, state)
+        yield _single_bar_stack("memory", size_text, peak_bytes / max_memory, limit_position, state)
     yield _single_bar_stack("sent", binary(plan.bytes), plan.bytes / (max_sent or 1))
 
 
 def _single_bar_stack(
-    kind: str, text: str, length: float, limit: float | None = None, state: str = ""
+    category: str, size_text: str, length: float, limit: float | None = None, state: str = ""
 ) -> Stack:
-    return Stack(kind, text, (Bar(kind, kind, text, 0.0, length),), limit, state)
+    bar = Bar(category, category, size_text, 0.0, length)
+    return Stack(category, size_text, (bar,), limit, state)
 
 
 def _differences_table(plan: PlanData, other: PlanData) -> Chart:

@@ -26,7 +26,7 @@ class Headline:
     """
 
     label: str
-    text: str
+    figure: str
     note: str = ""
     state: str = ""
 
@@ -36,14 +36,14 @@ class Bar:
     """A bar of a waterfall; lengths are fractions of the total.
 
     Args:
-        kind: category of time or memory, which determines the color.
+        category: category of time or memory, which determines the color.
         start, length: position of the left end, and length.
         hidden: length of the part that overlaps earlier bars, drawn left of `start`.
     """
 
     label: str
-    kind: str
-    text: str
+    category: str
+    size_text: str
     start: float
     length: float
     hidden: float = 0.0
@@ -51,19 +51,19 @@ class Bar:
 
 
 def stack_bars(
-    sizes: Mapping[str, Size], full_width: float, text: Callable[[Size], str]
+    sizes: Mapping[str, Size], full_width: float, format_size: Callable[[Size], str]
 ) -> tuple[Bar, ...]:
     """Return adjacent bars, one for each kind of memory or time.
 
     Args:
         sizes: bytes or seconds by kind of memory or time.
         full_width: size of a bar of length 1.
-        text: formats a size as the label of its bar.
+        format_size: formats a size as the label of its bar.
     """
     starts = accumulate(sizes.values(), initial=0)
     return tuple(
-        Bar(kind, kind, text(size), start / full_width, size / full_width)
-        for (kind, size), start in zip(sizes.items(), starts, strict=False)
+        Bar(category, category, format_size(size), start / full_width, size / full_width)
+        for (category, size), start in zip(sizes.items(), starts, strict=False)
     )
 
 
@@ -77,7 +77,7 @@ class Stack:
     """
 
     label: str
-    text: str
+    size_text: str
     bars: tuple[Bar, ...]
     limit: float | None = None
     state: str = ""
@@ -102,7 +102,7 @@ class OperatorTensor:
     """
 
     name: str
-    kind: str
+    origin: str
     shape: str
     local_shape: str
     placement: str
@@ -197,7 +197,7 @@ class Curve:
     """
 
     label: str
-    text: str
+    peak_text: str
     columns: tuple[tuple[str, str, float], ...]
     limit: float | None = None
 
@@ -208,13 +208,13 @@ class Chart:
 
     Args:
         rows: bars of a waterfall, or stacks.
-        kinds: entries of the legend.
+        legend: entries of the legend.
         note: text below the chart; the only content of a chart without bars.
         header, table: column titles and rows of the table below.
     """
 
     rows: tuple[Bar | Stack, ...] = ()
-    kinds: tuple[str, ...] = ()
+    legend: tuple[str, ...] = ()
     note: str = ""
     header: tuple[str, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()

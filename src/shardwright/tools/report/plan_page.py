@@ -94,7 +94,7 @@ def plan_page(
         lanes=lanes,
         pipeline_note=note,
         stages=_stages_chart(plan),
-        traffic=_traffic_chart(plan),
+        traffic=_communication_chart(plan),
         others=_other_plans_chart(plan, others or {}),
         other_plans=tuple(other_plans(plan, others or {})),
         axes=tuple(_mesh_axes(plan)),
@@ -134,10 +134,10 @@ def _headlines(plan: PlanData) -> Iterator[Headline]:
     yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
     if plan.global_batch is not None:
         count, sequence = plan.pipeline.micro_batches, plan.sequence
-        parts = [] if sequence is None else [f"of {sequence:,} tokens"]
-        parts += [f"{count:,} micro-batches of {plan.global_batch // count:,}"] * (count > 1)
+        details = [] if sequence is None else [f"of {sequence:,} tokens"]
+        details += [f"{count:,} micro-batches of {plan.global_batch // count:,}"] * (count > 1)
         unit = "samples" if sequence is None else "sequences"
-        yield Headline("Global batch", f"{plan.global_batch:,} {unit}", ", ".join(parts))
+        yield Headline("Global batch", f"{plan.global_batch:,} {unit}", ", ".join(details))
 
 
 def _param_count_text(count: int) -> str:
@@ -157,11 +157,11 @@ def _memory_headline(plan: PlanData) -> Headline:
     if memory is None:
         note = "" if limit is None else f"the limit is {binary(limit)}"
         return Headline("Memory per device", "not predicted", note)
-    peak = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
+    peak_name = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
     if limit is None:
-        return Headline("Memory per device", binary(memory.peak), f"{peak}; no limit is known")
+        return Headline("Memory per device", binary(memory.peak), f"{peak_name}; no limit is known")
     verdict = "does not fit" if plan.over_limit else "fits"
-    note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {peak}: {verdict}"
+    note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {peak_name}: {verdict}"
     state = "bad" if plan.over_limit else "good"
     return Headline("Memory per device", binary(memory.peak), note, state)
 
@@ -172,24 +172,24 @@ def _time_chart(plan: PlanData) -> Chart:
     if step is None:
         return Chart(note="No time is predicted: plan for a cluster.")
     coarse = step.utilization is None
-    parts = tuple(_time_parts_of_old_plan(step)) if coarse else step.parts
-    whole = max(step.seconds, sum(part.seconds for part in parts)) or 1.0
-    starts = accumulate((part.seconds for part in parts), initial=0.0)
+    time_parts = tuple(_time_parts_of_old_plan(step)) if coarse else step.parts
+    total = max(step.seconds, sum(time_part.seconds for time_part in time_parts)) or 1.0
+    starts = accumulate((time_part.seconds for time_part in time_parts), initial=0.0)
     bars = tuple(
         Bar(
-            label=_time_part_label(part),
-            kind=part.kind,
-            text=_seconds_and_share(part.seconds, whole),
-            start=start / whole,
-            length=part.seconds / whole,
-            hidden=min(part.hidden, start) / whole,
-            note=f"{seconds_text(part.hidden)} hidden" if part.hidden else "",
+            label=_time_part_label(time_part),
+            category=time_part.kind,
+            size_text=_seconds_and_share(time_part.seconds, total),
+            start=start / total,
+            length=time_part.seconds / total,
+            hidden=min(time_part.hidden, start) / total,
+            note=f"{seconds_text(time_part.hidden)} hidden" if time_part.hidden else "",
         )
-        for part, start in zip(parts, starts, strict=False)
+        for time_part, start in zip(time_parts, starts, strict=False)
     )
     stages = "the busiest stage" if plan.pipeline.stages > 1 else "each device"
     note = f"Time of {stages}, ordered by kind, not by time."
-    if any(part.hidden for part in parts):
+    if any(time_part.hidden for time_part in time_parts):
         note += " Hatched: communication that overlaps computation and does not lengthen the step."
     if coarse:
         note = f"Computation by kind and communication by axis: {OLD_FILE_NOTE}"
@@ -216,14 +216,14 @@ def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
     releases."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
-    rest = step.seconds - step.computation - step.communication
-    if step.bubble and rest > 0:
-        yield TimePart(WAITING, (), rest)
+    remaining = step.seconds - step.computation - step.communication
+    if step.bubble and remaining > 0:
+        yield TimePart(WAITING, (), remaining)
 
 
-def _time_part_label(part: TimePart) -> str:
-    over = f" over {'·'.join(part.axes)}" if part.axes else ""
-    return part.kind if part.kind in COMPUTATION else f"{part.kind}{over}"
+def _time_part_label(time_part: TimePart) -> str:
+    over = f" over {'·'.join(time_part.axes)}" if time_part.axes else ""
+    return time_part.kind if time_part.kind in COMPUTATION else f"{time_part.kind}{over}"
 
 
 def _memory_chart(plan: PlanData) -> Chart:
@@ -242,7 +242,7 @@ def _memory_chart(plan: PlanData) -> Chart:
         rows.append(
             Stack(
                 label=f"stage {stage.stage}" if len(memory.stages) > 1 else "each device",
-                text=binary(stage.peak),
+                size_text=binary(stage.peak),
                 bars=stack_bars(sizes, width, binary),
                 limit=None if limit is None else limit / width,
                 state="bad" if over_limit else "",
@@ -269,8 +269,8 @@ def _memory_curves(plan: PlanData) -> Iterator[Curve]:
         )
         if columns:
             label = f"stage {stage.stage}" if len(memory.stages) > 1 else "each device"
-            text = f"at most {binary(stage.peak)}"
-            yield Curve(label, text, columns, limit / top if limit is not None and near else None)
+            line = limit / top if limit is not None and near else None
+            yield Curve(label, f"at most {binary(stage.peak)}", columns, line)
 
 
 _COLUMN_KINDS = {"forward": "F0", "backward": "B0"}
@@ -284,7 +284,7 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
     stage = plan.known_memory.largest_stage
     header = ("produced by, or for", "kind", "size")
     note = f"The largest tensors of one micro-batch at the peak ({stage.moment})."
-    rows = tuple((name, kind, binary(size)) for name, kind, size in stage.largest)
+    rows = tuple((name, category, binary(size)) for name, category, size in stage.largest)
     return Chart(note=note, header=header, table=rows)
 
 
@@ -298,10 +298,10 @@ def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
     if pipeline.num_chunks * pipeline.micro_batches > MAX_TIMELINE_PASSES:
         return (), f"{pipeline.micro_batches:,} micro-batches are too many to draw."
     line = timeline(pipeline, chunks)
-    whole = line.seconds or 1.0
+    total = line.seconds or 1.0
     has_chunks = pipeline.chunks > 1
 
-    def text(seconds: float) -> str:
+    def duration(seconds: float) -> str:
         return "" if plan.step is None else f", {seconds_text(seconds)}"
 
     lanes = tuple(
@@ -310,12 +310,12 @@ def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
             f"idle {line.bubbles[stage]:.1%}" if line.seconds else "",
             tuple(
                 (
-                    span.action.kind,
+                    span.action.pass_type,
                     span.action.micro_batch,
                     f"{span.action}{f' of chunk {span.action.chunk}' if has_chunks else ''}"
-                    f"{text(span.end - span.start)}",
-                    span.start / whole,
-                    (span.end - span.start) / whole,
+                    f"{duration(span.end - span.start)}",
+                    span.start / total,
+                    (span.end - span.start) / total,
                 )
                 for span in spans
             ),
@@ -339,7 +339,7 @@ def _stages_chart(plan: PlanData) -> Chart:
     return Chart(header=("", "computes"), table=tuple(table))
 
 
-def _traffic_chart(plan: PlanData) -> Chart:
+def _communication_chart(plan: PlanData) -> Chart:
     """Return the table of communication volume by type of collective and mesh axes, and between
     stages."""
     sent: dict[str, list[int]] = {}

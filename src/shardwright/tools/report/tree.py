@@ -101,16 +101,16 @@ def _operator_fact_rows(plan: PlanData, fold: Fold, reason: str) -> Iterable[tup
 def _input_tensors(
     plan: PlanData, row: OperatorRow, pictures: dict[TensorLayout, int]
 ) -> Iterable[OperatorTensor]:
-    for (name, shape, kind), layout in zip(row.inputs, row.input_layouts, strict=True):
+    for (name, shape, tensor_origin), layout in zip(row.inputs, row.input_layouts, strict=True):
         stored = ""
-        if kind == "parameter" and plan.storage.get(name, layout.axes) != layout.axes:
+        if tensor_origin == "parameter" and plan.storage.get(name, layout.axes) != layout.axes:
             stored = TensorLayout(plan.mesh, plan.storage[name]).placement
-        yield _operator_tensor(name, kind, shape, layout, pictures, stored)
+        yield _operator_tensor(name, tensor_origin, shape, layout, pictures, stored)
 
 
 def _operator_tensor(
     name: str,
-    kind: str,
+    origin: str,
     shape: tuple[int, ...],
     layout: TensorLayout,
     pictures: dict[TensorLayout, int],
@@ -118,7 +118,7 @@ def _operator_tensor(
 ) -> OperatorTensor:
     return OperatorTensor(
         name,
-        kind,
+        origin,
         shape_text(shape),
         shape_text(layout.shard_shape(shape)),
         layout.placement,

@@ -17,7 +17,7 @@ from core.search.handmade import llama as llama_graph
 from random_cases import random_cases
 from random_plans import random_cuts
 from sample_models import Model, llama, mlp, resnet
-from shardwright.core.graph.graph import Graph, Kind
+from shardwright.core.graph.graph import Graph, Origin
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import Communication, communication, storage_as_used
@@ -67,7 +67,7 @@ def activation_bytes(found: Communication) -> int:
     return sum(
         t.forward_bytes + t.backward_bytes
         for t in found.transfers
-        if t.value.kind is not Kind.PARAMETER
+        if t.value.origin is not Origin.PARAMETER
     )
 
 
@@ -203,7 +203,7 @@ def test_a_residual_stream_is_not_converted_around_one_pinned_layer() -> None:
         assert cuts[f"{i}.up"] == {"j": (0, 1, 2)}
         assert cuts[f"{i}.down"] == {"k": (0, 1, 2)}
         assert f"{i}.add" not in cuts
-    kinds = {t.step.kind for t in flow(graph, EIGHT, cuts).transfers}
+    kinds = {t.step.operation for t in flow(graph, EIGHT, cuts).transfers}
     assert kinds <= {"all_reduce", "vary", "slice"}
 
 

@@ -95,8 +95,8 @@ def _axis_distributions(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
         yield ()
         return
     for first in range(axes + 1):
-        for rest in _axis_distributions(axes - first, factors - 1):
-            yield (first, *rest)
+        for later_counts in _axis_distributions(axes - first, factors - 1):
+            yield (first, *later_counts)
 
 
 class CountedRedistributionBound:

@@ -76,7 +76,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
     """
     search = timed_search(request)
     graph, bound = request.graph, 0.0
-    search_part, joint_part, bound_part = (subrange(request.on_share, part, 3) for part in range(3))
+    search_part, joint_part, bound_part = (subrange(request.on_share, i, 3) for i in range(3))
     # The heuristic plan first: it is the result if the tables are too large.
     plans = [cuts_of_graph(graph, search.problem, search.best(search_part))]
     unfolded_search = timed_search(request, fold=False)

@@ -158,7 +158,7 @@ class _Neighborhood:
 
     def _cut_generator(self, cuts: list[Cuts]) -> NearbyCuts:
         shared = [
-            SharedTensor(self._dims_at_end(own_end), self._layout_at_end(other_end, cuts))
+            SharedTensor(self._dims_at_edge_end(own_end), self._layout_at_edge_end(other_end, cuts))
             for edge in self.edges
             for other_end in edge.ends()
             if other_end.variable != self.index
@@ -170,12 +170,12 @@ class _Neighborhood:
         joined = rule.joined if rule is not None else {}
         return NearbyCuts(self.objective.model.mesh, limits, shared, joined)
 
-    def _dims_at_end(self, end: EdgeEnd) -> Dims:
+    def _dims_at_edge_end(self, end: EdgeEnd) -> Dims:
         rule = self.variable.rule
         assert rule is not None
         return (rule.inputs, rule.outputs)[end.is_output][end.tensor_index]
 
-    def _layout_at_end(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
+    def _layout_at_edge_end(self, end: EdgeEnd, cuts: list[Cuts]) -> TensorLayout:
         variable = self.objective.problem.variables[end.variable]
         layouts = self.objective.layouts(variable, cuts[end.variable])
         return layouts[end.is_output][end.tensor_index]

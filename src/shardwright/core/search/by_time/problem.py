@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from shardwright.core.cost.flops import Work, work_of
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.partition.decisions import NO_OUTPUTS, CutAxes, Outputs
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, ShardingRule, num_rules
@@ -193,7 +193,7 @@ def _build_problem(
     # Sorted, so that variables are in graph order.
     index_of = {op: index for index, op in enumerate(sorted(set(decided_by)))}
     variable_of = tuple(index_of[op] for op in decided_by)
-    own_parameters = _own_parameter_indices(graph, indexed)
+    own_parameters = _unshared_parameter_indices(graph, indexed)
     counts = [0] * len(index_of)
     for variable in variable_of:
         counts[variable] += 1
@@ -223,12 +223,12 @@ def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) ->
     return id(work), requires_grad, pin, outputs.get(op.name)
 
 
-def _own_parameter_indices(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
+def _unshared_parameter_indices(graph: Graph, indexed: IndexedGraph) -> list[tuple[int, ...]]:
     return [
         tuple(
             input_index
             for input_index, value in enumerate(op.inputs)
-            if value.kind is Kind.PARAMETER and len(indexed.consumers[read[input_index]]) == 1
+            if value.origin is Origin.PARAMETER and len(indexed.consumers[read[input_index]]) == 1
         )
         for op, read in zip(graph.ops, indexed.inputs, strict=True)
     ]
@@ -247,7 +247,7 @@ def _tensor_edges(
     edges: dict[Hashable, tuple[TensorEdge, int]] = {}
     for value_index, value in enumerate(graph.values()):
         uses = indexed.consumers[value_index]
-        is_parameter = value.kind is Kind.PARAMETER
+        is_parameter = value.origin is Origin.PARAMETER
         # A parameter with one consumer is stored as it is read; its cost belongs to the operator.
         if (is_parameter and len(uses) < 2) or not (uses or value in replicated):
             continue

@@ -147,13 +147,13 @@ class TimedSearch:
             on_share: called with the completed fraction, which jumps when a part ends early.
         """
         recursion_part, *local_search_parts, swap_part = (
-            subrange(on_share, part, 4) for part in range(4)
+            subrange(on_share, index, 4) for index in range(4)
         )
         totals: list[tuple[float, list[Cuts]]] = []
-        for cuts, part in zip(
+        for cuts, local_search_part in zip(
             self._search_all_orders(recursion_part), local_search_parts, strict=False
         ):
-            local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, part)
+            local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, local_search_part)
             # Local search may end at the same cuts from both starts; equal cuts are returned once.
             if all(cuts != earlier_cuts for _, earlier_cuts in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
@@ -197,7 +197,7 @@ class TimedSearch:
         is_exposed = self.objective.cost(cuts).exposed > 0
         # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
         weights = self.weights(1.0 if is_exposed or self.model.shared else 0.0)
-        swap_part, local_search_part = (subrange(on_share, part, 2) for part in range(2))
+        swap_part, local_search_part = (subrange(on_share, index, 2) for index in range(2))
         if swap_axes(self.objective, cuts, self.total, weights, swap_part):
             local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, local_search_part)
 
@@ -223,7 +223,7 @@ class TimedSearch:
         """
         choices = self._pinned_choices()
         decide_part, refine_part, copy_part, second_refine_part = (
-            subrange(on_share, part, 4) for part in range(4)
+            subrange(on_share, index, 4) for index in range(4)
         )
         for axis in track(order, decide_part):
             self._decide_axis(choices, axis, exposed_share)

@@ -23,7 +23,7 @@ import torch
 from shardwright.core.constraints.recompute import add_segments
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.flops import is_view, work_of
-from shardwright.core.graph.graph import Graph, Kind, Op, Value
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
 from shardwright.core.graph.saved_tensors import SavedTensors, saved_tensors
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.communication import Communication, communication
@@ -132,7 +132,7 @@ class RecomputeBlocks:
         """
         num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         saved = {
-            depth: self._saved_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
+            depth: self._bytes_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
         }
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
         # Deep blocks save many inputs, and shallow blocks recompute many operators at once: the
@@ -162,7 +162,7 @@ class RecomputeBlocks:
             for op in self._free_ops
         }
 
-    def _saved_with_all_blocks(self, depth: int) -> int:
+    def _bytes_with_all_blocks(self, depth: int) -> int:
         """Return the bytes saved on a device if all blocks at a depth are recomputed."""
         return sum(
             self._saved_bytes_with_recompute(
@@ -435,7 +435,7 @@ class ActivationEstimate:
         """
         # Parameters are stored anyway, and saving one takes no memory.
         value = op.inputs[index]
-        if value.kind is Kind.PARAMETER:
+        if value.origin is Origin.PARAMETER:
             return
         route = [t for t in flow.routes[op.name, index] if t.segment != segment or not segment]
         sending = [transfer for transfer in route if transfer.forward_bytes]
@@ -446,7 +446,7 @@ class ActivationEstimate:
                 _local_numel(value, route[-1].step.target) * value.itemsize,
             )
 
-        elif value.kind is Kind.ACTIVATION:
+        elif value.origin is Origin.ACTIVATION:
             yield self._saved_result(value, flow)
 
     def _saved_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:

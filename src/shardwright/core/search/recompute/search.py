@@ -187,7 +187,7 @@ class RecomputeSearch:
         once it has been measured."""
         stage, peaks = self._stages[stage_index], self._peaks[stage_index]
         lowest_fitting = min(
-            (n for n, peak in peaks.items() if peak <= self._limit), default=stage.last_level
+            (n for n, size in peaks.items() if size <= self._limit), default=stage.last_level
         )
         highest_exceeding = max((level for level in peaks if level < lowest_fitting), default=-1)
         between = range(highest_exceeding + 1, lowest_fitting)
