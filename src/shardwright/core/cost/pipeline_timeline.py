@@ -26,7 +26,8 @@ class Action:
 
     Args:
         chunk: index of the chunk in the model.
-        pass_type: `F`, `B`, `I` or `W`: forward, full backward, input gradients or weight gradients.
+        pass_type: `F`, `B`, `I` or `W`: forward, full backward, input gradients or weight
+            gradients.
         micro_batch: index of the micro-batch.
     """
 

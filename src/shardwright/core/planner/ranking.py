@@ -57,8 +57,8 @@ class Ranking:
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
     def wants(self, plan_kinds: Iterable[PlanKind]) -> bool:
-        """Whether any of `plan_kinds` has no candidate yet, and fewer than `top` kinds of plans have
-        one.
+        """Whether any of `plan_kinds` has no candidate yet, and fewer than `top` kinds of plans
+        have one.
 
         Args:
             plan_kinds: kinds of plans with equal numbers of micro-batches.
