@@ -192,8 +192,8 @@ def _axes_of(op: Op, num_spatial: int) -> tuple[Resized, ...]:
             step = 1 / scale if scale else size / count
         name = op.short_name
         cubic, antialias = "bicubic" in name, name.endswith("_aa")
-        place = first + n, SPACE[n], size, count
-        axes.append(Resized(*place, step, from_corners, cubic, antialias))
+        dimension = first + n, SPACE[n], size, count
+        axes.append(Resized(*dimension, step, from_corners, cubic, antialias))
     return tuple(axes)
 
 

@@ -20,7 +20,7 @@ from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Red
 from shardwright.core.rules.windowed import Window, per_dim, sharded_windows
 
 
-def _nothing(op: Op, local: Local) -> dict[str, Any]:
+def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
     return {}
 
 
@@ -37,7 +37,7 @@ class Overlapped:
 
     windows: tuple[Window, ...]
     dims: Dims
-    replace: Callable[[Op, Local], dict[str, Any]] = _nothing
+    replace: Callable[[Op, Local], dict[str, Any]] = _no_local_arguments
 
     @property
     def capacity(self) -> dict[str, int]:
@@ -56,12 +56,15 @@ class Overlapped:
             shape[window.dim] += window.before(shards) + window.after(shards)
         exchanges = []
         for window, shards in sharded:
-            for rows, kind in ((window.before(shards), NEXT), (window.after(shards), PREVIOUS)):
+            for rows, operation in (
+                (window.before(shards), NEXT),
+                (window.after(shards), PREVIOUS),
+            ):
                 if rows:
                     halo = (*shape[: window.dim], rows, *shape[window.dim + 1 :])
                     exchanges.append(
                         Reduction(
-                            *((window.factor,), kind, halo, op.output.dtype),
+                            *((window.factor,), operation, halo, op.output.dtype),
                             varying=True,
                             differentiable=op.output.differentiable,
                         )
@@ -78,7 +81,7 @@ class Overlapped:
         replaced |= self._without_padding(op, [window for window, _ in sharded])
         exchanges = iter(local.reduce)
         borders = [
-            _Border(
+            _WrittenHalo(
                 *(window, shards, local.index(window.factor)),
                 following=next(exchanges) if window.before(shards) else None,
                 previous=next(exchanges) if window.after(shards) else None,
@@ -94,7 +97,7 @@ class Overlapped:
                 arguments["bias"] = None
             out: Tensor = op.target(**arguments)
             for border in borders:
-                out = border.place(out)
+                out = border.pad_to_halo(out)
             for border in borders:
                 out = border.exchange(out)
             return out if bias is None else out + bias.view(-1, *(1,) * len(self.windows))
@@ -114,7 +117,7 @@ class Overlapped:
 
 
 @dataclass(frozen=True)
-class _Border:
+class _WrittenHalo:
     """The rows of one sharded dimension that a shard writes of its neighbors.
 
     Args:
@@ -130,7 +133,7 @@ class _Border:
     following: Reduce | None
     previous: Reduce | None
 
-    def place(self, x: Tensor) -> Tensor:
+    def pad_to_halo(self, x: Tensor) -> Tensor:
         """Return the written rows within the rows of this shard and its halo, and 0 elsewhere."""
         window, shards, read = self.window, self.shards, self.window.num_rows(self.shards)
         length = window.before(shards) + window.size // shards + window.after(shards)
@@ -149,14 +152,14 @@ class _Border:
         before, after = window.before(self.shards), window.after(self.shards)
         out, trailing = x.narrow(dim, before, size), (0, 0) * (x.ndim - 1 - dim)
         if self.following is not None:
-            rows = self._within(self.following(x.narrow(dim, 0, before)), self.shards - 1)
+            rows = self._zero_outermost(self.following(x.narrow(dim, 0, before)), self.shards - 1)
             out = out + functional.pad(rows, (*trailing, size - before, 0))
         if self.previous is not None:
-            rows = self._within(self.previous(x.narrow(dim, before + size, after)), 0)
+            rows = self._zero_outermost(self.previous(x.narrow(dim, before + size, after)), 0)
             out = out + functional.pad(rows, (*trailing, 0, size - after))
         return out
 
-    def _within(self, rows: Tensor, index: int) -> Tensor:
+    def _zero_outermost(self, rows: Tensor, index: int) -> Tensor:
         # The exchange is a cycle: the outermost shards get rows of each other's padding.
         is_outermost = torch.full((1,), index, device=rows.device) == self.index
         return rows.masked_fill(is_outermost, 0)

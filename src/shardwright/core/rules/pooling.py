@@ -105,14 +105,14 @@ def _mean_of_counted_rows(
     """Return a function from averages over whole windows to averages over the rows that each window
     counts."""
     arguments = call_arguments(op)
-    places = []
+    bounds = []
     for window in windows:
         shards = local.shard_counts.get(window.factor, 1)
         first = window.first_row(local.index(window.factor) if shards > 1 else 0, shards)
-        places.append((window, first, _counted_rows(arguments, window)))
+        bounds.append((window, first, _counted_rows(arguments, window)))
 
     def divide(out: Tensor) -> Tensor:
-        for window, first, (low, high) in places:
+        for window, first, (low, high) in bounds:
             trailing = (1,) * (out.ndim - 1 - window.dim)
             begins = torch.arange(out.shape[window.dim], device=out.device) * window.stride + first
             counted = (begins + window.extent).clamp(max=high) - begins.clamp(min=low)
@@ -146,8 +146,10 @@ def adaptive_average_rule(num_spatial: int) -> RuleMaker:
 
 
 for _spatial in (1, 2, 3):
-    _whole = [name.format(_spatial) for name in REPLICATED_POOLS]
-    rule_for(*overloads(*_whole, *AVERAGES.get(_spatial, ())))(leading_dims_rule(_spatial))
+    _unsharded_pools = [name.format(_spatial) for name in REPLICATED_POOLS]
+    rule_for(*overloads(*_unsharded_pools, *AVERAGES.get(_spatial, ())))(
+        leading_dims_rule(_spatial)
+    )
     rule_for(*overloads(*(name.format(_spatial) for name in POOLS)))(pooling_rule(_spatial))
     rule_for(*overloads(f"adaptive_avg_pool{_spatial}d"))(adaptive_average_rule(_spatial))
 

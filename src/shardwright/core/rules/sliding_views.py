@@ -47,7 +47,7 @@ def constant_padding(op: Op) -> ShardingRule:
     dims, ndim = names(op.output), len(op.output.shape)
     padded = [ndim - i for i in befores if befores[i] or afters[i]]
     if argument(op, "mode", "constant") != "constant":
-        return _whole(op, padded)
+        return _rule_without_dims(op, padded)
     windows = [_window(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
 
     def unpadded(op: Op, local: Local) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def constant_padding(op: Op) -> ShardingRule:
 def padding_by_rows(op: Op) -> ShardingRule:
     """Padding with rows of the image, `b s _ -> b s _`: padded dimensions cannot be sharded."""
     amounts = argument(op, "padding")
-    return _whole(op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0])
+    return _rule_without_dims(op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0])
 
 
 @rule_for(*overloads("roll"))
@@ -77,7 +77,7 @@ def roll(op: Op) -> ShardingRule:
     dims, shifted = names(op.output), argument(op, "dims")
     shifts = argument(op, "shifts")
     if not shifted:
-        return _whole(op, range(len(dims)))
+        return _rule_without_dims(op, range(len(dims)))
     total = dict.fromkeys((dim % len(dims) for dim in shifted), 0)
     for dim, shift in zip(shifted, shifts, strict=True):
         total[dim % len(dims)] += shift
@@ -156,11 +156,11 @@ def _window(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
     return Window(dim, factor, extent, stride, padding, size, count)
 
 
-def _whole(op: Op, dims: Sequence[int]) -> ShardingRule:
+def _rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
     """Return the rule of an operator that shards all dimensions but `dims`."""
     ndim = len(op.output.shape)
-    whole = {dim % ndim for dim in dims}
-    factors = tuple(None if i in whole else name for i, name in enumerate(names(op.output)))
+    unsharded = {dim % ndim for dim in dims}
+    factors = tuple(None if i in unsharded else name for i, name in enumerate(names(op.output)))
     return sharding_rule(op, (factors,), (factors,))
 
 

@@ -147,8 +147,8 @@ def repeat_rule(op: Op) -> ShardingRule:
         for name, new, old in zip(dims, op.output.shape, sizes, strict=True)
         if name is not None and new != old
     }
-    kept = tuple(None if name in repetitions else name for name in x)
-    return sharding_rule(op, (kept,), (dims,), capacity=repetitions, kernel=_repeat_kernel)
+    unrepeated = tuple(None if name in repetitions else name for name in x)
+    return sharding_rule(op, (unrepeated,), (dims,), capacity=repetitions, kernel=_repeat_kernel)
 
 
 def _repeat_kernel(op: Op, local: Local) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ def largest_count(size: int, is_valid: Callable[[int], bool]) -> int:
 
 
 class Sliding(Protocol):
-    """What slides along one dimension of an image: `Window`, or the resizing of `interpolation`.
+    """A window or a resizing (`interpolation`) that slides along one dimension of an image.
 
     `dim` and `factor` are those of the dimension, and the number of shards must divide `capacity`.
     A shard has `before` rows of the previous shard and `after` rows of the next one, or of padding,
@@ -177,7 +177,7 @@ def sharded_windows(windows: Sequence[_S], shard_counts: Mapping[str, int]) -> l
     return [(window, shards) for window, shards in counts if shards > 1]
 
 
-def _nothing(op: Op, local: Local) -> dict[str, Any]:
+def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
     return {}
 
 
@@ -203,7 +203,7 @@ class Windowed:
     dims: Dims
     padding_value: float | None = 0.0
     pads_all: bool = False
-    replace: Callable[[Op, Local], dict[str, Any]] = _nothing
+    replace: Callable[[Op, Local], dict[str, Any]] = _no_local_arguments
     finish: Callable[[Op, Local], Callable[[Tensor], Tensor]] = _unchanged
 
     @property
@@ -220,12 +220,15 @@ class Windowed:
         ]
         exchanges = []
         for window, shards in sharded_windows(self.windows, shard_counts):
-            for rows, kind in ((window.before(shards), PREVIOUS), (window.after(shards), NEXT)):
+            for rows, operation in (
+                (window.before(shards), PREVIOUS),
+                (window.after(shards), NEXT),
+            ):
                 if rows:
                     halo = (*shape[: window.dim], rows, *shape[window.dim + 1 :])
                     exchanges.append(
                         Reduction(
-                            *((window.factor,), kind, halo, x.dtype),
+                            *((window.factor,), operation, halo, x.dtype),
                             varying=True,
                             differentiable=x.differentiable,
                         )
@@ -325,22 +328,22 @@ class HaloExchange:
 
     def extend(self, x: Tensor) -> Tensor:
         """Return the rows that the windows of the local shard read."""
-        window, shards, parts = self.window, self.shards, [x]
+        window, shards, blocks = self.window, self.shards, [x]
         dim, size = window.dim, x.shape[window.dim]
         before, after = window.before(shards), window.after(shards)
         if self.previous is not None:
             rows = self.previous(x.narrow(dim, size - before, before))
-            parts.insert(0, self._pad_at(rows, 0))
+            blocks.insert(0, self._pad_outermost(rows, 0))
         if self.following is not None:
             rows = self.following(x.narrow(dim, 0, after))
-            parts.append(self._pad_at(rows, shards - 1))
-        extended = torch.cat(parts, dim) if len(parts) > 1 else x
+            blocks.append(self._pad_outermost(rows, shards - 1))
+        extended = torch.cat(blocks, dim) if len(blocks) > 1 else x
         if before + size + after == window.num_rows(shards):
             return extended
         start = window.halo_start(self.index, shards)
         return extended.narrow(dim, start, window.num_rows(shards))
 
-    def _pad_at(self, rows: Tensor, index: int) -> Tensor:
+    def _pad_outermost(self, rows: Tensor, index: int) -> Tensor:
         if self.padding_value is None:
             return rows
         # The exchange is a cycle: the outermost shards get each other's rows.
