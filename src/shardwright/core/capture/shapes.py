@@ -70,7 +70,7 @@ class _CapturesOfSizes:
     """Graphs of calls that differ only in sizes.
 
     Args:
-        known: graphs with fixed sizes, latest first.
+        captured: graphs with fixed sizes, latest first.
     """
 
     def __init__(self, *captured: Graph) -> None:

@@ -38,7 +38,7 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
     causal, as many queries as keys.
 
     Args:
-        args: arguments of the attention call, by name.
+        arguments: arguments of the attention call, by name.
     """
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     return (
@@ -85,7 +85,7 @@ def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) ->
     """Return the numbers of queries and of keys that a device swaps with the mirrored block.
 
     Args:
-        arguments: arguments of the attention call, by name.
+        args: arguments of the attention call, by name.
         devices: number of devices in the ring.
         num_splits: number of shards, by factor `s`, of the queries of a block.
     """

@@ -19,8 +19,8 @@ class RankFailedError(Exception):
     """A rank failed or was killed; the message gives the rank, the reason and its log.
 
     Args:
-        exception_type, text: type name and message of the exception that ended the rank; empty if
-            no exception ended it.
+        exception_type, exception_message: type name and message of the exception that ended the
+            rank; empty if no exception ended it.
         lost_ranks: ranks killed by one of `DEVICE_LOSS_SIGNALS`, whose devices count as lost.
     """
 
