@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import torch
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.core.torch_internals.compiled import is_compiling
 
 
 class Net(nn.Module):
@@ -39,3 +41,31 @@ def test_models_that_are_planned_in_several_threads_at_once_equal_eager() -> Non
         results = list(threads.map(losses_of_planned_and_eager, nets, batches))
     for planned, eager in (pair for losses in results for pair in losses):
         assert torch.equal(planned, eager)
+
+
+class Waiting(nn.Module):
+    """Is traced until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_traced, self.may_end = Event(), Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_traced.set()
+        assert self.may_end.wait(60)
+        return x + 1
+
+
+def test_a_planned_model_is_called_as_ever_while_another_thread_exports() -> None:
+    net, eager, x = Net(4, False), Net(4, False), torch.randn(2, 4)
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=1))
+    other = Waiting()
+    with ThreadPoolExecutor(1) as threads:
+        exported = threads.submit(torch.export.export, other, (x,), strict=False)
+        try:
+            assert other.is_traced.wait(60) and torch.compiler.is_compiling()
+            assert not is_compiling()
+            assert torch.equal(planned(x), eager(x))
+        finally:
+            other.may_end.set()
+        exported.result()

@@ -372,3 +372,25 @@ def test_an_operator_without_float64_is_said_not_to_be_checked() -> None:
 
     with pytest.raises(sw.PlanError, match=r"runs the module in float64, .*Scale must be Float"):
         checked(Program(rounded))
+
+
+class Called(nn.Module):
+    """Has a `__call__` that passes other arguments to `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def __call__(self, x: Tensor) -> Any:
+        return super().__call__(2 * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.linear(x).square().mean()
+        return loss
+
+
+def test_forward_is_compared_where_the_model_has_a_call_of_its_own() -> None:
+    net, args = Called(), (torch.randn(4, 8),)
+    assert sw.check(net, args, None, sw.plan(net, args, devices=2)).passes()
+    planned = sw.parallelize(net, sw.plan(net, args, devices=1), copy=True)
+    torch.testing.assert_close(planned(*args), net(*args))

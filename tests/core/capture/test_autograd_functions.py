@@ -516,3 +516,56 @@ def test_derivatives_that_forward_takes_of_functions_computed_in_full_are_refuse
     derivative = by_grad(lambda x: per_sample(x, ())[0])
     with pytest.raises(CaptureError, match=r"gradients through `shardwright\.local_map"):
         sw.capture(net_with(derivative), (torch.randn(8, 8),))
+
+
+class Similar(Function):
+    """Of rows of length 1, as in `YosoCumulation` of transformers, whose backward approximates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        similarity = (1 - (x @ y.mT).acos() / torch.pi) ** 3
+        ctx.save_for_backward(x, y, similarity)
+        return similarity
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, similarity = ctx.saved_tensors
+        weights = 1.5 * gradient * similarity
+        return weights @ y, weights.mT @ x
+
+
+class Noisy(Function):
+    """Draws random numbers in `backward` only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.flip(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.flip(-1) * torch.rand(gradient.shape[-1])
+
+
+class Rows(nn.Module):
+    """Applies a function to normalized rows."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function, self.linear = function, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nn.functional.normalize(self.linear(x), dim=-1)
+        loss: Tensor = self.function(rows).square().mean()
+        return loss
+
+
+def test_a_derivative_that_is_tried_where_forward_is_not_defined_proves_nothing() -> None:
+    net, batch = Rows(lambda rows: Similar.apply(rows, rows.roll(1, 0))), (torch.randn(8, 8),)
+    assert sw.check(net, batch, None, sw.plan(net, batch, devices=4)).passes()
+
+
+def test_random_numbers_of_a_backward_pass_are_equal_on_all_devices() -> None:
+    net, batch = Rows(Noisy.apply), (torch.randn(8, 8),)
+    check = sw.check(net, batch, None, sw.plan(net, batch, devices=4))
+    assert check.random_operators and check.passes(), str(check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import timeit
@@ -358,3 +359,30 @@ def test_what_a_model_makes_of_the_length_is_made_by_a_plan_too() -> None:
     assert net.mask is None
     wanted = net(BATCH)
     torch.testing.assert_close(planned(BATCH), wanted)
+
+
+class Bound(nn.Module):
+    """Calls a method of its own by `functools.partial`, and counts in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.head = functools.partial(self.scaled, factor=2.0)
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        return self.linear(x) * factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def test_bound_methods_in_attributes_are_those_of_the_captured_copy_for_other_sizes_too() -> None:
+    net, eager = Bound(), Bound()
+    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1))
+    for x in (BATCH, BATCH[:2]):
+        for each in (planned, eager):
+            each.zero_grad()
+            each(x).backward()
+        torch.testing.assert_close(planned.linear.weight.grad, eager.linear.weight.grad)

@@ -223,6 +223,10 @@ TENSORS = (
         "torch._dynamo.config.nontraceable_tensor_subclasses",
         "lets compiled functions take outputs of the whole batch, which compilers cannot trace",
     ),
+    PrivateName(
+        "torch._guards.TracingContext",
+        "whether this thread traces, while `torch.compiler.is_compiling()` is of the process",
+    ),
     PrivateName("torch.Tensor._base", "is told from operators that make tensors"),
     PrivateName("torch.Tensor._version", "finds tensors that were changed in place"),
     PrivateName(

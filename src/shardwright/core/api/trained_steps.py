@@ -260,17 +260,22 @@ class EagerTraining:
     def _result_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         python = self.graph.python
         if python is None:
-            leaves: list[Any] = pytree.tree_leaves(self.module(*args, **kwargs))
+            leaves: list[Any] = pytree.tree_leaves(_call_forward(self.module, args, kwargs))
             return leaves
         # Every call starts from the captured Python state.
         tensors = (*self.module.parameters(), *self.module.buffers())
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
         with undone_effects(python.capture.changes):
-            return result_leaves(module(*args, **kwargs))[0]
+            return result_leaves(_call_forward(module, args, kwargs))[0]
 
     def _loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
         return [torch.stack([self._outputs(leaves)[loss_index] for leaves in self.calls]).sum()]
+
+
+def _call_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # A plan is of `forward`; a `__call__` of the model may pass it other arguments.
+    return nn.Module.__call__(module, *args, **kwargs)
 
 
 def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None]:

@@ -108,6 +108,26 @@ def fake_copy(
     return twin, fake_args, fake_kwargs
 
 
+@contextmanager
+def calling_forward(twin: nn.Module) -> Iterator[None]:
+    """Return a context in which a call of `twin` calls its `forward` and hooks only.
+
+    A planned model runs the `__call__` of its class, if it has one, around the captured `forward`.
+    """
+    cls = type(twin)
+    call = cls.__call__
+    if call is nn.Module.__call__:
+        yield
+        return
+
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        function = nn.Module.__call__ if self is twin else call
+        return function(self, *args, **kwargs)
+
+    with patch.object(cls, "__call__", called):
+        yield
+
+
 def _check_dense(name: str, tensor: Tensor) -> None:
     if tensor.is_nested:
         raise CaptureError(f"{name}: {NESTED}")
@@ -265,6 +285,15 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
     return frozenset(cast)
 
 
+_UNCOMMON_SEED = 0x5EED_0F_C4B7
+"""Seed during a trace, by which a seed that the user's code sets is found."""
+
+SEEDED = (
+    "`forward` seeds PyTorch's random numbers (`torch.manual_seed`), which a captured model would "
+    "not\nseed in the training loop"
+)
+
+
 class RecordedEffects(TorchFunctionMode):
     """A context in which tracing records effects that `torch.export` would miss.
 
@@ -272,11 +301,27 @@ class RecordedEffects(TorchFunctionMode):
     - `torch.autograd.grad` becomes operators; hooks on tensors raise CaptureError.
     - Functions that read values are replaced by static ones (`STATIC`).
     - `mixture_of_experts`, `local_map` and grouped matrix products become one operator each.
+    - A new seed of PyTorch's random numbers raises CaptureError, also if it is undone later.
     """
+
+    def __enter__(self) -> Any:
+        self._state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(_UNCOMMON_SEED)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        is_seeded = torch.default_generator.initial_seed() != _UNCOMMON_SEED
+        torch.default_generator.set_state(self._state)
+        if is_seeded and error[0] is None:
+            raise CaptureError(SEEDED)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # Traced operators draw nothing, so only a seed changes the generator.
+        if torch.default_generator.initial_seed() != _UNCOMMON_SEED:
+            raise CaptureError(SEEDED)
         refuse_autograd(func, args)
         if func is torch.autograd.grad:
             return gradients(*args, **(kwargs or {}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from shardwright.core.capture.local_trace import LocalPart, Options
 from shardwright.core.capture.naming import current_line
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.local_declaration import Declaration
-from shardwright.core.graph.local_map import LocalCall
+from shardwright.core.graph.local_map import ForkGenerators, LocalCall
 from shardwright.core.torch_internals import pytree
 
 log = logging.getLogger(__name__)
@@ -34,16 +34,44 @@ _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.de
 
 @dataclass(frozen=True, eq=False)
 class AppliedFunction:
-    """The code of a custom autograd function, which has no parameters or buffers of its own."""
+    """The code of a custom autograd function, which has no parameters or buffers of its own.
+
+    Args:
+        function: the function.
+        fork: forks the random generators for `backward`; None to draw from the default generators,
+            as on one device.
+    """
 
     function: type[Function]
+    fork: ForkGenerators | None = None
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
-        return self.function.apply(*args, **kwargs), {}  # type: ignore[no-untyped-call]
+        function = self.function
+        if self.fork is not None:
+            seed = int(torch.randint(2**62, ()))
+            function = _seed_backward(function, seed, self.fork)
+        return function.apply(*args, **kwargs), {}  # type: ignore[no-untyped-call]
+
+    def with_seeded_backward(self, fork: ForkGenerators) -> AppliedFunction:
+        return replace(self, fork=fork)
 
     @property
     def description(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+def _seed_backward(function: type[Function], seed: int, fork: ForkGenerators) -> type[Function]:
+    """Derive a function whose `backward` draws from generators with the seed `seed`.
+
+    Autograd calls it outside of the seeded operator, when the generators of ranks may differ.
+    """
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        with fork() as seed_generators:
+            seed_generators(seed)
+            return function.backward(ctx, *gradients)
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})
 
 
 def traced_in_full(
@@ -61,7 +89,7 @@ def traced_in_full(
     constants = tuple((n, leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
     body = AppliedFunction(function)
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    dry = DryCall(body, structure, constants, autocast).run(tensors)
+    dry = DryCall(body, structure, constants, autocast).run(tensors, with_backward=True)
     if dry is None:
         return None, "it does not run without values, so the sizes of its results are unknown"
     if dry.changes_arguments:
@@ -71,7 +99,8 @@ def traced_in_full(
     notation = f"{_format_dimensions(inputs)} -> {_format_dimensions(outputs)}"
     declaration = Declaration(inputs, outputs, (None,) * len(outputs), notation)
     where = f"autograd function `{function.__qualname__}` at {current_line()}"
-    local_part = LocalPart(where, Options(declaration, None, None, None, None), body, body)
+    options = Options(declaration, None, dry.random, None, None)
+    local_part = LocalPart(where, options, body, body)
     return local_part.traced(tuple(args), dict(kwargs), []), ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,13 @@ class DryCall:
     constants: tuple[tuple[int, Any], ...]
     autocast: torch.dtype | None
 
-    def run(self, tensors: Sequence[Tensor]) -> DryResult | None:
+    def run(self, tensors: Sequence[Tensor], with_backward: bool = False) -> DryResult | None:
         """Call the target on fake tensors like `tensors`, the arguments, parameters and buffers.
 
         Return None if the target needs the values of tensors.
+
+        Args:
+            with_backward: whether to look for random draws in the backward pass too.
         """
         like = [
             (tuple(size_of(size) for size in t.shape), t.dtype, t.requires_grad) for t in tensors
@@ -67,13 +71,13 @@ class DryCall:
         before = random.getstate(), np.random.get_state()
         # The dispatch modes of a capture are not active in a new thread.
         with ThreadPoolExecutor(1) as thread:
-            result = thread.submit(self._run_on_fakes, like).result()
+            result = thread.submit(self._run_on_fakes, like, with_backward).result()
         random.setstate(before[0])
         np.random.set_state(before[1])
         return result
 
     def _run_on_fakes(
-        self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]
+        self, like: Sequence[tuple[tuple[int, ...], torch.dtype, bool]], with_backward: bool
     ) -> DryResult | None:
         given = self.structure.num_leaves - len(self.constants)
         try:
@@ -92,6 +96,8 @@ class DryCall:
                     leaves.insert(position, size_of(constant))
                 args, kwargs = pytree.tree_unflatten(leaves, self.structure)
                 result, after = self.sample.run(args, kwargs, tensors[given:])
+                if with_backward:
+                    _run_backward(result, tensors)
         except Exception:  # The user's code, which may need values.
             return None
         result_leaves, structure = pytree.tree_flatten(result)
@@ -113,6 +119,14 @@ class DryCall:
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
         constant = _untrained_indices(tensors, returned)
         return DryResult(results, output, changed, constant, effects.random, in_place)
+
+
+def _run_backward(result: Any, tensors: Sequence[Tensor]) -> None:
+    """Compute the gradients of `tensors`; an error of the user's code ends the backward pass."""
+    roots = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    with suppress(Exception):
+        torch.autograd.grad(roots, trained, list(map(torch.ones_like, roots)), allow_unused=True)
 
 
 def _untrained_indices(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:

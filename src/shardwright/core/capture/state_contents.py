@@ -110,6 +110,13 @@ def _read_tensor(value: Tensor) -> Parts:
     return {} if value.is_inference() else {STATE: (version(value), storage_id(value))}
 
 
+def _read_ordered(value: collections.OrderedDict[Any, Any]) -> Parts:
+    keys = list(value)
+    # `move_to_end` changes who follows whom; a key that is added at the end changes nothing.
+    before = {(STATE, key): previous for previous, key in itertools.pairwise([MISSING, *keys])}
+    return {**before, **dict(dict.items(value))}
+
+
 def _read_array(value: np.ndarray[Any, Any]) -> Parts:
     small = value.nbytes <= _LARGEST_ARRAY and value.dtype != object
     return {STATE: value.tobytes()} if small else {}
@@ -146,8 +153,9 @@ def _read_random_generator(value: Any) -> Parts:
 _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ((np.ndarray,), _read_array),
     ((list, tuple, collections.deque), lambda value: dict(enumerate(value))),
+    ((collections.OrderedDict,), _read_ordered),
     (
-        (dict, collections.OrderedDict, collections.Counter, collections.defaultdict),
+        (dict, collections.Counter, collections.defaultdict),
         lambda value: dict(dict.items(value)),
     ),
     ((set, frozenset), lambda value: dict.fromkeys(value, True)),

@@ -29,6 +29,7 @@ from shardwright.core.capture.explanation import explain_export
 from shardwright.core.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
+    calling_forward,
     fake_copy,
 )
 from shardwright.core.capture.functionalize import functionalize
@@ -164,7 +165,7 @@ def _raises_without_export(
 ) -> bool:
     """Whether the fake copy of a model raises the same error outside of `torch.export`."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), calling_forward(twin):
             twin(*args, **kwargs)
     except Exception as eager:
         return type(eager) is type(error) and str(eager)[:80] == str(error)[:80]
@@ -194,7 +195,7 @@ def _export_call(
     trace_tags(twin, module)
     report_layers(twin, on_progress)
     call_in_autocast(twin, call.autocast)
-    drawn, seeded = _get_random_states(), torch.default_generator.get_state()
+    drawn = _get_random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
         with (
@@ -208,6 +209,7 @@ def _export_call(
             PassedGuards(),
             losses,
             attributes.recording(known_values),
+            calling_forward(twin),
         ):
             shapes = _make_dynamic_shapes(twin, fake_args, fake_kwargs, varying)
             export = partial(
@@ -233,12 +235,6 @@ def _export_call(
             f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
             "`random` or from `numpy.random`; a captured model would reuse the first number\ndraw "
             "with `torch`, or between steps into an attribute that `forward` reads"
-        )
-    if not torch.equal(torch.default_generator.get_state(), seeded):
-        raise CaptureError(
-            f"the `forward` of {type(module).__name__}, or what it calls, seeds PyTorch's random "
-            "numbers (`torch.manual_seed`), which a captured model would not\nseed in the training "
-            "loop"
         )
     return exported, attributes, regions.device_type
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from shardwright.core.graph.blockwise_attention import blockwise_attention
 from shardwright.core.graph.segment_matmul import segment_matmul
+from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.operators import OpOverload
 
 MEAN = 1
@@ -221,7 +222,7 @@ def experts(
     sharded = total is not None and num_local < total
     # The number of local rows depends on values. Under `torch.compile` and on simulated ranks it
     # cannot be read, so the rows of other devices remain as a tail.
-    tail = sharded and (isinstance(first, torch.SymInt) or torch.compiler.is_compiling())
+    tail = sharded and (isinstance(first, torch.SymInt) or is_compiling())
     count = (
         _num_local_rows(ends, local_ids.shape[0], total or num_local)
         if sharded and not tail

@@ -35,6 +35,10 @@ from shardwright.errors import CaptureError, PlanError
 log = logging.getLogger("shardwright.cost")
 
 
+ForkGenerators = Callable[[], AbstractContextManager[Callable[[int], object]]]
+"""Makes a context that restores the random generators, and yields a function that seeds them."""
+
+
 class Body(Protocol):
     """Original code of a `local_map`."""
 
@@ -44,6 +48,9 @@ class Body(Protocol):
         Returns:
             The result, and the new values of the state that the code changes, by index in `state`.
         """
+
+    def with_seeded_backward(self, fork: ForkGenerators) -> Body:
+        """Return code whose own backward pass draws what follows the draws of its forward pass."""
 
     @property
     def description(self) -> str:
@@ -59,6 +66,9 @@ class FunctionBody:
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
         with recomputed_in(nullcontext):
             return self.function(*args, **kwargs), {}
+
+    def with_seeded_backward(self, fork: ForkGenerators) -> FunctionBody:
+        return self
 
     @property
     def description(self) -> str:
@@ -168,6 +178,9 @@ class ModuleBody:
                 changed[index] = after[index]
         return result, changed
 
+    def with_seeded_backward(self, fork: ForkGenerators) -> ModuleBody:
+        return self
+
     def _submodule(self) -> nn.Module:
         root = self.root()
         if root is None:
@@ -252,6 +265,10 @@ class LocalCall:
         """Return a copy of the call for float64 tensors."""
         results = tuple((shape, double_dtype(dtype)) for shape, dtype in self.results)
         return replace(self, results=results, in_float64=True)
+
+    def with_seeded_backward(self, fork: ForkGenerators) -> LocalCall:
+        """Return a copy of the call whose backward pass is seeded by its forward pass."""
+        return replace(self, body=self.body.with_seeded_backward(fork))
 
     @property
     def is_opaque(self) -> bool:

@@ -13,6 +13,7 @@ from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.partition.communication import Communication, InnerReduction
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import Cuts, Local, Reduce, ShardingRule
+from shardwright.core.runtime.accelerator import forked_generators
 from shardwright.core.runtime.collectives import bound_reduction
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.equal_replicas import EqualReplicas
@@ -51,6 +52,8 @@ class Kernels:
         function, device_matrix = self._kernels[op], self.devices.matrix.device_matrix
         cut_axes = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
         axes = tuple(axis for axis in range(len(device_matrix)) if axis not in cut_axes)
+        if isinstance(function, LocalCall) and function.random and self.devices.is_distributed:
+            function = function.with_seeded_backward(forked_generators)
         # Without process groups, a program is only printed or dry-run.
         if axes and self.devices.connected:
             function = EqualReplicas(function, self.devices.group(axes), name)

@@ -327,9 +327,9 @@ def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     """
     warned = False
 
-    def uncompiled(is_compiled: bool, *args: Any, **kwargs: Any) -> Any:
+    def uncompiled(*args: Any, **kwargs: Any) -> Any:
         nonlocal warned
-        if is_compiled and not warned:
+        if not warned:
             warned = True
             log.warning("torch.compile does not compile a planned model\n%s", COMPILE_REMEDY)
         return call(*args, **kwargs)
@@ -339,7 +339,10 @@ def _exclude_from_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     disabled = disable(uncompiled, reason=COMPILE_REMEDY)
 
     def called(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-        return disabled(torch.compiler.is_compiling(), self, *args, **kwargs)
+        # A disabled function asks whether the process runs `torch.export`: another thread may.
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
 
     return called
 

@@ -7,7 +7,7 @@ Each call first checks cheaply whether anything has changed, and only then compa
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, contains, is_, itemgetter, methodcaller
@@ -193,13 +193,14 @@ class PythonState:
         """Copy attributes, training modes and buffers to `template` before a capture, and delete
         hooks from it that the user has removed."""
         copies = dict(template.named_modules())
+        memo = self._copies_by_id(template)
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
             attributes, other = self._by_path[path].__dict__, copies[path].__dict__
             if name not in attributes:
                 other.pop(name, None)
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(attributes[name])):
-                other[name] = attributes[name]
+                other[name] = _refer_to_copies(attributes[name], memo)
         for path, position, of_model, hooks in self._captured_hooks:
             hooks_of_copy = forward_hooks(copies[path])[position]
             for number in hooks_of_copy.keys() - (of_model.keys() & hooks.keys()):
@@ -209,6 +210,16 @@ class PythonState:
             buffers = own_buffers(self._by_path[path])
             # Shapes and branches may depend on their values.
             own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
+
+    def _copies_by_id(self, template: nn.Module) -> dict[int, Any]:
+        """Return the modules and parameters of `template`, by the `id()` of the planned ones."""
+        model, result = self._by_path[""], dict[int, Any]()
+        for mine, theirs in (
+            (model.named_modules(), dict(template.named_modules())),
+            (model.named_parameters(), dict(template.named_parameters())),
+        ):
+            result |= {id(part): theirs[name] for name, part in mine if name in theirs}
+        return result
 
     def _refuse_replaced_submodules(self) -> None:
         for (path, children), planned in zip(
@@ -331,6 +342,31 @@ class PythonState:
                     "register hooks, such as `gradient_checkpointing_enable`, before `plan`; or "
                     "register hooks on the module that `parallelize` returned, or its parameters"
                 )
+
+
+class _RecordedMemo(dict[int, Any]):
+    """A memo of `copy.deepcopy` that records whether a copied object refers to one of `copies`."""
+
+    def __init__(self, copies: Mapping[int, Any]) -> None:
+        super().__init__(copies)
+        self._copies, self.is_hit = copies, False
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.is_hit |= key in self._copies
+        return super().get(key, default)
+
+
+def _refer_to_copies(value: Any, copies: Mapping[int, Any]) -> Any:
+    """Return `value`, or a copy that refers to the template where `value` refers to the planned
+    module, such as a bound method or a `functools.partial` of one."""
+    if plain_text(value) or isinstance(value, Tensor):
+        return value
+    memo = _RecordedMemo(copies)
+    try:
+        copied = deepcopy(value, memo)
+    except Exception:  # the user's objects may raise any error
+        return value
+    return copied if memo.is_hit else value
 
 
 def _class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], bool]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shardwright.core.runtime.buckets import BoundBucket
 from shardwright.core.runtime.regather import BackwardRegather
+from shardwright.core.torch_internals.compiled import is_compiling
 
 
 class EnteredBucket(NamedTuple):
@@ -182,7 +183,7 @@ class _FinishGatherFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # A compiled backward pass cannot change the set; there, members without gradient get zeros.
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             ctx.without_gradient.clear()
             ctx.without_gradient.update(n for n, g in enumerate(gradients) if g is None)
         if all(gradient is None for gradient in gradients):

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright.core.partition.parameter_buckets import Bucket, varying_axes
 from shardwright.core.runtime.collectives import complete, sendable, slice_block
 from shardwright.core.runtime.devices import Devices, Group, Index
+from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.distributed import functional_collectives as c10d
 
 
@@ -285,7 +286,7 @@ def _start_all_reduce(flat: Tensor, group: Group, owned: bool) -> Tensor:
         owned: whether nothing else reads `flat`.
     """
     # In place saves a buffer. Compiled graphs are functional; Inductor reuses buffers itself.
-    if owned and not torch.compiler.is_compiling():
+    if owned and not is_compiling():
         out: Tensor = c10d.all_reduce_(sendable(flat), "sum", group.name)
     else:
         out = c10d.all_reduce(sendable(flat), "sum", group.name)

@@ -15,9 +15,8 @@ from textwrap import shorten
 from traceback import walk_tb
 from types import FrameType
 
-import torch
-
 from shardwright.core.partition.parameter_buckets import Bucket
+from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.errors import CommunicationError
 
 PROGRAM = "<program>"
@@ -80,7 +79,7 @@ class ProgramLine:
 def program_line() -> ProgramLine | None:
     """Return the current line of the calling program; None outside programs and in
     `torch.compile`."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
     # Not `inspect.stack`, which reads source files: this runs in every redistribution.
     frame: FrameType | None = sys._getframe(1)

@@ -31,6 +31,7 @@ from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Fu
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
 from shardwright.core.runtime.exposed_communication import WaitTimer
+from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.distributed import functional_collectives as c10d
 
 
@@ -188,7 +189,7 @@ def _blocks_in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Ten
 def wait(x: Tensor, waits: WaitTimer) -> Tensor:
     """Wait for the pending result `x` of a collective and return it; add the time to `waits`."""
     # The timer cannot be traced, so waits of compiled programs do not count.
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]
     with waits.measure():
         return c10d.wait_tensor(x)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.core.runtime.buckets import BoundBucket
+from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.tensors import storage_id, version
 
 
@@ -175,5 +176,5 @@ class BackwardRegather:
     def record(
         self, bound: BoundBucket, shards: tuple[Tensor, ...], tensors: Sequence[Tensor]
     ) -> None:
-        if not torch.compiler.is_compiling() and self._run is not None:
+        if not is_compiling() and self._run is not None:
             self._run.add(bound, shards, tensors)

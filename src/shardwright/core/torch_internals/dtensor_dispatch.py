@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.dtensor import DTensorSpec, with_spec
 from shardwright.core.torch_internals.operators import (
     OpOverload,
@@ -153,7 +154,7 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
         try:
             return propagate(operator, args, kwargs, *options)
         except Exception as error:
-            if torch.compiler.is_compiling() or not torch._C._is_torch_function_enabled():
+            if is_compiling() or not torch._C._is_torch_function_enabled():
                 raise
             return fallback(operator, args, kwargs, error)
 
@@ -166,7 +167,7 @@ def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
     data: Any = Tensor.data
 
     def set_or_assign(tensor: DTensor, value: Any) -> None:
-        if torch.compiler.is_compiling() or type(tensor) is not DTensor:
+        if is_compiling() or type(tensor) is not DTensor:
             data.__set__(tensor, value)
         elif not isinstance(value, Tensor):
             raise TypeError(f"`.data` of a tensor is assigned a {type(value).__name__}")
@@ -220,7 +221,7 @@ def _make_local_method(method: Callable[..., Any]) -> Callable[..., Any]:
     # A function, since `torch.compile` cannot trace other callables.
     @wraps(method)
     def run_on_local_tensors(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return method(tensor, *args, **kwargs)
         local_args = _local_arguments(tensor, args, kwargs)
         if local_args is None:

@@ -9,8 +9,9 @@ from inspect import getgeneratorlocals, isgenerator, signature
 from types import CellType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
+
+from shardwright.core.torch_internals.compiled import is_compiling
 
 IMPLEMENTATION_VARIABLE = "func"
 """Name of the closure variable that holds the implementation of `clip_grad_norm_`."""
@@ -145,7 +146,7 @@ def _wrap_implementation(
     @wraps(implementation)
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = args[0] if args else kwargs.get(first)
-        if torch.compiler.is_compiling() or running.get() or tensors is None:
+        if is_compiling() or running.get() or tensors is None:
             return implementation(*args, **kwargs)
         token = running.set(True)
         try:
