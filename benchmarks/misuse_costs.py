@@ -7,10 +7,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,17 +17,14 @@ from shardwright.core.api.lone_rank import fake_process_group
 from shardwright.core.misuse.before_backward import refuse_other_draws, refuse_transforms
 from shardwright.core.misuse.gathered_copies import refuse_lost_writes
 from shardwright.core.misuse.original import FIRST_CALLS, OriginalModel
-from shardwright.core.misuse.paired_batch import BatchSizes
 from shardwright.core.misuse.planned_parameters import FIRST_CALLS as FIRST_LOOKS
 from shardwright.core.misuse.planned_parameters import PlannedParameters
-from shardwright.core.misuse.whole_batch import OutputBatch
 
 CALLS, LAYERS = 400, 32
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    outputs_of_the_whole_batch()
     views()
     show("transforms", refuse_transforms)
     show("other draws", refuse_other_draws)
@@ -40,20 +36,6 @@ def main() -> None:
     original = OriginalModel(net, ())
     show(f"the original of {LAYERS} layers, first calls", lambda: original.check(net), FIRST_CALLS)
     show("the same, later", lambda: original.check(net))
-
-
-def outputs_of_the_whole_batch() -> None:
-    batch = OutputBatch("output", BatchSizes(local=4, total=8), lambda output, name: None)
-    plain, labels = torch.randn(8, 16), torch.randn(8, 16)
-    output = batch.label(plain.clone())
-    operators: dict[str, Callable[[Tensor], object]] = {
-        "mul by a number": lambda x: x * 2,
-        "mul by a tensor": lambda x: x * labels,
-        "sum": lambda x: x.sum(),
-    }
-    for name, call in operators.items():
-        show(f"{name}, ordinary", partial(call, plain))
-        show(f"{name}, of the whole batch", partial(call, output))
 
 
 def views() -> None:

@@ -37,6 +37,7 @@ from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.runtime.adopt_optimizer import adopt
+from shardwright.core.runtime.global_mean import global_mean
 from shardwright.core.runtime.stop_signals import StopSignals
 from shardwright.errors import (
     CaptureError,
@@ -90,6 +91,7 @@ __all__ = [
     "dataloader",
     "examine",
     "from_pretrained",
+    "global_mean",
     "load_checkpoint",
     "load_state_dict",
     "load_strategies",

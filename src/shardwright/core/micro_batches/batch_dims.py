@@ -131,12 +131,12 @@ class JoinedDims:
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
         """Return the first dimension of each input that is in the same group as one of `dims`;
         inputs without a dimension in these groups are left out."""
-        roots = {self._root_of_group(dim) for dim in dims.items()}
+        roots = {self.root_of_group(dim) for dim in dims.items()}
         return {
             value: dim
             for value in self._graph.input_values
             for dim in reversed(range(len(value.shape)))
-            if self._root_of_group((value, dim)) in roots
+            if self.root_of_group((value, dim)) in roots
         }
 
     def _dims_of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
@@ -145,14 +145,15 @@ class JoinedDims:
 
     def _shares_factor_with_parameter(self, dim: Dim) -> bool:
         parameters = ((v, d) for v in self._graph.parameters for d in range(len(v.shape)))
-        return self._root_of_group(dim) in {self._root_of_group(each) for each in parameters}
+        return self.root_of_group(dim) in {self.root_of_group(each) for each in parameters}
 
-    def _root_of_group(self, node: object) -> object:
+    def root_of_group(self, node: object) -> object:
+        """Return the representative of the group of a tensor dimension."""
         while node in self._parent:
             node = self._parent[node]
         return node
 
     def _join_groups(self, first: object, other: object) -> None:
-        first, other = self._root_of_group(first), self._root_of_group(other)
+        first, other = self.root_of_group(first), self.root_of_group(other)
         if first != other:
             self._parent[first] = other

@@ -39,14 +39,9 @@ At each backward pass:
 
 - `between_outputs`: an incomplete gradient of an output from which other outputs are computed. No
   cost if the program returns the tensor that other operators read; otherwise one hook per output.
-- `gradient_guard`: ranks that pass local batches train an output with different losses. One pass
-  over the gradient and an all-reduce, in the first 10 backward passes and 1 of 100.
-
-At each operator on an output, if ranks pass local batches:
-
-- `whole_batch`, `paired_batch`: an output of the global batch is paired with a rank's local batch.
-  0.02 ms for a scalar such as a loss, about 0.4 ms for a tensor, for which the operator also runs
-  on the meta device.
+- `gradient_guard`: ranks that pass local batches train an output of the global batch with different
+  losses. One pass over the gradient and an all-reduce, in the first 10 backward passes and 1 of
+  100.
 
 **Not checked.** Any use on one device or inside `sw.whole`; writes to the memory of a local shard;
 calls that a periodic check skips. `core/capture` rejects changes of Python state in `forward`.

@@ -1,13 +1,15 @@
 """Detect losses outside the model that differ between ranks.
 
-If each rank passes a local batch, outputs are still computed for the global batch, so the gradient
-of an output must be equal on all ranks. Checksums of the gradient are compared where a backward
-pass enters the model, in the first backward passes and periodically in later ones.
+If each rank passes a local batch, outputs without samples, such as the loss, are those of the
+global batch, so their gradients must be equal on all ranks. Checksums of the gradient are compared
+where a backward pass enters the model, in the first backward passes and periodically in later
+ones.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,30 @@ from shardwright.core.agreement.collective import has_other_ranks
 from shardwright.core.misuse.batch_guard import FIRST_CALLS, PERIOD
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.torch_internals import pytree
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
 """Maximum difference between the checksums of two ranks, as a fraction of the sum of the gradient's
 absolute values; not zero, because kernels add in varying order."""
+
+
+class WatchGradient(Protocol):
+    """Function that registers the check of an output's gradients."""
+
+    def __call__(self, output: Tensor, name: str) -> None: ...
+
+
+def output_names(model: str, structure: pytree.TreeSpec) -> list[str]:
+    """Return the name of each output of a call, for errors.
+
+    Args:
+        model: name of the model.
+        structure: the structure of the outputs.
+    """
+    leaves = pytree.tree_unflatten(range(structure.num_leaves), structure)
+    paths = (pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(leaves)[0])
+    return [f"output {path} of {model}" if path else f"the output of {model}" for path in paths]
 
 
 class GradientGuard:
@@ -54,11 +75,11 @@ class GradientGuard:
             rank = int(is_different.nonzero()[0])
             with delay_data_errors():
                 raise DataError(
-                    f"rank {rank} and rank 0 train {name} with different losses, but with this"
-                    " `dataset_strategy` each rank passes a local batch and gets outputs of the"
-                    " global batch, so a loss outside the model must be the same on all ranks\nput"
-                    " the loss into the model (`sw.WithLoss`, or return it from `forward`), or"
-                    " gather the labels of all ranks (`torch.distributed.all_gather`)"
+                    f"rank {rank} and rank 0 train {name} with different losses, but this output"
+                    " does not consist of samples of the local batch: it is computed from the"
+                    " global batch, so a loss of it must be the same on all ranks\nput the loss"
+                    " into the model (`sw.WithLoss`, or return it from `forward`), or gather the"
+                    " labels of all ranks (`torch.distributed.all_gather`)"
                 )
 
 

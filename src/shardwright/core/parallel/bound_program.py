@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.graph.python_call import PythonCall
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.between_outputs import OutputsOffPath
-from shardwright.core.misuse.paired_batch import BatchSizes
-from shardwright.core.misuse.whole_batch import output_batches
+from shardwright.core.misuse.gradient_guard import WatchGradient, output_names
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.output_tensor import as_output_tensor
 from shardwright.core.parallel.train_step import TrainStep
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import as_dtensor
+from shardwright.core.runtime.local_gradients import scale_gradient
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class BoundProgram:
             plan's.
         off_path: watches outputs whose gradients would be incomplete, as the backward pass from
             other outputs does not reach them.
+        local_outputs: number of local batches of each output of which this rank gets the samples
+            of its local batch, by name.
     """
 
     graph: Graph
@@ -42,6 +44,7 @@ class BoundProgram:
     draws_random_numbers: bool
     devices: Devices
     off_path: OutputsOffPath
+    local_outputs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def python(self) -> PythonCall | None:
@@ -49,33 +52,33 @@ class BoundProgram:
         return self.graph.python
 
     def wrap_outputs(
-        self,
-        outputs: Sequence[Any],
-        sizes: BatchSizes | None,
-        model: str,
-        watch: Callable[[Tensor, str], None],
+        self, outputs: Sequence[Any], model: str, watch: WatchGradient | None
     ) -> list[Any]:
-        """Wrap sharded and partial outputs as `OutputTensor`; mark outputs of the global batch.
+        """Wrap sharded and partial outputs as `OutputTensor`, except local outputs.
 
         Args:
             outputs: local results of the program.
-            sizes: local and global batch size if this rank passed a local batch, else None.
             model: name of the model for errors.
-            watch: registers the check of an output's gradients.
+            watch: registers the check that the gradients of a global output are equal on all
+                ranks; None if ranks pass the global batch.
         """
-        flow, spec = self.program.communication, self.graph.out_spec
-        batches = output_batches(model, spec, sizes, watch)
-        # Outputs after the first `num_leaves` are stored in Python objects and are not returned.
-        batches += [None] * (len(outputs) - spec.num_leaves)
+        flow = self.program.communication
+        names = output_names(model, self.graph.out_spec)
+        # Outputs without a name are stored in Python objects and are not returned.
+        names += [""] * (len(outputs) - len(names))
         result = []
-        for value, tensor, batch in zip(self.graph.outputs, outputs, batches, strict=True):
-            if isinstance(value, Value):
+        for value, tensor, name in zip(self.graph.outputs, outputs, names, strict=True):
+            if isinstance(value, Value) and value.name in self.local_outputs:
+                tensor = scale_gradient(tensor, 1 / self.local_outputs[value.name])
+            elif isinstance(value, Value):
                 layout = flow.returned(value)
+                watch_output = partial(watch, name=name) if watch is not None and name else None
                 if layout.sharded or layout.partial:
                     like = torch.empty(value.shape, device="meta")
-                    tensor = as_output_tensor(as_dtensor(tensor, like, layout, self.devices), batch)
-                elif batch is not None:
-                    tensor = batch.label(tensor)
+                    tensor = as_dtensor(tensor, like, layout, self.devices)
+                    tensor = as_output_tensor(tensor, watch_output)
+                elif watch_output is not None:
+                    watch_output(tensor)
             result.append(tensor)
         return result
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.capture.capturable import check_argument
-from shardwright.core.misuse.whole_batch import to_plain_tensor, to_plain_tensors
+from shardwright.core.graph.graph import Value
+from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.local_gradients import scale_gradient
 from shardwright.core.runtime.micro_batches import SampleDims, global_leaves
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
@@ -29,13 +32,28 @@ class CallLeaves:
     partitioned: Partitioned
     devices: Devices
 
-    def on_device(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves, with all tensors as plain tensors on the device of this rank."""
-        device = self.devices.device
-        return [
-            to_plain_tensor(leaf).to(device) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
+    def on_device(self, leaves: Sequence[Any], planned_indices: Sequence[int | None]) -> list[Any]:
+        """Return the leaves, with all tensors on the device of this rank. The gradients of local
+        batches are scaled as in `runtime/local_gradients.py`.
+
+        Args:
+            planned_indices: index of each leaf in the planned call; None if that lacks the leaf.
+        """
+        device, inputs = self.devices.device, self.partitioned.graph.inputs
+        result = []
+        for leaf, index in zip(leaves, planned_indices, strict=True):
+            if isinstance(leaf, Tensor):
+                axes = () if index is None else self._arrival(inputs[index])
+                count = self.devices.matrix.size(chain(*axes))
+                leaf = scale_gradient(leaf.to(device), count)
+            result.append(leaf)
+        return result
+
+    def _arrival(self, planned: object) -> CutAxes:
+        """Return the axes that shard each dimension of a planned input of which ranks pass local
+        batches; empty for other inputs."""
+        arrivals = self.partitioned.decisions.arrivals
+        return arrivals.get(planned.name, ()) if isinstance(planned, Value) else ()
 
     def with_global_shapes(
         self, leaves: list[Any], planned_indices: Sequence[int | None]
@@ -48,8 +66,7 @@ class CallLeaves:
         """
         graph, arrivals = self.partitioned.graph, self.partitioned.decisions.arrivals
         planned = [None if index is None else graph.inputs[index] for index in planned_indices]
-        ordinary_leaves = to_plain_tensors(planned, arrivals, leaves)
-        return global_leaves(planned, self.devices.matrix, arrivals, ordinary_leaves)
+        return global_leaves(planned, self.devices.matrix, arrivals, leaves)
 
     def sample_dims(self, planned_indices: Sequence[int | None]) -> SampleDims:
         """Return the batch dimension of each leaf of a call; empty if it is dimension 0 for all.

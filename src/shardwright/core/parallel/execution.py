@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +28,7 @@ from shardwright.core.misuse.before_backward import (
 )
 from shardwright.core.misuse.between_outputs import OutputsOffPath
 from shardwright.core.misuse.gradient_guard import GradientGuard
-from shardwright.core.misuse.paired_batch import BatchSizes
 from shardwright.core.misuse.planned_parameters import PlannedParameters
-from shardwright.core.misuse.whole_batch import batch_sizes
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import argument_key
 from shardwright.core.parallel.call_leaves import CallLeaves, full_leaves, has_dtensors
@@ -153,7 +152,7 @@ class Execution(Recapture):
         planned_indices = self._planned_call.planned_indices(spec)
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
         situation = self._call_state_key(spec, [argument_key(leaf) for leaf in global_leaves])
-        inputs = self._leaves.on_device(leaves)
+        inputs = self._leaves.on_device(leaves, planned_indices)
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
@@ -172,14 +171,13 @@ class Execution(Recapture):
         bound = _get_most_recent(self._forwards, key)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
-        sizes = batch_sizes(leaves, global_leaves)
         if bound.graph.python is None:
-            outputs, result = self._run_program(bound, inputs, sizes)
+            outputs, result = self._run_program(bound, inputs)
             return result, bound.graph, outputs
         outputs = []
 
         def program(constants: Mapping[str, Tensor]) -> ProgramResults:
-            outputs[:], _ = self._run_program(bound, inputs, sizes, constants)
+            outputs[:], _ = self._run_program(bound, inputs, constants)
             return self._python.results(bound.graph, outputs)
 
         result = self._python.run(bound.graph.python, program, call)
@@ -189,7 +187,6 @@ class Execution(Recapture):
         self,
         bound: BoundProgram,
         inputs: list[Any],
-        sizes: BatchSizes | None,
         constants: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Any], Any]:
         """Run a program.
@@ -197,7 +194,6 @@ class Execution(Recapture):
         Args:
             bound: the program, with the module tensors that it reads and updates.
             inputs: leaves of the call as plain tensors on this rank's device.
-            sizes: local and global batch size if this rank passed a local batch, else None.
             constants: current values of the graph's constants, by name.
 
         Returns:
@@ -224,7 +220,9 @@ class Execution(Recapture):
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.tensors.write(dict(zip(names, updates, strict=True)))
         name = type(self.module).__name__
-        returned = bound.wrap_outputs(outputs, sizes, name, self._gradients.watch)
+        is_local = bool(self.partitioned.decisions.arrivals)
+        watch = self._gradients.watch if is_local else None
+        returned = bound.wrap_outputs(outputs, name, watch)
         result = bound.graph.result(returned)
         bound.off_path.watch(returned, result)
         return returned, result
@@ -372,11 +370,12 @@ class Execution(Recapture):
         devices = self._program_devices(partitioned)
         current = graph.python.current if graph.python is not None else frozenset()
         draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
-        # With `dataset_strategy` an autograd function marks every output as of the global batch, so
-        # the returned tensor is not the one from which other outputs are computed.
-        outputs_are_marked = bool(self.partitioned.decisions.arrivals)
-        off_path = OutputsOffPath(graph, program.communication, all_off_path=outputs_are_marked)
-        return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path)
+        # The gradients of local outputs are scaled, so the returned tensor is not the one from
+        # which other outputs are computed.
+        local = partitioned.local_outputs
+        off_path = OutputsOffPath(graph, program.communication, all_off_path=bool(local))
+        counts = {name: partitioned.mesh.size(chain(*axes)) for name, axes in local.items()}
+        return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path, counts)
 
     def _module_tensors(self, graph: Graph) -> ModuleTensors:
         return ModuleTensors.of(self.module, graph.parameters, graph.module_buffers)
@@ -406,7 +405,7 @@ class Execution(Recapture):
         # because the schedule depends on it.
         situation = self._call_state_key(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
         key = (*situation, micro_batches)
-        inputs = self._leaves.on_device(leaves)
+        inputs = self._leaves.on_device(leaves, planned_indices)
         self._guard.begin(key, inputs, planned_indices)
         key = self._python.matching(self._train_steps, self._reachable.key(key), call)
         if key not in self._train_steps:

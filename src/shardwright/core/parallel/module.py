@@ -99,9 +99,9 @@ class ParallelModule(Copyable, nn.Module):
     they are DTensors, gathered on request (`full_tensor()`) or by operators with ordinary tensors
     (`OutputTensor`).
     A backward pass may start from any output, with gradients in the output's layout that are equal
-    on all ranks. If ranks pass local batches (`dataset_strategy`), outputs belong to the global
-    batch, and pairing an output with labels of a local batch raises an error (`WholeBatchTensor`).
-    With pipeline stages the model is called under `torch.no_grad()`, and trained by `train_step`.
+    on all ranks. If ranks pass local batches (`dataset_strategy`), outputs with samples are
+    those of the local batch, and their gradients those of the rank's own loss. With pipeline stages
+    the model is called under `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution

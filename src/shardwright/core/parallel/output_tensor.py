@@ -9,15 +9,13 @@ gradient again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwright.core.misuse.paired_batch import BatchCall, BatchDims, batch_dims_of_new_tensors
-from shardwright.core.misuse.whole_batch import OutputBatch
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import without_torch_function_of_subclasses
 from shardwright.errors import MixedTensorsError
@@ -38,22 +36,21 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
 def as_output_tensor(
-    tensor: DTensor, batch: OutputBatch | None = None, dims: BatchDims | None = None
+    tensor: DTensor, watch: Callable[[Tensor], None] | None = None
 ) -> OutputTensor:
     """Make `tensor` an `OutputTensor`, in place.
 
     Args:
         tensor: an output of the model, or a tensor computed from one.
-        batch: the global batch that `tensor` belongs to; None unless ranks pass local batches.
-        dims: batch dimensions of `tensor`; by default the first dimension of the global batch size.
+        watch: registers the check that the gradients of the gathered tensor are equal on all
+            ranks; None if ranks pass the global batch.
     """
     # In place: a view would be another autograd node, which `retain_grad`, hooks and
     # `torch.autograd.grad` distinguish from the output.
     tensor.__class__ = OutputTensor
     assert isinstance(tensor, OutputTensor)
-    if batch is not None:
-        tensor.batch = batch
-        tensor.batch_dims = batch.dims_in(tensor.shape) if dims is None else dims
+    if watch is not None:
+        tensor.watch = watch
     return tensor
 
 
@@ -63,13 +60,14 @@ class OutputTensor(DTensor):
 
     __slots__ = ()
 
-    batch: OutputBatch | None = None
-    batch_dims: BatchDims = frozenset()
+    watch: Callable[[Tensor], None] | None = None
 
     def full_tensor(self, **options: Any) -> Tensor:
         """Gather the full tensor on all ranks."""
         full = super().full_tensor(**options)
-        return full if self.batch is None else self.batch.label(full, self.batch_dims)
+        if self.watch is not None:
+            self.watch(full)
+        return full
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.full_tensor().numpy(force=force)
@@ -103,7 +101,7 @@ class OutputTensor(DTensor):
                     raise
                 reason = error
             else:
-                _wrap_results(results, func, args, kwargs, tensors)
+                _wrap_results(results, tensors)
                 return results
         if _writes_to_output(name, args, kwargs):
             # In-place changes of the gathered copy would be lost.
@@ -132,24 +130,20 @@ def _run_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*given[0], **given[1], **inputs)
 
 
-def _wrap_results(
-    results: Any, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> None:
-    """Make the DTensors that a function returns `OutputTensor`s.
+def _wrap_results(results: Any, tensors: Sequence[Tensor]) -> None:
+    """Make the new DTensors that a function returns `OutputTensor`s.
 
     Args:
-        results: return value of `func(*args, **kwargs)`.
-        tensors: the tensors among `args` and `kwargs`.
+        results: return value of the function.
+        tensors: the tensors among its arguments.
     """
-    leaves = pytree.tree_leaves(results)
-    outputs = [tensor for tensor in tensors if isinstance(tensor, OutputTensor)]
-    batch = next((tensor.batch for tensor in outputs if tensor.batch), None)
-    batch_dims = {id(tensor): tensor.batch_dims for tensor in outputs if tensor.batch_dims}
-    call = None
-    if batch is not None and batch_dims:
-        call = BatchCall(func, args, kwargs, batch.sizes, batch_dims, ())
-    for index, dims in batch_dims_of_new_tensors(DTensor, leaves, tensors, call).items():
-        as_output_tensor(leaves[index], batch, dims)
+    arguments = {id(tensor) for tensor in tensors}
+    watches = (t.watch for t in tensors if isinstance(t, OutputTensor) and t.watch is not None)
+    watch = next(watches, None)
+    for leaf in pytree.tree_leaves(results):
+        # A function may return an argument, such as a parameter.
+        if type(leaf) is DTensor and id(leaf) not in arguments:
+            as_output_tensor(leaf, watch)
 
 
 def _writes_to_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,8 +16,6 @@ from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.lower.program import Program
 from shardwright.core.misuse.partial_state import refuse_to_save_stage
 from shardwright.core.misuse.stage_parameters import watch_optimizers_of_stages
-from shardwright.core.misuse.whole_batch import batch_sizes, output_batches
-from shardwright.core.parallel.call import Call
 from shardwright.core.parallel.execution import Execution
 from shardwright.core.parallel.module_tensors import ModuleTensors
 from shardwright.core.parallel.pipeline_stage import RankStages
@@ -29,7 +27,6 @@ from shardwright.core.runtime.clip_grad import clip_grad_norm_
 from shardwright.core.runtime.dtensor import as_dtensor, stored_shards
 from shardwright.core.runtime.micro_batches import SampleDims
 from shardwright.core.runtime.total_norms import StageParameters, stage_models
-from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.modules import state_names
 from shardwright.errors import PlanError
 
@@ -84,13 +81,9 @@ class PipelineExecution(Execution):
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
         outputs = [
-            self._global_output(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
+            self._output(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
             for leaf in graph.outputs
         ]
-        if self.partitioned.decisions.arrivals:
-            outputs = self._mark_outputs(
-                outputs, graph, self._planned_call.reorder_arguments(args, kwargs)
-            )
         if graph.python is None:
             return graph.result(outputs)
         # The captured Python rebuilds results of the user's own classes.
@@ -173,19 +166,17 @@ class PipelineExecution(Execution):
         # Operators that the planned graph lacks go to the chunk of their neighbors.
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
-    def _mark_outputs(self, outputs: list[Any], graph: Graph, call: Call) -> list[Any]:
-        """Mark outputs as belonging to the global batch, so that pairing them with a local batch
-        raises an error."""
-        local_leaves, spec = pytree.tree_flatten(call)
-        global_leaves = self._leaves.with_global_shapes(
-            local_leaves, self._planned_call.planned_indices(spec)
-        )
-        sizes, name = batch_sizes(local_leaves, global_leaves), type(self.module).__name__
-        batches = output_batches(name, graph.out_spec, sizes, self._gradients.watch)
-        return [
-            batch.label(output) if batch is not None and isinstance(output, Tensor) else output
-            for output, batch in zip(outputs, batches, strict=True)
-        ]
+    def _output(
+        self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
+    ) -> Tensor:
+        """Return an output for the local batch of this rank, if it has one; else for the global
+        batch. The arguments are those of `_global_output`."""
+        output = self._global_output(stages, value, local_outputs)
+        axes = stages.partitioned.local_outputs.get(value.name)
+        if axes is None:
+            return output
+        layout = TensorLayout(self.devices.matrix, axes)
+        return output[layout.slices(self.devices.rank, tuple(output.shape))]
 
     def _global_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]

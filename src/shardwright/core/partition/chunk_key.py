@@ -53,6 +53,7 @@ class _ChunkDescription:
             *(value.shape, value.dtype, value.stored_dtype, value.requires_grad),
             decisions.storage.get(name) if value.origin is Origin.PARAMETER else None,
             *(decisions.arrivals.get(name), decisions.departures.get(name)),
+            decisions.local_outputs.get(name),
         )
 
     def _describe_op(self, op: Op) -> tuple[object, ...]:

@@ -141,9 +141,9 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
 
     Inputs are replicated unless `decisions.arrivals` contains them. The loss is returned
     replicated, and so are all outputs of a model without a loss. If there is a loss, other outputs
-    are returned in the layout in which they are computed, unless `decisions.departures` contains
-    them. Gradients may flow into every output, but bytes count only the gradients of
-    `graph.trained`.
+    are returned in the layout in which they are computed, unless `decisions.departures` or
+    `decisions.local_outputs` contains them. Gradients may flow into every output, but bytes
+    count only the gradients of `graph.trained`.
     """
     result = Communication(mesh)
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
@@ -163,8 +163,9 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
         target = result.layout(value)
-        if departure is not None:
-            target = TensorLayout(mesh, departure)
+        returned_axes = departure or decisions.local_outputs.get(value.name)
+        if returned_axes:
+            target = TensorLayout(mesh, returned_axes)
         elif graph.loss is None or not value.shape:
             target = mesh.replicated(len(value.shape))
         # A value with a departure is read by a later chunk, which sends its gradient back.

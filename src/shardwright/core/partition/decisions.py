@@ -102,8 +102,9 @@ class Decisions:
         storage: storage layout of each parameter, by name.
         outputs: pinned layouts of operator outputs, by operator name.
         arrivals: layouts of inputs that are not replicated, by input name.
-        departures: layouts in which the program returns values, by value name; the function
-            `communication` documents the default.
+        departures: layouts in which the program sends values to a later chunk, by value name.
+        local_outputs: layouts of outputs of which each rank gets the shard of its local batch, by
+            value name; see `local_outputs.py`.
         sharding: ZeRO / HSDP configuration; None to store parameters as operators use them.
         bucket_bytes: maximum bytes of gathered parameters in a bucket.
         recompute: recomputation of each recomputed operator, by operator name.
@@ -114,6 +115,7 @@ class Decisions:
     outputs: Outputs = field(default_factory=dict)
     arrivals: Mapping[str, CutAxes] = field(default_factory=dict)
     departures: Mapping[str, CutAxes] = field(default_factory=dict)
+    local_outputs: Mapping[str, CutAxes] = field(default_factory=dict)
     sharding: OptimizerParallel | None = None
     bucket_bytes: int = BUCKET_BYTES
     recompute: Mapping[str, Recompute] = field(default_factory=dict)

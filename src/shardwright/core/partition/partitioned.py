@@ -16,6 +16,7 @@ from shardwright.core.graph.split import GraphChunk, split_graph
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes, Decisions
+from shardwright.core.partition.local_outputs import local_outputs
 from shardwright.core.partition.pipeline_spec import ONE_STAGE, PipelineSpec
 from shardwright.core.rules import is_random, rule_of
 from shardwright.errors import PlanError
@@ -52,6 +53,7 @@ class Partitioned:
         self._check_parameter_updates()
         if self.pipeline.num_chunks == 1:
             outputs = tuple(dict.fromkeys(graph.output_values))
+            decisions = replace(decisions, local_outputs=self.local_outputs)
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
         self._check_input_gradients()
         pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
@@ -62,6 +64,12 @@ class Partitioned:
             if value in graph.producer
         }
         return tuple(self._build_chunk(*numbered, crossing) for numbered in enumerate(pieces))
+
+    @cached_property
+    def local_outputs(self) -> dict[str, CutAxes]:
+        """Mesh axes that shard each dimension of each output of which a rank gets the samples of
+        its local batch, by output name."""
+        return local_outputs(self.graph, self.decisions.arrivals)
 
     def chunks_of(self, stage: int) -> tuple[Chunk, ...]:
         """Return the chunks of the stage with index `stage`, in model order."""

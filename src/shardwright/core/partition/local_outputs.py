@@ -1,0 +1,66 @@
+"""Outputs of a model whose ranks pass local batches: each rank gets those of its own samples.
+
+A dimension of an output is sharded like the dimension of an input with the same factor in the
+sharding rules of all operators between them. Such an output is local: a loss outside the model
+takes it with the labels of the rank's local batch, as under `DistributedDataParallel`. Other
+outputs are those of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwright.core.graph.graph import Graph, Value
+from shardwright.core.layout.axes import Axes
+from shardwright.core.micro_batches.batch_dims import JoinedDims
+from shardwright.core.partition.decisions import CutAxes
+from shardwright.core.rules import rule_of
+
+
+def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, CutAxes]:
+    """Return the mesh axes that shard each dimension of each local output, by output name.
+
+    Several dimensions with the factor of one sharded dimension, as in a matrix of all pairs of
+    samples, make an output global.
+
+    Args:
+        graph: the graph of the model.
+        arrivals: the mesh axes that shard each dimension of the inputs that ranks pass sharded, by
+            input name; empty if ranks pass the global batch.
+    """
+    if not any(map(any, arrivals.values())):
+        return {}
+    joined = JoinedDims(graph)
+    axes_of_group: dict[object, Axes] = {}
+    axes_of_size: dict[int, Axes] = {}
+    for value in graph.input_values:
+        for dim, axes in enumerate(arrivals.get(value.name, ())):
+            if axes:
+                axes_of_group.setdefault(joined.root_of_group((value, dim)), axes)
+                axes_of_size.setdefault(value.shape[dim], axes)
+    result = {}
+    for value in graph.output_values:
+        groups = [joined.root_of_group((value, dim)) for dim in range(len(value.shape))]
+        dims = [axes_of_group.get(group, ()) for group in groups]
+        if not any(dims) and value.shape and _has_unknown_factors(graph, value):
+            # By convention dimension 0 is that of samples.
+            dims[0] = axes_of_size.get(value.shape[0], ())
+        used = [axes for axes in dims if axes]
+        if used and len(set(used)) == len(used):
+            result[value.name] = tuple(dims)
+    return result
+
+
+def _has_unknown_factors(graph: Graph, value: Value) -> bool:
+    """Whether `value` is computed by an operator without a sharding rule, or from the results of
+    one."""
+    pending, visited = [value], set[Value]()
+    while pending:
+        op = graph.producer.get(pending.pop())
+        if op is None:
+            continue
+        if rule_of(op) is None:
+            return True
+        pending += [each for each in op.inputs if each not in visited]
+        visited.update(op.inputs)
+    return False

@@ -1,0 +1,50 @@
+"""The mean over the samples of all ranks, for losses outside a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.core.agreement.collective import has_other_ranks
+
+
+def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
+    """Return the mean over the samples of all ranks, equal on every rank. Collective.
+
+    The mean of the ranks' means, which `DistributedDataParallel` trains, differs from the mean over
+    all samples if ranks count different numbers of samples, tokens or weights. If ranks pass local
+    batches (`dataset_strategy`), the gradients of this mean are those of one device:
+
+        total = F.cross_entropy(net(x), y, ignore_index=-100, reduction="sum")
+        loss = sw.global_mean(total, (y != -100).sum())
+
+    Args:
+        total: sum over the local batch of this rank, of any shape; floating-point.
+        count: number of samples, or sum of weights, of the local batch; no gradient flows into it.
+
+    Returns:
+        The sum of `total` over all ranks, divided by that of `count`; NaN if the counts of all
+        ranks are 0. The shape is that of `total`.
+    """
+    if not has_other_ranks():
+        return total / count
+    mean: Tensor = _GlobalMean.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _GlobalMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
+        # One collective; counts are exact in float64.
+        sums = torch.cat([total.detach().reshape(-1).double(), count.to(total.device)[None]])
+        dist.all_reduce(sums)
+        # The ranks' losses are averaged, but this one is a sum over all ranks.
+        ctx.factor = dist.get_world_size() / sums[-1].to(total.dtype)
+        return (sums[:-1] / sums[-1]).to(total.dtype).reshape(total.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
