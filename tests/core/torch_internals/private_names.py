@@ -220,7 +220,6 @@ TENSORS = (
         "`data_ptr()`, for storages with data",
     ),
     PrivateName(
-        "torch._dynamo.config.nontraceable_tensor_subclasses",
         "lets compiled functions take outputs of the whole batch, which compilers cannot trace",
     ),
     PrivateName(

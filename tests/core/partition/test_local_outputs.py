@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.parallel.local_batches_ranks import CHECKS, CHECKS_ON_FOUR_RANKS
+from core.partition.local_outputs_ranks import CHECKS, CHECKS_ON_FOUR_RANKS
 from torchrun import checks_on_ranks
 
 test_local_batches_on_two_ranks = checks_on_ranks(CHECKS, 2)

@@ -1,4 +1,4 @@
-"""Run by `test_local_batches.py` on every rank, which passes its local batch."""
+"""Run by `test_local_outputs.py` on every rank, which passes its local batch."""
 
 from __future__ import annotations
 
