@@ -220,9 +220,6 @@ TENSORS = (
         "`data_ptr()`, for storages with data",
     ),
     PrivateName(
-        "lets compiled functions take outputs of the whole batch, which compilers cannot trace",
-    ),
-    PrivateName(
         "torch._guards.TracingContext",
         "whether this thread traces, while `torch.compiler.is_compiling()` is of the process",
     ),
