@@ -119,7 +119,7 @@ def run_of(
         ConfigError: if the file does not exist or is invalid.
     """
     run = Run.from_file(config)
-    _print_foreign_keys(run, config)
+    _print_ignored_keys(run, config)
     changes: dict[str, object] = {}
     if mem_coeff is not None:
         changes["mem_coeff"] = mem_coeff if mem_coeff == "auto" else float(mem_coeff)
@@ -139,7 +139,7 @@ def run_of(
     return replace(run, config=changed, on_progress=on_progress)
 
 
-def _print_foreign_keys(run: Run, config: Path) -> None:
+def _print_ignored_keys(run: Run, config: Path) -> None:
     """Print keys of another framework's file that are ignored or interpreted differently."""
     # Not on launched ranks: the launcher has printed them already.
     if run.foreign is None or is_launched():

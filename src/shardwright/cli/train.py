@@ -106,9 +106,9 @@ def train_command(
     options = _TrainOptions(
         config, devices, plan, log_dir, mem_coeff, resume, max_restarts, elastic, profile
     )
-    node = _parse_node(nnodes, node_rank, rdzv, nproc_per_node, options)
+    node = _parse_node_options(nnodes, node_rank, rdzv, nproc_per_node, options)
     if node is not None:
-        _train_node(node, options)
+        _train_on_node(node, options)
         return
     # `record` writes the error of a rank to the file where its launcher looks for it.
     body = record(_train_or_launch) if is_launched() else _train_or_launch
@@ -140,7 +140,7 @@ class _TrainOptions:
         return [*command, "--resume"] if resume else command
 
 
-def _parse_node(
+def _parse_node_options(
     nnodes: str | None,
     rank: int | None,
     rdzv: str | None,
@@ -167,7 +167,7 @@ def _parse_node(
     return Node.parse(nnodes, rank, rdzv, local_size)
 
 
-def _train_node(node: Node, options: _TrainOptions) -> None:
+def _train_on_node(node: Node, options: _TrainOptions) -> None:
     """Start the ranks of this node, which then plan and train."""
     run = run_of(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)

@@ -17,7 +17,7 @@ _KEY = "shardwright"
 
 
 @dataclass(frozen=True, eq=False)
-class RecomputeMark:
+class RecomputeRequest:
     """A request to recompute one module or function.
 
     Args:
@@ -130,12 +130,12 @@ def tagging(tag: Any) -> Iterator[None]:
 
 def tagging_checkpoint() -> AbstractContextManager[None]:
     """Return a context that tags the operators of one call of `torch.utils.checkpoint`."""
-    return tagging(RecomputeMark(checkpoint=True))
+    return tagging(RecomputeRequest(checkpoint=True))
 
 
 def checkpoint_annotation() -> dict[str, Any]:
     """Return `custom` node metadata that tags operators of one call of `torch.utils.checkpoint`."""
-    return {f"{_KEY}.{RecomputeMark.__name__}": RecomputeMark(checkpoint=True)}
+    return {f"{_KEY}.{RecomputeRequest.__name__}": RecomputeRequest(checkpoint=True)}
 
 
 def preserve_tags() -> AbstractContextManager[None]:

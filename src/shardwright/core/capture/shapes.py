@@ -44,7 +44,7 @@ class Captures:
     def __init__(self, graph: Graph, state: Hashable) -> None:
         captured = () if graph.is_term_of_batch else (graph,)
         self._by_signature = {
-            _make_call_key(graph.inputs, graph.in_spec, state): _CapturesOfSizes(*captured)
+            _make_call_key(graph.inputs, graph.in_spec, state): _CapturesBySize(*captured)
         }
 
     def graph(
@@ -58,7 +58,7 @@ class Captures:
         started = time.perf_counter()
         call_key = _make_call_key(*pytree.tree_flatten((call.args, call.kwargs)), state)
         self._by_signature[call_key] = captures = (
-            self._by_signature.pop(call_key, None) or _CapturesOfSizes()
+            self._by_signature.pop(call_key, None) or _CapturesBySize()
         )
         for other in list(self._by_signature)[:-MOST_KINDS]:
             del self._by_signature[other]
@@ -66,7 +66,7 @@ class Captures:
         return replace(graph, capture_seconds=time.perf_counter() - started)
 
 
-class _CapturesOfSizes:
+class _CapturesBySize:
     """Graphs of calls that differ only in sizes.
 
     Args:

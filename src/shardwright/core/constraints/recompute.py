@@ -1,7 +1,7 @@
 """Mark modules and functions for activation checkpointing with `recompute`.
 
-`recompute_of` collects the marks from a captured graph. A mark is stored on the module, or on the
-function that `recompute` returns; there is no global state.
+`recompute_of` collects the requests from a captured graph. A request is stored on the module, or on
+the function that `recompute` returns; there is no global state.
 
 A *segment* is a set of operators that are recomputed together: only the inputs of the segment are
 saved for the backward pass.
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shardwright.core.capture.annotations import RecomputeMark, attach
+from shardwright.core.capture.annotations import RecomputeRequest, attach
 from shardwright.core.capture.naming import local_operator_name
 from shardwright.core.constraints.pin import tagged_calls
 from shardwright.core.graph.graph import Graph, Op
@@ -36,20 +36,20 @@ def recompute(
     """Recompute activations in the backward pass instead of saving them.
 
     Every call of the module or function becomes one checkpointed segment: only its inputs are
-    saved, and the backward pass recomputes the rest. An inner mark overrides an outer one.
+    saved, and the backward pass recomputes the rest. An inner request overrides an outer one.
 
     Args:
         target: a module, with all its submodules, or a function; call the returned function in
-            `forward`. A `ModuleList` marks each of its modules. A later mark of the same module
+            `forward`. A `ModuleList` stands for its modules. A later request for the same module
             replaces an earlier one.
         communication: whether to also repeat the collectives between layouts. If not, their results
             are saved, and recomputation adds no communication volume.
         operators: names of the only operators to recompute, such as `"aten.softmax"` or
             `"softmax"`, each together with the operators that read its result. None for all
-            operators; an empty sequence exempts the target from the mark of an enclosing module.
+            operators; an empty sequence exempts the target from the request for an outer module.
 
     Returns:
-        The module itself, or the marked function.
+        The module itself, or a function that is recomputed.
 
     Raises:
         StrategyError: if the target is neither a module nor a function, or `operators` is not a
@@ -66,7 +66,7 @@ def recompute(
             "use for example operators=('softmax', 'aten.gelu')"
         )
     op_types = None if operators is None else tuple(_normalized_op_type(name) for name in operators)
-    request = RecomputeMark(communication, op_types)
+    request = RecomputeRequest(communication, op_types)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
             recompute(module, communication, operators=operators)
@@ -85,44 +85,44 @@ def _normalized_op_type(operator: str) -> str:
 
 
 @dataclass(frozen=True)
-class _MarkedSegment:
-    """The segment of one call of a marked module or function.
+class _RequestedSegment:
+    """The segment of one call of a recomputed module or function.
 
     Args:
-        request: the mark of the module or function.
+        request: the request for the module or function.
         segment: name of the segment.
     """
 
-    request: RecomputeMark
+    request: RecomputeRequest
     segment: str
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """Return the recomputation that the marks of a captured graph request, by operator name.
+    """Return the recomputation that a captured graph requests, by operator name.
 
     Raises:
-        StrategyError: if a mark matches no operator.
+        StrategyError: if a request matches no operator.
     """
     modules = {
         path: tag
         for path, tags in graph.module_tags.items()
         for tag in tags
-        if isinstance(tag, RecomputeMark)
+        if isinstance(tag, RecomputeRequest)
     }
-    functions = dict(_marked_calls(graph))
-    _check_marked_modules(graph, modules)
+    functions = dict(_requested_calls(graph))
+    _check_requested_modules(graph, modules)
     recomputed: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
-    selected: dict[RecomputeMark, list[Op]] = {}
+    selected: dict[RecomputeRequest, list[Op]] = {}
     for op in graph.ops:
-        marked = _innermost_marked_segment(op, modules, functions)
-        if marked is None:
+        requested = _innermost_requested_segment(op, modules, functions)
+        if requested is None:
             continue
-        if marked.request.op_types is None:
-            recomputed[op.name] = Recompute(marked.segment, marked.request.communication)
-            members.setdefault(marked.segment, []).append(op)
-        elif local_operator_name(op.target) in marked.request.op_types:
-            selected.setdefault(marked.request, []).append(op)
+        if requested.request.op_types is None:
+            recomputed[op.name] = Recompute(requested.segment, requested.request.communication)
+            members.setdefault(requested.segment, []).append(op)
+        elif local_operator_name(op.target) in requested.request.op_types:
+            selected.setdefault(requested.request, []).append(op)
     op_index = _op_indices(graph)
     for ops in members.values():
         # Recomputing a single operator saves no memory, since its result is saved as the input of
@@ -169,14 +169,14 @@ def _op_indices(graph: Graph) -> dict[str, int]:
     return {op.name: index for index, op in enumerate(graph.ops)}
 
 
-def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
-    """Yield (id of the mark, call) for the calls of marked functions.
+def _requested_calls(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
+    """Yield (id of the request, call) for the calls of functions to recompute.
 
     Raises:
         StrategyError: if a call has no operator.
     """
     for request, source in graph.call_tags:
-        if not isinstance(request, RecomputeMark):
+        if not isinstance(request, RecomputeRequest):
             continue
         ops = [op for op in graph.ops if any(tag is request for tag in op.tags)]
         if not ops and request.checkpoint:
@@ -188,20 +188,20 @@ def _marked_calls(graph: Graph) -> Iterator[tuple[int, _MarkedCall]]:
                 " nothing\ncall the function without `recompute`"
             )
         _check_op_types(f"the function called at {source or 'an unknown line'}", request, ops)
-        segment = _MarkedSegment(request, ops[0].name)
-        yield id(request), _MarkedCall(segment, _common_depth([op.calls for op in ops]))
+        segment = _RequestedSegment(request, ops[0].name)
+        yield id(request), _RequestedCall(segment, _common_depth([op.calls for op in ops]))
 
 
 @dataclass(frozen=True)
-class _MarkedCall:
-    """A call of a marked function.
+class _RequestedCall:
+    """A call of a function to recompute.
 
     Args:
         segment: the segment of the call.
         depth: number of module calls that enclose the function call.
     """
 
-    segment: _MarkedSegment
+    segment: _RequestedSegment
     depth: int
 
 
@@ -214,32 +214,32 @@ def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
     return sum(len(set(level)) == 1 for level in zip(*calls, strict=False))
 
 
-def _innermost_marked_segment(
-    op: Op, modules: Mapping[str, RecomputeMark], functions: Mapping[int, _MarkedCall]
-) -> _MarkedSegment | None:
-    """Return the segment of the innermost mark around an operator; None without a mark.
+def _innermost_requested_segment(
+    op: Op, modules: Mapping[str, RecomputeRequest], functions: Mapping[int, _RequestedCall]
+) -> _RequestedSegment | None:
+    """Return the segment of the innermost request around an operator; None without a request.
 
     Args:
         op: the operator.
-        modules: the marks of modules, by path.
-        functions: the calls of marked functions, by id of the mark.
+        modules: the requests for modules, by path.
+        functions: the calls of functions to recompute, by id of the request.
     """
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
     # The first `depth` module calls enclose the function call; the others are made inside it.
     for call in reversed(op.calls[function.depth if function else 0 :]):
         request = modules.get(call.partition("@")[0])
         if request is not None:
-            return _MarkedSegment(request, call or "model")
+            return _RequestedSegment(request, call or "model")
     return function.segment if function else None
 
 
-def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) -> None:
-    """Check that every marked module has operators, of all types that its mark lists.
+def _check_requested_modules(graph: Graph, modules: Mapping[str, RecomputeRequest]) -> None:
+    """Check that every module to recompute has operators, of all types that its request lists.
 
     Raises:
-        StrategyError: if a marked module lacks an operator; the message names the module.
+        StrategyError: if a module to recompute lacks an operator; the message names the module.
     """
-    inside: dict[RecomputeMark, list[Op]] = {request: [] for request in modules.values()}
+    inside: dict[RecomputeRequest, list[Op]] = {request: [] for request in modules.values()}
     for op in graph.ops:
         requests = (modules.get(call.partition("@")[0]) for call in op.calls)
         for request in {request for request in requests if request is not None}:
@@ -256,7 +256,7 @@ def _check_marked_modules(graph: Graph, modules: Mapping[str, RecomputeMark]) ->
         _check_op_types(where, request, ops)
 
 
-def _check_op_types(where: str, request: RecomputeMark, ops: Sequence[Op]) -> None:
+def _check_op_types(where: str, request: RecomputeRequest, ops: Sequence[Op]) -> None:
     """Raise StrategyError if a type of operator that `request` lists is not in `ops`."""
     present = dict.fromkeys(local_operator_name(op.target) for op in ops)
     for op_type in request.op_types or ():

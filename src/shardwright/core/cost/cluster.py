@@ -234,7 +234,7 @@ class Cluster:
             if number < len(self.levels) - 1:
                 groups = ranks // (level.devices or 1)
                 divisors = (n for n in range(1, size + 1) if size % n == 0)
-                reach = max(n for n in divisors if _blocks_in_one_group(groups, n))
+                reach = max(n for n in divisors if _are_blocks_in_one_group(groups, n))
             if reach > joined:
                 spans.append((number, reach // joined))
             joined = reach
@@ -263,7 +263,7 @@ class Cluster:
             )
 
 
-def _blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
+def _are_blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
     """Whether each aligned block of `length` ranks along the last dimension is in one group.
 
     Args:

@@ -45,7 +45,7 @@ def replay(
     """
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
-        raise DeferredError(_no_values_message(record, requested))
+        raise DeferredError(_uninitialized_message(record, requested))
     return _run_schedule(record, schedule, requested, on_finished)
 
 
@@ -212,7 +212,7 @@ def _preserve_state(record: Record) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _no_values_message(record: Record, requested: Mapping[str, StorageView]) -> str:
+def _uninitialized_message(record: Record, requested: Mapping[str, StorageView]) -> str:
     """Return the error message for the first requested tensor that was never initialized."""
     # One tensor at a time: a plan for all tensors does not tell which one lacks values.
     name = next(

@@ -63,7 +63,7 @@ def blockwise_attention(
     if _can_use_flash(tensors, causal, window, terms):
         out, lse, *_ = aten._flash_attention_forward(
             *_flash_layout(tensors),
-            *_length_arguments(tensors),
+            *_unpacked_length_arguments(tensors),
             0.0,
             False,
             False,
@@ -104,7 +104,7 @@ def _attention_backward(
         results = aten._flash_attention_backward(
             *transposed,
             lse,
-            *_length_arguments(tensors),
+            *_unpacked_length_arguments(tensors),
             0.0,
             False,
             state,
@@ -252,7 +252,7 @@ def _flash_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
-def _length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
+def _unpacked_length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
     """Return the `cum_seq` and `max` arguments of a flash kernel for sequences that are not
     packed."""
     return None, None, tensors[0].shape[-2], tensors[1].shape[-2]

@@ -92,10 +92,10 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
         of_child = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
         missing = next((name for name in of_child if name not in present), None)
         if missing is not None:
-            child.register_state_dict_post_hook(partial(_mark_stage_tensors, missing))
+            child.register_state_dict_post_hook(partial(_to_stage_tensors, missing))
 
 
-def _mark_stage_tensors(
+def _to_stage_tensors(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """Convert tensors of a state dict to `StageTensor`s, unless the state dict has entry `missing`.

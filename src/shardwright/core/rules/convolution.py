@@ -75,13 +75,13 @@ def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     if transposed:
         counts = op.inputs[0].shape[-num_dims:]
         windows = spatial_windows(op, kernel_size, op.output.shape, counts)
-        sliding = Overlapped(windows, (*batch, j, *sharded_space(windows)), replace=_local_groups)
+        sliding = Overlapped(windows, (*batch, j, *sharded_space(windows)), replace=_group_argument)
         filters: Dims = (k, j)
     else:
         windows = windows_of(op, kernel_size)
         pads_all = isinstance(arguments["padding"], str)
         dims = (*batch, k, *sharded_space(windows))
-        sliding = Windowed(windows, dims, pads_all=pads_all, replace=_local_groups)
+        sliding = Windowed(windows, dims, pads_all=pads_all, replace=_group_argument)
         filters = (j, k)
     space, labels = sharded_space(windows), {"b": "I", j: "J", k: "K"}
     if groups > 1:
@@ -108,6 +108,6 @@ def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, 
     return input_dims(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 
-def _local_groups(op: Op, local: Local) -> dict[str, Any]:
+def _group_argument(op: Op, local: Local) -> dict[str, Any]:
     shards = local.shard_counts.get("g", 1)
     return {"groups": call_arguments(op)["groups"] // shards} if shards > 1 else {}

@@ -19,7 +19,7 @@ from shardwright.core.torch_internals.distributed import functional_collectives
 def apply_workarounds() -> None:
     """Apply both workarounds to this process; further calls do nothing."""
     _wait_for_threads_at_exit()
-    _use_short_gather_name()
+    _install_short_named_gather()
 
 
 @cache
@@ -34,7 +34,7 @@ def _wait_for_threads_at_exit() -> None:
 
 
 @cache
-def _use_short_gather_name() -> Library:
+def _install_short_named_gather() -> Library:
     """Replace the CPU kernels of functional all-gathers by kernels that gloo names `ALLGATHER`.
 
     After each collective, a worker thread assigns its name to a string that both worker threads

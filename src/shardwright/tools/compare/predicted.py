@@ -192,8 +192,7 @@ class GridComparison:
                     yield degrees
 
     def is_divisible_by(self, degrees: GridPoint) -> bool:
-        """Whether the degrees `degrees` divide the model's sizes, and the schedule can run the
-        stages."""
+        """Whether `degrees` divide the model's sizes, and the schedule can run the stages."""
         data, model, stages = degrees
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._megatron_schedule)

@@ -75,15 +75,15 @@ class _MessagePassing:
         """Run sweeps until the bound of the folded problem converges, and return the bound."""
         best_bound = -np.inf
         for _ in track(range(MAX_ROUNDS), on_share):
-            self._sweep(backward=True)
-            bound = self._sweep(backward=False)
+            self._send_all_messages(backward=True)
+            bound = self._send_all_messages(backward=False)
             # Each sweep takes as long as the one before and gains less.
             if bound <= best_bound + MIN_GROWTH * abs(best_bound):
                 return max(best_bound, bound)
             best_bound = bound
         return best_bound
 
-    def _sweep(self, backward: bool) -> float:
+    def _send_all_messages(self, backward: bool) -> float:
         """Send messages from each variable to later variables in graph order, or in reverse order.
 
         Returns:

@@ -185,7 +185,7 @@ class LocalProblem:
         layouts = dict.fromkeys(tensor.layout for tensor in self.nearby.shared)
         # Axes that all neighbors use equally are interchangeable; one choice for the group keeps
         # the number of combinations independent of the number of devices.
-        groups = group_equal_axes(self.mesh, [_placement_of_axis(layout) for layout in layouts])
+        groups = group_equal_axes(self.mesh, [_placements_by_axis(layout) for layout in layouts])
         neighbor_factors = [self._neighbor_factors(group) for group in groups]
         all_factors = [
             (*f, *(n for n in self.nearby.limits if n not in f)) for f in neighbor_factors
@@ -245,7 +245,7 @@ class LocalProblem:
             yield self.nearby.divisible(factors)
 
 
-def _placement_of_axis(layout: TensorLayout) -> dict[int, object]:
+def _placements_by_axis(layout: TensorLayout) -> dict[int, object]:
     """Return for each axis the dim that it shards, "partial" or "varying"; axes that replicate are
     missing."""
     placements: dict[int, object] = {

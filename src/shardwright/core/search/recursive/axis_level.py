@@ -57,7 +57,7 @@ class AxisLevel:
                 self._propagate_to_consumers(value, dim, queue)
             for value, dim in zip(graph.inputs[op], op_type.input_dims[choice[op]], strict=True):
                 producer = graph.producer[value]
-                if producer is not None and self._may_follow(producer[0]):
+                if producer is not None and self._can_copy_choice(producer[0]):
                     choice[producer[0]] = self.choice_from_output(*producer, dim)
                     self._enqueue(producer[0], dim, queue)
                 # Only where the value depends on the inputs: consumers of a table that all layers
@@ -69,11 +69,11 @@ class AxisLevel:
         """Decide undecided consumers of a value that is sharded along `dim`, except main
         operators."""
         for consumer, input_index in self.graph.consumers[value]:
-            if self._may_follow(consumer):
+            if self._can_copy_choice(consumer):
                 self.choice[consumer] = self.choice_from_input(consumer, input_index, dim)
                 self._enqueue(consumer, dim, queue)
 
-    def _may_follow(self, op: int) -> bool:
+    def _can_copy_choice(self, op: int) -> bool:
         return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
     def _enqueue(self, op: int, dim: int, queue: deque[int]) -> None:
