@@ -214,11 +214,11 @@ class PythonState:
     def _copies_by_id(self, template: nn.Module) -> dict[int, Any]:
         """Return the modules and parameters of `template`, by the `id()` of the planned ones."""
         model, result = self._by_path[""], dict[int, Any]()
-        for mine, theirs in (
+        for planned, copies in (
             (model.named_modules(), dict(template.named_modules())),
             (model.named_parameters(), dict(template.named_parameters())),
         ):
-            result |= {id(part): theirs[name] for name, part in mine if name in theirs}
+            result |= {id(original): copies[name] for name, original in planned if name in copies}
         return result
 
     def _refuse_replaced_submodules(self) -> None:
