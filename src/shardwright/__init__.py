@@ -29,7 +29,9 @@ __all__ = sorted(_PUBLIC_NAMES)
 
 def __getattr__(name: str) -> Any:
     if name == "materialise":
-        warnings.warn("sw.materialise is now sw.materialize", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "`sw.materialise` is deprecated\nuse `sw.materialize`", DeprecationWarning, stacklevel=2
+        )
         name = "materialize"
     if name in _PUBLIC_NAMES:
         module, source_name = _PUBLIC_NAMES[name]

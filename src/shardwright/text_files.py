@@ -71,9 +71,11 @@ def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[No
     try:
         yield
     except FileNotFoundError:
-        raise error_type(f"{path}: no such file") from None
+        raise error_type(f"{path}: no such file\npass the path of an existing file") from None
     except UnicodeDecodeError as error:
-        raise error_type(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise error_type(
+            f"{path}: not UTF-8 text ({error.reason} at byte {error.start})\nsave the file as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise error_type(f"{path}: {reason}") from None
@@ -93,7 +95,7 @@ def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
         data = json.loads(text, object_pairs_hook=_dict_with_unique_keys)
         _check_plain_data(data, math.inf)
     except json.JSONDecodeError as error:
-        raise error_type(f"{location}: invalid JSON: {error}") from None
+        raise error_type(f"{location}: invalid JSON: {error}\nwrite the file again") from None
     except RecursionError:
         raise error_type(f"{location}: {_TOO_DEEP}") from None
     except ValueError as error:
@@ -144,7 +146,9 @@ def _check_plain_data(data: Any, max_values: float) -> None:
         path, depth, value = pending_values.pop()
         count += 1
         if count > max_values:
-            raise ValueError(f"the file has more than {max_values} values, with aliases expanded")
+            raise ValueError(
+                f"more than {max_values} values after expanding aliases; use fewer aliases"
+            )
         if depth > MAX_DEPTH:
             raise ValueError(_TOO_DEEP)
         if isinstance(value, dict):
@@ -190,7 +194,7 @@ def _dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
-            raise ValueError(f"duplicate key {short_repr(key)}")
+            raise ValueError(f"the key {short_repr(key)} occurs twice; remove one of the two")
         unique[key] = value
     return unique
 
@@ -219,7 +223,7 @@ class _PlainDataLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"{scalar} cannot be read as {tag}: quote it to write a string",
+                f"{scalar} cannot be read as {tag}; quote the value to write a string",
                 node.start_mark,
             ) from None
 
@@ -228,20 +232,26 @@ class _PlainDataLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"a {key_node.id} cannot be a key", key_node.start_mark
+                    None,
+                    None,
+                    f"the key is a {key_node.id}; use a string or number",
+                    key_node.start_mark,
                 )
             if key_node.tag == f"{_TAG}merge":
                 # A few lines of nested merges can produce billions of keys.
                 raise yaml.constructor.ConstructorError(
                     None,
                     None,
-                    "<< is not supported: repeat the keys that it merges",
+                    "the merge key << is not supported; repeat the merged keys",
                     key_node.start_mark,
                 )
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {short_repr(key)}", key_node.start_mark
+                    None,
+                    None,
+                    f"duplicate key {short_repr(key)}; remove one of the two",
+                    key_node.start_mark,
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)

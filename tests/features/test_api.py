@@ -105,7 +105,7 @@ def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
         parallel(x, y, z=1)
     with pytest.raises(sw.PlanError, match=r"has shape \(16,\), planned for \(8, 16\)"):
         parallel(x[0], y)
-    with pytest.raises(sw.PlanError, match="is None, but was planned as a tensor"):
+    with pytest.raises(sw.PlanError, match="is None, but the plan expects a tensor"):
         parallel(x, None)
 
 
@@ -146,7 +146,7 @@ def test_a_model_on_the_meta_device_can_be_planned_and_runs_once_it_has_values()
         x = torch.empty(4, 4)
     net = sw.parallelize(net, sw.plan(net, (x,), devices=1))
     with pytest.raises(
-        sw.PlanError, match=r"of the Linear, which was built .* have no values: weight, bias"
+        sw.PlanError, match=r"the Linear was built .* are uninitialized: weight, bias"
     ):
         net(torch.ones(4, 4))
     eager = nn.Linear(4, 4)

@@ -182,7 +182,7 @@ def test_memory_and_operations_are_counted_or_stated() -> None:
 BAD = [
     ("b s", {}, "it needs inputs and results around an arrow"),
     ("b-s -> b", {}, "'b-s' is no name"),
-    ("b -> b", {"partial": "max"}, 'give "sum", "mean" or None'),
+    ("b -> b", {"partial": "max"}, 'pass "sum", "mean" or None'),
     ("b -> b", {"dtypes": (torch.int64, torch.int64)}, "2 dtypes for 1 results"),
 ]
 

@@ -65,7 +65,9 @@ def test_chosen_weights_are_trained_beside_the_adapters() -> None:
 
 
 def test_targets_that_are_not_there_are_an_error_that_names_the_linear_layers() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)wq.* named down_proj, gate_proj, k_proj, lm_head"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)wq.* of this model: down_proj, gate_proj, k_proj, lm_head"
+    ):
         build("llama2_7b_tiny", lora=LoRA(".*wq"))
 
 

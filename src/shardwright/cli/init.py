@@ -87,7 +87,10 @@ def init_command(
     files = available_files()
     if name is None:
         if out is not None:
-            raise typer.BadParameter("--out needs NAME\nuse shardwright init llama --out my.yaml")
+            raise typer.BadParameter(
+                "--out needs the NAME of a configuration\nexample: shardwright init llama --out "
+                "my.yaml"
+            )
         for line in listing_lines(files):
             typer.echo(line)
         return

@@ -111,7 +111,10 @@ def calibrate_command(
         typer.echo(f"# saved in {cache_file()}")
         return
     if out is None or devices is not None:
-        raise typer.BadParameter("--from needs --out and cannot be combined with --devices")
+        raise typer.BadParameter(
+            "--from needs --out, and cannot be combined with --devices\n"
+            "example: shardwright calibrate --from runs.json --out cluster.yaml"
+        )
     base = None if cluster is None else load_cluster(cluster)
     planned, left_out = planned_runs(runs_file, base)
     names = sorted({each.run.hardware for each in planned})

@@ -75,7 +75,7 @@ def _check_memory_limit(text: str | None) -> str | None:
     """Return `text`; raise `typer.BadParameter` unless it is a size in bytes or `none`."""
     if text is not None and text != NO_LIMIT and parse_bytes(text) is None:
         raise typer.BadParameter(
-            f"{text!r} is neither a number of bytes, such as 24GiB, nor {NO_LIMIT}"
+            f"{text!r} is not a memory limit\nuse a size such as 24GiB, or {NO_LIMIT}"
         )
     return text
 

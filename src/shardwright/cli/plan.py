@@ -101,8 +101,8 @@ def plan_command(
     """
     if top is not None and (full or every or out is not None or save_graphs is not None):
         raise typer.BadParameter(
-            "--top prints several plans and saves none: leave out --full, --every, --out and"
-            " --save-graphs"
+            "--top compares plans without saving them\nremove --full, --every, --out and"
+            " --save-graphs, or remove --top"
         )
     with show_progress(progress) as on_progress:
         run = run_of(
@@ -181,11 +181,11 @@ def _check_planning_options(source: Path, devices: int | None, planning: Sequenc
     if source.suffix == ".json":
         if any(each is not None for each in (devices, *planning)):
             raise typer.BadParameter(
-                f"{source} is a saved plan: leave out --devices and other planning options, or use"
-                " a configuration"
+                f"{source} is a saved plan, which takes no --devices or other planning options\n"
+                "remove these options, or pass the YAML configuration"
             )
     elif devices is None:
-        raise typer.BadParameter("a configuration needs --devices, for example --devices 8")
+        raise typer.BadParameter("a configuration needs --devices\nexample: --devices 8")
 
 
 @app.command("check")

@@ -57,13 +57,15 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
     """
     section, ptuning = config.section("pet_config"), architecture == PTUNING_ARCHITECTURE
     if ptuning and section.string("pet_type", "ptuning2") != "ptuning2":
-        raise section.error("pet_type", f"{architecture} needs ptuning2\nset it to ptuning2")
+        raise section.error("pet_type", f"must be ptuning2 for {architecture}\nset it to ptuning2")
     # MindFormers overwrites both keys with pet_config in models with prefixes. In other models they
     # would have no effect.
     has_prefix, projected = config.has("pre_seq_len"), config.flag("prefix_projection", False)
     if not ptuning and (has_prefix or projected):
         name = "pre_seq_len" if has_prefix else "prefix_projection"
-        raise config.error(name, f"needs the architecture {PTUNING_ARCHITECTURE}\nremove the key")
+        raise config.error(
+            name, f"the key needs the architecture {PTUNING_ARCHITECTURE}\nremove the key"
+        )
     if not section.content and not ptuning:
         return Adaptation()
     pet_type = section.string("pet_type", "lora", valid=("lora", "prefixtuning", "ptuning2"))
@@ -95,7 +97,9 @@ def _read_ptuning(section: Keys) -> PrefixTuning:
 def _read_lora(section: Keys, notes: list[str]) -> LoRA:
     targets = section.any("target_modules") or ".*wq|.*wk|.*wv|.*wo"
     if not isinstance(targets, str):
-        raise section.error("target_modules", f"expected a regular expression, got {targets!r}")
+        raise section.error(
+            "target_modules", f"{targets!r} is not a regular expression\nuse for example .*wq|.*wv"
+        )
     renamed = re.sub(
         r"\b(\w+)\b(\*?)", lambda m: _LAYER_NAMES.get(m.group(1)) or m.group(0), targets
     )
@@ -106,7 +110,7 @@ def _read_lora(section: Keys, notes: list[str]) -> LoRA:
         )
     for name in ("freeze_include", "exclude_layers"):
         if section.any(name):
-            raise section.error(name, "not supported\nremove the key, or set it to None")
+            raise section.error(name, "the key is not supported\nremove it, or set it to None")
     return LoRA(
         target_modules=renamed,
         rank=section.integer("lora_rank", 16),
@@ -120,10 +124,14 @@ def _read_unfrozen_patterns(section: Keys) -> list[str]:
     """Read `freeze_exclude`: patterns of the names of unfrozen parameters, with layers renamed."""
     patterns: Any = section.any("freeze_exclude") or []
     if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
-        raise section.error("freeze_exclude", f"expected a list of patterns, got {patterns!r}")
+        raise section.error(
+            "freeze_exclude", f"{patterns!r} is not a list of patterns\nuse for example ['*wq*']"
+        )
     names = {**dict.fromkeys(_EMBEDDING_NAMES, "embed_tokens"), **_LAYER_NAMES}
     merged = [each for each in patterns if any(n in each for n in names if names[n] == _MERGED_QKV)]
     if merged:
-        problem = f"{merged[0]!r} is three layers here\nuse patterns for wq, wk and wv instead"
+        problem = (
+            f"{merged[0]!r} is three layers here\nuse separate patterns for wq, wk and wv instead"
+        )
         raise section.error("freeze_exclude", problem)
     return [re.sub(r"\w+", lambda m: names.get(m.group(), m.group()), each) for each in patterns]

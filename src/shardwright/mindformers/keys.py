@@ -43,7 +43,9 @@ class Keys:
         if name not in self._opened_sections:
             content = self._read_value(name) or {}
             if not isinstance(content, Mapping):
-                raise self.error(name, f"expected a mapping, got {content!r}")
+                raise self.error(
+                    name, f"{content!r} is not a mapping\nwrite one `key: value` per line"
+                )
             self._opened_sections[name] = Keys(content, self._full_key(name), self.file)
         return self._opened_sections[name]
 
@@ -80,7 +82,9 @@ class Keys:
         if not (minimum <= number and above < number < below):
             bounds = ((minimum, "at least"), (above, "above"), (below, "below"))
             limits = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
-            raise self.error(name, f"{number:g} must be {' and '.join(limits)}")
+            raise self.error(
+                name, f"{number:g} is out of range\nset a number {' and '.join(limits)}"
+            )
         return number
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:

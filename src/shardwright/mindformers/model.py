@@ -90,10 +90,14 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     family, positions, config_type = read_architecture(arch)
     if config.string("type", config_type) != config_type:
         raise config.error(
-            "type", f"{arch.string('type')} needs {config_type}, not {config.string('type')}"
+            "type",
+            f"{config.string('type')} is not the configuration of "
+            "{arch.string('type')}\nset {config_type}",
         )
     if config.integer("ignore_token_id", IGNORED, minimum=-(2**31)) != IGNORED:
-        raise config.error("ignore_token_id", f"must be {IGNORED}: no other label is ignored")
+        raise config.error(
+            "ignore_token_id", f"the loss ignores only the label {IGNORED}\nset it to {IGNORED}"
+        )
     for name, value in _ONLY_VALUES.items():
         read = config.flag if isinstance(value, bool) else config.number
         if read(name, value) != value:  # type: ignore[arg-type]
@@ -184,7 +188,9 @@ def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[
     if rope_scaling := _read_rope_scaling(config):
         arguments["rope_parameters"] = rope_scaling
     if arguments and family in ("baichuan1", "baichuan", "pangualpha"):
-        raise config.error("type", f"{family} has no {', '.join(arguments)}")
+        raise config.error(
+            "type", f"{family} does not support {', '.join(arguments)}\nremove these keys"
+        )
     return {} if family == "gpt" else arguments
 
 
@@ -240,7 +246,9 @@ def _read_dropout(config: Keys) -> float:
     rates = {name: config.number(name, minimum=0, below=1) for name in names if config.has(name)}
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-        raise config.error(next(iter(rates)), f"all dropout rates must be equal, not {listed}")
+        raise config.error(
+            next(iter(rates)), f"dropout rates differ: {listed}\nset all dropout rates to one value"
+        )
     return next(iter(rates.values()), 0.1)
 
 

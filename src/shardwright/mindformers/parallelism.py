@@ -168,7 +168,7 @@ def _read_mem_coeff(config: Keys) -> float | str:
     try:
         return config.number("mem_coeff", 0.1, above=0)
     except ConfigError:
-        problem = f"expected a positive number or 'auto', got {value!r}"
+        problem = f"{value!r} is neither a positive number nor 'auto'\nset it to 'auto'"
         raise config.error("mem_coeff", problem) from None
 
 

@@ -164,7 +164,8 @@ def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> 
     if parallelism.stages > parallelism.micro_batch_num:
         raise config.error(
             "micro_batch_num",
-            f"{parallelism.micro_batch_num} must be at least pipeline_stage {parallelism.stages}",
+            f"fewer micro-batches than {parallelism.stages} pipeline stages\n"
+            f"set it to at least {parallelism.stages}",
         )
 
 
@@ -220,7 +221,8 @@ def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimens
         if size % parallelism.expert_parallel:
             raise config.error(
                 "expert_parallel",
-                f"{parallelism.expert_parallel} must divide {name} {size}",
+                f"{parallelism.expert_parallel} does not divide {name} {size}\nuse a divisor of "
+                f"{size}",
             )
     # These families tie the output layer to the embedding, which `vocab_emb_dp` replicates.
     replicated_head = parallelism.vocab_emb_dp and sizes.family in ("pangualpha", "gpt")
@@ -252,7 +254,6 @@ def _check_sequence_sharding(config: Keys, parallelism: Parallelism, sizes: Dime
     if parallelism.seq_parallel and seq_length % (degree * parallelism.model_parallel):
         raise config.error(
             "use_seq_parallel",
-            f"seq_length {seq_length} is not divisible by context_parallel {degree} ·"
-            f" model_parallel {parallelism.model_parallel}\nset it to False, or change"
-            " `seq_length`",
+            f"seq_length {seq_length} is not divisible by context_parallel {degree} · "
+            f"model_parallel {parallelism.model_parallel}\nset it to False, or change `seq_length`",
         )

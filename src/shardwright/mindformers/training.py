@@ -112,7 +112,9 @@ def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
     """Read the callback `CheckpointMonitor` as keys of `train.checkpoint`; {} if not set."""
     callbacks, folder = keys.any("callbacks") or [], keys.string("output_dir", "output")
     if not isinstance(callbacks, list):
-        raise keys.error("callbacks", f"expected a list, got {callbacks!r}")
+        raise keys.error(
+            "callbacks", f"not a list: {callbacks!r}\nexample: [{{type: CheckpointMonitor}}]"
+        )
     for index, content in enumerate(callbacks):
         if isinstance(content, Mapping) and content.get("type") in _CHECKPOINT_CALLBACKS:
             monitor = Keys(content, f"callbacks[{index}]", keys.file)
@@ -149,9 +151,11 @@ def _read_betas(section: Keys) -> list[float]:
     if betas is None:
         names = ("beta1", "beta2")
     elif not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise section.error("betas", f"expected two numbers such as [0.9, 0.95], got {betas!r}")
+        raise section.error("betas", f"{betas!r} are not two numbers\nset for example [0.9, 0.95]")
     elif section.has("beta1") or section.has("beta2"):
-        raise section.error("betas", "set either `betas`, or `beta1` and `beta2`")
+        raise section.error(
+            "betas", "`betas` conflicts with `beta1` and `beta2`\nremove one of the two"
+        )
     else:
         names = ("betas[0]", "betas[1]")
         section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
@@ -178,7 +182,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
     section = keys.section("lr_schedule")
     for name in ("lr_scale", "layer_scale"):
         if keys.flag(name, False):
-            raise keys.error(name, "all layers have the same learning rate\nset it to False")
+            raise keys.error(name, "learning rates per layer are not supported\nset it to False")
     if not section.content:
         return {"kind": "constant"}
     for name, value in _ONLY_SCHEDULE_VALUES.items():
@@ -226,8 +230,8 @@ def _read_recomputed_blocks(section: Keys, name: str, stages: int) -> StageBlock
     if not has_integers or len(value) != stages:
         raise section.error(
             name,
-            f"expected True, False or a list of {stages} numbers of blocks, one for each stage,"
-            f" got {value}",
+            f"{value} does not fit {stages} stages\n"
+            f"set True, False or a list of {stages} numbers of blocks, one for each stage",
         )
     # True in the list means all blocks of that stage.
     return tuple(MAX_LAYERS if each is True else int(each) for each in value)

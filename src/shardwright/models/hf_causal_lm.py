@@ -56,7 +56,10 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     try:
         return CausalLM(model_class(config))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"hf: {config.model_type}: {_first_line_of_error(error)}") from error
+        raise ConfigError(
+            f"hf: cannot build a {config.model_type} model: {_first_line_of_error(error)}\n"
+            "correct the arguments of the configuration"
+        ) from error
 
 
 def _attention_implementation(model_class: Any, config: Any, attention: Attention) -> str | None:
@@ -90,7 +93,10 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
         try:
             return AutoConfig.for_model(**source)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"hf: {_first_line_of_error(error)}") from None
+            raise ConfigError(
+                f"hf: invalid configuration: {_first_line_of_error(error)}\n"
+                "use the keys of a `config.json` of `transformers`"
+            ) from None
     if not Path(source).exists():
         raise ConfigError(
             f"hf: no such file or folder: {source}\nset it to a `config.json` or to its folder"
@@ -98,7 +104,10 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"hf: {source}: {_first_line_of_error(error)}") from None
+        raise ConfigError(
+            f"hf: cannot load {source}: {_first_line_of_error(error)}\n"
+            "use a `config.json` of a model of `transformers`"
+        ) from None
 
 
 def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:

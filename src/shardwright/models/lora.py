@@ -38,10 +38,13 @@ class LoRA:
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0:
             raise ConfigError(
-                f"LoRA: rank={self.rank} and alpha={self.alpha} must both be positive"
+                f"LoRA: rank={self.rank} or alpha={self.alpha} is not positive\n"
+                "use for example rank=8 and alpha=16"
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"LoRA: dropout={self.dropout} must be at least 0 and below 1")
+            raise ConfigError(
+                f"LoRA: dropout={self.dropout} is out of range\nuse at least 0, below 1"
+            )
         try:
             re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
         except re.error as error:
@@ -72,7 +75,7 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     except ValueError as error:
         linear = sorted({n.split(".")[-1] for n, m in net.named_modules() if type(m) is nn.Linear})
         raise ConfigError(
-            f"LoRA: {error}\nthe linear layers of this model are named {', '.join(linear)}"
+            f"LoRA: {error}\nuse target modules of this model: {', '.join(linear)}"
         ) from None
     parameters = dict(adapted.named_parameters())
     for pattern in lora.trained:

@@ -35,10 +35,10 @@ class PrefixTuning:
         for name in ("tokens", "projection"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"prefix tuning: {name}={value} must be positive")
+                raise ConfigError(f"prefix tuning: {name}={value} is not positive\nuse at least 1")
         if not 0 <= self.dropout < 1:
             raise ConfigError(
-                f"prefix tuning: dropout={self.dropout} must be at least 0 and below 1"
+                f"prefix tuning: dropout={self.dropout} is out of range\nuse at least 0, below 1"
             )
 
 

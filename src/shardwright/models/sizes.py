@@ -88,7 +88,8 @@ class Dimensions:
             )
         if self.family == "pangualpha" and self.num_layers < 2:
             raise ConfigError(
-                f"num_layers={self.num_layers}: PanguAlpha needs at least 2, the last for queries"
+                f"num_layers={self.num_layers}: the last layer of PanguAlpha is its query layer\n"
+                "use at least 2"
             )
 
     def _check_field_values(self) -> None:
@@ -101,15 +102,15 @@ class Dimensions:
         for name in (each.name for each in fields(self) if each.type == "int"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be a positive integer")
+                raise ConfigError(f"{name}={value!r}: not a positive integer\nuse at least 1")
         if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"num_layers={self.num_layers}: must be at most {MAX_LAYERS}")
+            raise ConfigError(f"num_layers={self.num_layers}: too many\nuse at most {MAX_LAYERS}")
         for name in ("norm_eps", "rope_base"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"{name}={value!r}: must be a positive number")
+                raise ConfigError(f"{name}={value!r}: not positive\nuse for example {name}=1.0")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout!r}: must be in [0, 1)")
+            raise ConfigError(f"dropout={self.dropout!r}: out of range\nuse at least 0, below 1")
 
     @property
     def head_size(self) -> int:

@@ -35,7 +35,7 @@ def test_a_folder_of_another_model_or_that_lacks_a_file_is_refused(tmp_path: Pat
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     refused("no such folder", tmp_path / "absent")
     refused("not a model class", cls=nn.Linear)
-    refused("needs a GPT2Config, but the folder has a LlamaConfig", cls=GPT2LMHeadModel)
+    refused("needs a GPT2Config, but its config.json is a LlamaConfig", cls=GPT2LMHeadModel)
     with pytest.raises(sw.PlanError, match=r"Plan\.load"):
         sw.from_pretrained(LlamaForCausalLM, tmp_path, "plan.json")  # type: ignore[arg-type]
     index, (first, *_) = tmp_path / "model.safetensors.index.json", tmp_path.glob("*-00001-*")

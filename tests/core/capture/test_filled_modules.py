@@ -60,7 +60,7 @@ FILLED = {
     mask_in_a_buffer: "makes the buffer 'mask'(?s:.*)call the model once",
     parameter_of_the_first_call: "makes the parameter 'scale'(?s:.*)call the model once",
     layer_of_the_first_call: "makes the submodule 'last'(?s:.*)call the model once",
-    another_shape: r"gives the buffer 'mean' another shape or dtype, \[8, 8\].* instead of \[\]",
+    another_shape: r"changes the shape or dtype of the buffer 'mean' from \[\] .* to \[8, 8\]",
 }
 
 
@@ -228,9 +228,9 @@ def without_the_buffer(net: Lazy, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("fill", "message"),
     [
-        (another_buffer, "gives the buffer 'mean' the memory of 'before'(?s:.*)`copy_`"),
-        (view_of_a_parameter, "gives the buffer 'mean' the memory of 'linear.bias'(?s:.*)`clone"),
-        (another_parameter, "in the place of the parameter 'linear.bias'(?s:.*)`copy_`"),
+        (another_buffer, "shares memory with 'before' to the buffer 'mean'(?s:.*)`copy_`"),
+        (view_of_a_parameter, "shares memory with 'linear.bias' to the buffer 'mean'(?s:.*)`clone"),
+        (another_parameter, "replaces the parameter 'linear.bias'(?s:.*)copy_"),
         (frozen_parameter, "`requires_grad` of the parameter 'linear.bias'(?s:.*)before `plan`"),
         (without_the_buffer, "removes the buffer 'mean'"),
     ],

@@ -185,7 +185,7 @@ def test_an_unknown_container_is_refused(container: Any) -> None:
     net = Around(Part(contained), lambda layer, y: y + layer(y)[0])
     sw.local_map(net.layer, "b _h -> b _h")
     plan = sw.plan(net, ARGS, devices=2)
-    message = f"returns a {container.__name__}.*as if it returned a tensor\nreturn a tensor"
+    message = f"returns a {container.__name__}.*assumed a tensor\nreturn a tensor"
     with pytest.raises(sw.CaptureError, match=message):
         sw.check(net, ARGS, None, plan)
 
@@ -193,9 +193,13 @@ def test_an_unknown_container_is_refused(container: Any) -> None:
 @pytest.mark.parametrize(
     ("notation", "partial", "message"),
     [
-        ("b _, b _ -> ()", None, r"result 0 lacks 'b'.*\n.*partial=\"mean\""),
-        ("b _ -> b _, ()", None, r"result 1 lacks 'b'.*\n.*partial=\(None, \"mean\"\)"),
-        ("b _ -> (), ()", ("sum", None), r"result 1 lacks 'b'.*\n.*partial=\('sum', \"mean\"\)"),
+        ("b _, b _ -> ()", None, r"result 0 has no dimension 'b'.*\n.*partial=\"mean\""),
+        ("b _ -> b _, ()", None, r"result 1 has no dimension 'b'.*\n.*partial=\(None, \"mean\"\)"),
+        (
+            "b _ -> (), ()",
+            ("sum", None),
+            r"result 1 has no dimension 'b'.*\n.*partial=\('sum', \"mean\"\)",
+        ),
     ],
 )
 def test_names_that_are_never_sharded_are_refused(
@@ -245,5 +249,5 @@ def test_declared_buffers_may_change() -> None:
     names = [name for name, _ in net.layer.named_buffers()]
     sw.local_map(net.layer, "b _h -> b _h", buffers=names)
     check_plans(net)
-    with pytest.raises(sw.StrategyError, match="'u' is no buffer of the Normed\ngive names of its"):
+    with pytest.raises(sw.StrategyError, match="the Normed has no buffer 'u'\npass names of its"):
         sw.local_map(net.layer, "b _h -> b _h", buffers=("u",))

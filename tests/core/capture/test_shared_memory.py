@@ -96,7 +96,7 @@ def as_a_view_in_an_attribute(net: Scaled) -> None:
 
 
 def test_a_view_of_a_parameter_that_would_become_a_constant_is_refused_by_name() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)'scale' is also read otherwise.*`self.weight`"):
+    with pytest.raises(CaptureError, match=r"(?s)'scale' is also read through.*`self.weight`"):
         capture(Scaled(as_a_view_in_an_attribute), (torch.randn(8, 4),))
 
 

@@ -166,9 +166,9 @@ def test_what_another_context_made_may_be_copied() -> None:
 def test_running_a_model_without_values_says_what_to_do() -> None:
     with sw.no_init_parameters():
         net = nn.Linear(4, 4)
-    with pytest.raises(sw.DeferredError, match=r"no values yet\ncall `sw\.parallelize`"):
+    with pytest.raises(sw.DeferredError, match=r"is uninitialized\ncall `sw\.parallelize`"):
         net(torch.zeros(1, 4))
-    with pytest.raises(sw.DeferredError, match=r"cannot save .*\(4, 4\).*no values yet"):
+    with pytest.raises(sw.DeferredError, match=r"cannot save .*\(4, 4\).*is uninitialized"):
         pickle.dumps(net.weight)
 
 

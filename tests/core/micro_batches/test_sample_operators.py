@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from core.micro_batches.interpreted import Loss, Model, of_micro_batch, rows
 
 REASONS: dict[str, Loss] = {
-    "takes a part of the samples": lambda parts, h, y: h[:2].square().mean(),
+    "selects some samples of the batch": lambda parts, h, y: h[:2].square().mean(),
     "depends on parameters (multiply by a mask": lambda parts, h, y: rows(h).log().nanmean(),
     "pass indices of shape (samples, length)": lambda parts, h, y: F.embedding_bag(
         y, parts["linear"].weight, y.cumsum(0) - y, mode="sum"
@@ -16,7 +16,7 @@ REASONS: dict[str, Loss] = {
     "not proportional to the batch size": lambda parts, h, y: (
         parts["linear"].weight[y[2:]] - parts["linear"].weight[y[:-2]]
     ).mean(),
-    "of several sizes that depend on the batch size": lambda parts, h, y: (
+    "several sizes of its input depend on the batch size": lambda parts, h, y: (
         ((y[:, None] == y).to(h.dtype) @ rows(h)).square().mean()
     ),
     "transpose the batch dimension to the front": lambda parts, h, y: (

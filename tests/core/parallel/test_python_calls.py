@@ -205,7 +205,7 @@ def test_reads_that_dynamo_does_not_guard_are_refused(scale: Callable[[Any], flo
     with pytest.raises(sw.CaptureError, match="`forward` changes the attribute 'number'") as error:
         sw.capture(scaled_by(scale)(), (batches()[0],))
     cause = error.value.__cause__
-    assert "does not see that `forward` depends" in str(cause and cause.__notes__)
+    assert "which TorchDynamo does not detect" in str(cause and cause.__notes__)
 
 
 class WrongScale(torch.autograd.Function):

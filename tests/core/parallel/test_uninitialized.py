@@ -26,7 +26,7 @@ def test_from_the_meta_device_on_one_device() -> None:
     for prepare in (lambda: None, lambda: unset.to_empty(device="cpu")):
         prepare()
         with pytest.raises(
-            sw.PlanError, match=r"have no values: scale, table.*\n.*init_weights\(\)"
+            sw.PlanError, match=r"are uninitialized: scale, table.*\n.*init_weights\(\)"
         ):
             unset(*batch())
     unset.load_state_dict(wanted.state_dict())

@@ -80,8 +80,8 @@ def test_nothing_that_fits_is_one_error_with_what_would_do(mode: str) -> None:
     text = str(caught.value)
     assert text.startswith("no plan for 4 devices fits into memory_limit=9.8 KiB; the smallest one")
     assert text.endswith(
-        "; the limit is the device memory of cluster 'small':"
-        " set memory_limit='none' to plan without one"
+        "; the limit is the device memory of cluster 'small': to plan without it,"
+        " set memory_limit='none'"
     )
     assert text.count("\n") == 1
     assert plan(cluster="h100", mode=mode, memory_limit=caught.value.needed)

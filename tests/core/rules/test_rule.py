@@ -68,9 +68,9 @@ def test_notation_names_leading_dimensions_from_the_right() -> None:
 @pytest.mark.parametrize(
     ("notation", "complaint"),
     [
-        ("b k -> b j", "must have 2 inputs"),
+        ("b k -> b j", "but the operator has 2 and 1"),
         ("b k, k k j -> b j", "has 2 dimensions, but"),
-        ("b k, b k -> b k", "but another size in another tensor"),
+        ("b k, b k -> b k", "but another tensor has another size"),
         ("... b k j, j k -> b j", "names 3 dimensions, but the tensor has only 2"),
     ],
 )

@@ -68,14 +68,18 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
             "data.target: expected 'module:callable', got 'nonsense' (a string)",
         ),
         ("data: {name: mnist, target: 'a:b'}", "data: set either `name` or `target`, not both"),
-        ("data: {arguments: {a: 1}}", "data: the key `arguments` needs the key `target`"),
+        (
+            "data: {arguments: {a: 1}}",
+            "data: the key `arguments` needs the key `target`, for example `target: data:images`",
+        ),
         (
             "data: {path: here}",
-            "data: the key `path` needs `name: mnist` or `name: text` or `name: tokens`",
+            "data: the key `path` needs `name: mnist` or `name: text` or `name: tokens`; remove the"
+            " key, or change `name`",
         ),
         (
             "data: {name: mnist, image_size: 28}",
-            "data: the key `image_size` needs `name: digits`",
+            "data: the key `image_size` needs `name: digits`; remove the key, or change `name`",
         ),
         (
             "optimizer: {name: momentum}",
@@ -100,21 +104,25 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "data: {seq_length: 8}",
-            "data: the key `seq_length` needs `name: text` or `name: tokens`",
+            "data: the key `seq_length` needs `name: text` or `name: tokens`; remove the key, or"
+            " change `name`",
         ),
         (
             "data: {name: tokens}",
             "data: `name: tokens` needs the key `path`, for example `path: train.bin`",
         ),
-        ("data: {dtype: uint16}", "data: the key `dtype` needs `name: tokens`"),
+        (
+            "data: {dtype: uint16}",
+            "data: the key `dtype` needs `name: tokens`; remove the key, or change `name`",
+        ),
         (
             "train: {evaluation: {every: 5}}",
-            "`train.evaluation` needs the key `path` of the evaluation data",
+            "`train.evaluation` needs the key `path`, which names its data",
         ),
         (
             "train: {evaluation: {path: val.bin}}",
             "train.evaluation: the key `path` needs `name: mnist` or `name: text` or "
-            "`name: tokens`",
+            "`name: tokens`; remove the key, or change `name`",
         ),
         (
             "optimizer: {betas: [0.9, 0.95]}",
@@ -152,13 +160,17 @@ def test_all_mistakes_are_named_at_once() -> None:
 def test_text_that_is_no_yaml_is_named_by_its_line() -> None:
     broken = "model: {target: 'a:b'\nloss: mae\n"
     assert problems(broken)[0].startswith("c.yaml: line 2, column 1: expected ',' or '}'")
-    assert problems("loss: mae\nloss: mse\n") == ["c.yaml: line 2, column 1: duplicate key 'loss'"]
+    assert problems("loss: mae\nloss: mse\n") == [
+        "c.yaml: line 2, column 1: duplicate key 'loss'; remove one of the two"
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "just text", "- a\n- b\n"])
 def test_a_file_without_keys_says_which_there_are(text: str) -> None:
     keys = "model, loss, data, optimizer, parallel, train"
-    assert problems(text)[0].startswith(f"c.yaml: expected a mapping with the keys {keys}, got ")
+    (problem,) = problems(text)
+    assert problem.startswith("c.yaml: the configuration must be a mapping, not ")
+    assert problem.endswith(f"; its keys are {keys}")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

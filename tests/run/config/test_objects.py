@@ -78,11 +78,12 @@ def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str)
     [
         (
             "model: {}",
-            "model: set exactly one of `target`, `name`, `sizes`, `hf`, not none of them",
+            "model: `model` has no source; set exactly one of `target`, `name`, `sizes`, `hf`",
         ),
         (
             "model: {name: a, hf: b}",
-            "model: set exactly one of `target`, `name`, `sizes`, `hf`, not `name` and `hf`",
+            "model: `model` has `name` and `hf`; set exactly one of `target`, `name`, `sizes`,"
+            " `hf`",
         ),
         (
             "model: {target: 'a:b', lora: {}}",
@@ -90,7 +91,7 @@ def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str)
         ),
         (
             "model: {name: a}\nloss: mse",
-            "remove `loss`: a language model computes its own",
+            "a language model computes its own loss; remove the key `loss`",
         ),
     ],
 )

@@ -116,11 +116,14 @@ def on_rank_0(
     try:
         if not _wait_for_key(store, "pieces"):
             raise CommunicationError(
-                f"rank 0, which computes the {what}, has ended or does not respond\nsee its log"
+                f"rank 0, which computes the {what}, has ended or does not respond\nsee the log "
+                "of rank 0"
             )
         result = _receive_result(store)
     except dist.DistNetworkError as error:
-        raise CommunicationError(f"rank 0, which computes the {what}, has ended") from error
+        raise CommunicationError(
+            f"rank 0, which computes the {what}, has ended\nsee the log of rank 0"
+        ) from error
     return read(result)
 
 

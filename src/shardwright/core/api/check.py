@@ -241,10 +241,9 @@ def _convert_float64_errors(micro_batches: int) -> Iterator[None]:
         if micro_batches > 1:
             call_note = f", called with one of {micro_batches} micro-batches ({SPLIT_NOTE})"
         raise PlanError(
-            f"`sw.check` runs the module in float64, in which it fails{call_note}: "
-            f"{where}{error}\n"
-            "a model with an operator without a float64 kernel, or with a function that caches a "
-            "tensor in another dtype, can be trained, but not checked"
+            f"`sw.check` runs the module in float64{call_note}, which failed: {where}{error}\n"
+            "use operators with a float64 kernel, and do not cache tensors of other dtypes; or "
+            "train without `sw.check`"
         ) from error
 
 
@@ -355,8 +354,8 @@ def _initialized_tensors(net: nn.Module) -> dict[str, Tensor]:
     for name, tensor in named.items():
         if tensor.is_meta:
             raise PlanError(
-                f"{name!r} is on the meta device, so the model can be planned, but has no values "
-                "to compare\nbuild the model inside `sw.no_init_parameters()`, or on a real device"
+                f"`sw.check` needs initialized tensors, but {name!r} is on the meta device\n"
+                "build the model inside `sw.no_init_parameters()`, or on a real device"
             )
     return named
 

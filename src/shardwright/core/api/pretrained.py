@@ -128,13 +128,15 @@ def _build_model(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder}/config.json: {error}") from None
+        raise CheckpointError(
+            f"{folder}/config.json cannot be loaded: {error}\ndownload the folder again"
+        ) from None
     config_class = getattr(cls, "config_class", None)
     if config_class is not None and not isinstance(config, config_class):
         raise CheckpointError(
-            f"{folder} is of another model: {cls.__name__} needs a {config_class.__name__}, but "
-            f"the folder has a {type(config).__name__}\npass the class of the folder's model, or "
-            "another folder"
+            f"{folder} contains another model: {cls.__name__} needs a {config_class.__name__}, but "
+            f"its config.json is a {type(config).__name__}\npass the class of the folder's model, "
+            "or another folder"
         )
     # Only `AutoModelFor...` classes have a public `from_config`.
     build: Any = getattr(cls, "from_config" if hasattr(cls, "from_config") else "_from_config")

@@ -1,4 +1,4 @@
-"""Annotations ("tags") of modules and function calls, which capture carries into the graph."""
+"""Annotations ("tags") of modules and function calls, which captured operators inherit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.fx import traceback
 from shardwright.core.capture.naming import source_of
 
 _KEY = "shardwright"
-"""Module attribute that holds tags, and key prefix of tags in the `custom` metadata of nodes."""
+"""Name of the module attribute with the tags, and key prefix of tags in the `custom` metadata of
+nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +65,20 @@ class ModuleTag:
 class BoundaryTag:
     """Base class of tags of `aten.alias` calls on tensors that enter or leave a module.
 
-    The tag carries the layout that the user requests there; `canonicalize` keeps a tagged alias.
+    The tag has the layout that the user requests for the tensor; `canonicalize` does not remove a
+    tagged alias.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class PinnedCall:
-    """A pinned call. The pin applies to a single operator, else to arguments and results.
+    """Pinned call of a function or module: if the call has a single operator, the pin applies to
+    the operator, otherwise to arguments and results.
 
     Args:
         tag: the tag of the operators of the call.
         problems: error messages of the pin, raised only if the call has several operators.
-        is_pin: whether `tag` is the pin itself, which a single operator keeps.
+        is_pin: whether `tag` is the pin, so that a single operator needs no other tag.
     """
 
     tag: Any
@@ -97,7 +100,8 @@ class CandidateBoundary(BoundaryTag):
 
 
 def attach(module: nn.Module, tag: Any) -> None:
-    """Attach `tag` to a module and its future copies, replacing a tag of the same type."""
+    """Attach `tag` to a module, replacing a tag of the same type; copies of the module have the tag
+    too."""
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
 
 
@@ -111,7 +115,8 @@ def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def trace_tags(twin: nn.Module, root: nn.Module) -> None:
-    """Apply the `ModuleTag`s of the model `root` to `twin`, a copy of it that will be traced."""
+    """Apply the `ModuleTag`s of the model `root` to `twin`, the copy of the model that will be
+    traced."""
     for path, module in twin.named_modules():
         for tag in vars(module).get(_KEY, {}).values():
             if isinstance(tag, ModuleTag):
@@ -134,7 +139,8 @@ def tagging_checkpoint() -> AbstractContextManager[None]:
 
 
 def checkpoint_annotation() -> dict[str, Any]:
-    """Return `custom` node metadata that tags operators of one call of `torch.utils.checkpoint`."""
+    """Return the `custom` metadata of nodes in one call of `torch.utils.checkpoint`, which tags
+    their operators."""
     return {f"{_KEY}.{RecomputeRequest.__name__}": RecomputeRequest(checkpoint=True)}
 
 

@@ -39,7 +39,7 @@ class ArgumentContainers:
                 self._record_contents(f"{path}[{key!r}]", item)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
-        """Return an error if the call changed a container, None otherwise.
+        """Return an error if the call changed a container among its arguments; None otherwise.
 
         The caller of a captured model gets its result but not changes to arguments. Removed entries
         and dict entries set to tensors are allowed: `forward` often prepares a batch that way.

@@ -38,7 +38,7 @@ MISSING = "<no such attribute>"
 """Sentinel for the value of an attribute that a module lacks, as in `getattr` with a default."""
 
 SET = "<set by forward>"
-"""Recorded text of an attribute that `forward` sets before reading."""
+"""Recorded value of an attribute that `forward` sets before it reads the attribute."""
 
 HOOKS = "forward hooks"
 """Name of the entry with the number of forward hooks of a module."""
@@ -123,9 +123,9 @@ def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
 
 
 def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
-    """Return the value of an attribute or global variable, or `MISSING`.
+    """Return the value of an attribute or global variable; `MISSING` if it does not exist.
 
-    An attribute that only the class defines counts if the value is plain or a tuple.
+    A class attribute is returned only if its value is plain (number, string, None) or a tuple.
     """
     variables = variables_at(modules, path)
     if name in variables or path.startswith((GLOBALS, BUFFERS)):
@@ -141,7 +141,7 @@ def plain_text(value: Any) -> str:
 
 
 def state_text(path: str, value: Any) -> str:
-    """Return dtype, shape and hash of a buffer with values; otherwise `plain_text(value)`."""
+    """Return dtype, shape and hash of a buffer with data; for other values, `plain_text(value)`."""
     if not path.startswith(BUFFERS) or type(value) is not Tensor or value.is_meta:
         return plain_text(value)
     held = value.detach().cpu().contiguous()
@@ -186,7 +186,8 @@ def _qualified_class_name(module: nn.Module) -> str:
 
 
 def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]) -> bool:
-    """Return whether a module still has the captured attributes, hooks and submodule classes."""
+    """Return whether a module has the same attributes, hooks and submodule classes as at its
+    capture."""
     of_attributes = [entry for entry in captured if entry[1] not in OF_MODULES]
     read = [(path, name) for path, name, value in of_attributes if value != SET]
     written = [(path, name) for path, name, value in captured if value == SET]
@@ -208,7 +209,7 @@ _REMEDY = (
 
 
 class _SecondTraceEndedError(Exception):
-    """Raised to end a second trace early where its graph need not equal the first."""
+    """Raised to end a second trace early, where its graph need not equal the first graph."""
 
 
 class TracedAttributes:
@@ -247,7 +248,8 @@ class TracedAttributes:
         """Return a context that records attribute accesses of all modules.
 
         Args:
-            known_values: values of traced tensors that do not depend on inputs or parameters.
+            known_values: traced tensors whose values do not depend on inputs or parameters, with
+                the values.
 
         Raises:
             CaptureError: if `forward` changes an attribute that the next call reads, or other state
@@ -322,7 +324,8 @@ class TracedAttributes:
         traced: torch.export.ExportedProgram,
         trace_again: Callable[[], torch.export.ExportedProgram],
     ) -> None:
-        """Trace again if the first trace added objects to the state that `forward` can reach.
+        """Trace a second time if the first trace added objects to Python state that `forward` can
+        reach.
 
         Args:
             traced: result of the first trace.
@@ -377,7 +380,8 @@ class TracedAttributes:
     def _record_added_attributes(
         self, path: str, names: Iterable[str], values: KnownValues
     ) -> None:
-        """Record new attributes that were set through `__dict__`, as by `cached_property`."""
+        """Record new attributes that `forward` set through `__dict__`, as `cached_property`
+        does."""
         for name in sorted(names):
             if (path, name) in self.writes or (path, name) in self.reads:
                 continue
@@ -459,7 +463,7 @@ def _fingerprint_attributes(module: nn.Module) -> dict[str, Hashable]:
 
 
 def _are_equal_tensors(first: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal; False if the values of either are unknown (None)."""
+    """Whether two tensors are equal; False if one is None, as its values are unknown."""
     if first is None or other is None or first.dtype != other.dtype:
         return False
     with without_dispatch_modes(), without_torch_function():

@@ -50,9 +50,9 @@ LOWER = _split_names(
     lstm.input gru.input rnn_tanh.input rnn_relu.input
     """
 )
-"""Operators computed in the region's dtype.
+"""Operators that autocast computes in the dtype of the region.
 
-Recurrent layers are among them, because autocast casts all inputs of cuDNN.
+Recurrent layers are listed, because autocast casts all inputs of cuDNN.
 """
 
 SINGLE = _split_names(
@@ -71,14 +71,14 @@ SINGLE = _split_names(
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
     """
 )
-"""Operators computed in float32, unless the call passes the dtype of the result."""
+"""Operators that autocast computes in float32, unless the call passes the dtype of the result."""
 
 WIDEST = _split_names(
     """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """
 )
-"""Operators computed in the widest dtype among their arguments."""
+"""Operators that autocast computes in the widest dtype of their arguments."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Autocast:
 
     @classmethod
     def around(cls, device: torch.device) -> Autocast:
-        """Return the current autocast state for `device`, without a type for the meta device."""
+        """Return the current autocast state for `device`; the meta device has no device type."""
         if device.type == "meta":
             return cls(None)
         within = torch.is_autocast_enabled(device.type)
@@ -108,10 +108,11 @@ class Autocast:
         return replace(cls.around(device), dtype=None)
 
     def acts_as(self, device_type: str | None) -> bool:
-        """Return whether regions captured for a device type act the same in this state.
+        """Return whether regions that were captured for a device type behave equally in this state.
 
         Args:
-            device_type: type that the regions were captured for; None if the model has no regions.
+            device_type: device type for which the regions were captured; None if the model has no
+                regions.
         """
         return None in (self.device_type, device_type) or self.device_type == device_type
 
@@ -140,11 +141,11 @@ class TracedRegions:
 
     @property
     def device_type(self) -> str | None:
-        """Device type that enabled regions were captured for; None if no region was enabled."""
+        """Device type for which enabled regions were captured; None if no region was enabled."""
         return self._device_type or CPU if self._any_enabled else None
 
     def enter(self, region: torch.autocast, enabled: bool, enter: Callable[[Any], Any]) -> Any:
-        """Enter a region; a region that affects the model's device becomes a region of the CPU.
+        """Enter an autocast region; a region for the model's device becomes a region for the CPU.
 
         Args:
             region: the region.

@@ -95,7 +95,7 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
     """Return the result of a custom autograd function, with the gradients of its `backward`.
 
     Raises:
-        CaptureError: if these gradients cannot be captured.
+        CaptureError: if the gradients cannot be captured.
     """
     types = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
     # In a thread of its own none of the modes of a capture is active.

@@ -1,4 +1,4 @@
-"""Assignment of the pin of a traced call to a single operator or to the call's boundary.
+"""Assignment of the pin of a traced call to its only operator, or to its arguments and results.
 
 A pinned function or module without submodules is traced with an alias of each argument and result
 tensor. If the trace contains a single operator, apart from views and casts, that operator keeps the
@@ -34,10 +34,12 @@ _MOVING = (
 
 
 def settle_boundaries(graph: fx.Graph) -> None:
-    """Remove the aliases of pinned calls with a single operator, and pin those of other calls.
+    """Remove the aliases of pinned calls with a single operator, and pin the aliases of other
+    calls.
 
     Raises:
-        StrategyError: if a pin does not fit the boundary of a call with several operators.
+        StrategyError: if a call has several operators, and its pin does not match its arguments and
+            results.
     """
     aliases: dict[PinnedCall, list[tuple[fx.Node, CandidateBoundary]]] = defaultdict(list)
     inside: dict[int, list[fx.Node]] = defaultdict(list)

@@ -36,7 +36,7 @@ from shardwright.errors import CaptureError
 
 @dataclass(frozen=True)
 class CapturedCall:
-    """A captured module, the arguments of its call, and the modes around the call.
+    """Captured call: module, arguments, and the autocast and gradient modes around the call.
 
     Args:
         module: the captured module.
@@ -56,7 +56,7 @@ class CapturedCall:
     def of(
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast
     ) -> CapturedCall:
-        """Return the call with the current gradient mode of the caller."""
+        """Return this call with the current gradient mode."""
         gradients = torch.is_grad_enabled() or not reads_gradient_mode(module)
         return cls(module, args, kwargs, autocast, gradients)
 
@@ -69,7 +69,7 @@ def build_graph(
     Args:
         call: the captured module and arguments.
         graph: the canonical graph.
-        signature: names of the graph's parameters, buffers, constants and inputs.
+        signature: placeholders of the graph: parameters, buffers, constants and inputs.
         sources: the placeholders that require a gradient.
 
     Raises:
@@ -143,7 +143,7 @@ def _find_losses(
 
     The loss is the differentiable scalar that the model returns as `loss` in a dict, named tuple or
     dataclass; then there are no others. Otherwise the loss is the first differentiable scalar, and
-    the others are those that are neither terms of the loss nor computed from the loss alone.
+    the others are the scalars that are neither terms of the loss nor computed from the loss alone.
     """
     differentiable = differentiable_from(graph, sources)
     leaves = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
@@ -201,7 +201,7 @@ class _ValueTable:
         return name
 
     def of(self, leaf: Any) -> Any:
-        """Return the value of a node, and any other object unchanged."""
+        """Return the value of a node; return any other object unchanged."""
         return self.values[leaf] if isinstance(leaf, fx.Node) else leaf
 
     def operator(self, node: fx.Node, name: str) -> Op:

@@ -66,9 +66,9 @@ def canonicalize(graph: fx.Graph) -> None:
 
 
 def _get_view_operator(copy: OpOverload) -> OpOverload:
-    """Return the view operator of a copying one, as `permute` for `permute_copy`.
+    """Return the view operator of an operator that copies, such as `permute` for `permute_copy`.
 
-    Both are equivalent in a functional graph, where nothing is modified in place.
+    The two operators are equivalent in a functional graph, in which no tensor is modified in place.
     """
     packet = getattr(aten, operator_name(copy).removesuffix("_copy"))
     view: OpOverload = getattr(packet, overload_name(copy))
@@ -86,7 +86,7 @@ def rewrites(*targets: Any) -> Callable[[Rewrite], Rewrite]:
 def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx.Node:
     """Insert a reshape of `node` before `before`, merged with reshapes that produced `node`.
 
-    Returns `node` or its source if that already has the shape `sizes`.
+    Returns `node`, or the tensor that it reshapes, if the shape is already `sizes`.
     """
     while node.target is aten.reshape.default and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -158,9 +158,10 @@ def _remove_copy(node: fx.Node) -> fx.Node:
     aten.as_strided.default,
 )
 def _copy_for_memory_access(node: fx.Node) -> fx.Node:
-    """Insert copies that operators on memory need: contiguous, and not a lazy conjugate.
+    """Insert copies before operators that address memory, which need contiguous tensors without
+    lazy conjugation.
 
-    Copies in the user's code were removed by `_remove_copy`. Kernels may return a conjugated view
+    `_remove_copy` has removed the copies of the user's code. Kernels may return a conjugated view
     where the fake tensor is not conjugated.
     """
     source, *others = node.args

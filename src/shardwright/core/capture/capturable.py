@@ -90,7 +90,7 @@ def check_argument(name: str, leaf: object) -> None:
 
     Args:
         name: description of the leaf for the error message, such as `argument args[0]`.
-        leaf: its value.
+        leaf: the value to check.
 
     Raises:
         CaptureError: if the leaf is sparse, quantized, a numpy array or a mapping that pytree does
@@ -116,7 +116,7 @@ def _check_signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     """Check that `forward` accepts these arguments.
 
     Raises:
-        CaptureError: if not.
+        CaptureError: if `forward` cannot be called with these arguments.
     """
     try:
         signature = inspect.signature(module.forward)

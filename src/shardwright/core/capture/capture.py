@@ -88,7 +88,8 @@ def _preserve_random_state() -> Iterator[None]:
 def _capture_with_python(
     call: CapturedCall, compute_dtype: torch.dtype | None, refusal: CaptureError
 ) -> Graph:
-    """Capture a call by TorchDynamo, with Python that runs in each step.
+    """Capture a call by TorchDynamo, which separates operators from Python code that runs in each
+    step.
 
     Required if `forward` changes state, fills caches or returns objects of other classes.
 

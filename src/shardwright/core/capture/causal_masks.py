@@ -1,10 +1,11 @@
 """Replacement of materialized attention masks by masks that kernels compute.
 
 During export, models of `transformers` materialize the mask of all pairs of positions, which fast
-kernels do not read and which does not fit into memory for a long sequence. A mask that is proved to
-be causal becomes `is_causal`, and a sliding-window mask `windowed_attention`. A large mask that
-compares numbers of queries and keys, as document ids of packed sequences, or that hides padding,
-becomes `masked_attention`, which recomputes the mask from these numbers for each block of queries.
+kernels do not read and which does not fit into memory for a long sequence. A causal mask, if
+verified, becomes `is_causal`, and a sliding-window mask becomes `windowed_attention`. A large mask
+that compares numbers of queries and keys, as document ids of packed sequences, or that hides
+padding, becomes `masked_attention`, which recomputes the mask from these numbers for each block of
+queries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from shardwright.core.graph.custom_ops import masked_attention, windowed_attenti
 aten = torch.ops.aten
 
 LARGE = 1 << 24
-"""Minimum size of a recomputed mask, in pairs of positions; smaller masks stay materialized."""
+"""Minimum number of elements of a mask that is recomputed block by block; smaller masks remain
+tensors."""
 
 
 def fold_causal_masks(graph: fx.Graph) -> None:
@@ -65,7 +67,7 @@ class _Condition:
 
 @dataclass(frozen=True)
 class _MaskConditions:
-    """A mask as the conjunction of a band of positions and of conditions."""
+    """Mask that is true where a band of positions and all conditions are true."""
 
     band: Band = ALL
     terms: tuple[_Condition, ...] = ()
@@ -74,7 +76,8 @@ class _MaskConditions:
         return _MaskConditions(self.band & other.band, self.terms + other.terms)
 
     def reshaped(self, source: fx.Node, mask: fx.Node) -> _MaskConditions | None:
-        """Return the conditions of `mask`, a reshape of `source`; None if not expressible.
+        """Return the conditions of `mask`, a reshape of `source`; None if the mask has no such
+        decomposition.
 
         The reshape keeps the last two dimensions.
         """
@@ -93,7 +96,8 @@ class _MaskConditions:
 
 
 def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
-    """Decompose a boolean mask of pairs of positions; None if it contains other operators."""
+    """Decompose a boolean mask of queries and keys into a band and conditions; None if the mask
+    contains other operators."""
     band = proofs.band(mask)
     if band is not None:
         return _MaskConditions(band)
@@ -160,7 +164,8 @@ def _use_blockwise_attention(
 
 
 def _find_unrepeated_heads(heads: fx.Node) -> fx.Node:
-    """Return the keys or values before their repetition for query groups (GQA), else `heads`."""
+    """Return the keys or values before heads are repeated for grouped-query attention; `heads` if
+    they are not repeated."""
     repeated: Any = heads
     chain = []
     for target in (aten.reshape.default, aten.expand.default, aten.reshape.default):

@@ -55,7 +55,8 @@ def decompose(graph: fx.Graph) -> None:
 
 
 def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:
-    """Return the function that decomposes an operator; None to keep the operator."""
+    """Return the function that decomposes an operator; None for an operator that is not
+    decomposed."""
     target = node.target
     if not isinstance(target, OpOverload):
         return None

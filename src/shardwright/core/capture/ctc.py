@@ -46,10 +46,10 @@ def _lengths_as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tens
 
 
 def keep_rows_of_targets(graph: fx.Graph) -> None:
-    """Replace packed CTC targets, `labels[mask]`, by padded ones of shape [samples, labels].
+    """Replace packed CTC targets, `labels[mask]`, by padded targets of shape [samples, labels].
 
-    Applies if the target lengths are the row sums of the mask. The selected labels of each sample
-    move to the front of its row.
+    The replacement requires that the target lengths are the row sums of the mask. The selected
+    labels of each sample move to the front of its row.
     """
     for node in list(graph.nodes):
         if node.target is not CTC_LOSSES:

@@ -52,7 +52,8 @@ class DynamicTrace:
         self._guards = ShapeGuards(_tensors_among(node.meta["val"] for node in self._inputs))
 
     def graph(self, call: CapturedCall) -> Graph | None:
-        """Return the graph of a call with other sizes; None if the trace is invalid for it."""
+        """Return the graph of a call with other sizes; None if the call violates a guard of the
+        trace."""
         leaves, mode = pytree.tree_leaves((call.args, call.kwargs)), self._guards.mode
         inputs = {
             node: _fake_like(mode, leaf, node.meta["val"]) if isinstance(leaf, Tensor) else leaf

@@ -27,7 +27,8 @@ from shardwright.errors import CaptureError
 aten = torch.ops.aten
 
 _REPLACED = (None, "eager", "batched_mm", "grouped_mm")
-"""Replaceable implementations of `transformers`; others call kernels of other libraries."""
+"""Names of the dispatch implementations of `transformers` that capture replaces; all others call
+kernels of other libraries."""
 
 _OF_COLUMNS = {
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int),
@@ -112,7 +113,8 @@ def dispatched(
 
 
 def _apply_activation(activation: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """Apply the activation, and the gate if the up projection has size 2 along `dim`."""
+    """Apply the activation to the up projection; if `x` has gate and value along `dim`, apply it to
+    the gate and multiply by the value."""
     first, *value = torch.split(x, 1, dim)
     return activation(first) * value[0] if value else activation(first)
 
@@ -126,7 +128,8 @@ def _check_operands(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Check and return the operands of `custom_ops.experts`; without a gate, `up` gets a size of 1.
+    """Check and return the operands of `custom_ops.experts`; without a gate, `up` gets a dimension
+    of size 1 in place of 2.
 
     Raises:
         ValueError: if `ids` is not an integer tensor or shapes do not agree.
@@ -153,7 +156,8 @@ def _check_operands(
         if tensor is not None and tensor.shape != shape:
             raise ValueError(
                 f"`{name}` has shape {list(tensor.shape)}, expected {list(shape)}\n"
-                f"pass one that matches `ids` of {list(ids.shape)} and `up` of {list(up.shape)}"
+                f"pass a tensor that matches `ids` of {list(ids.shape)} and `up` of "
+                f"{list(up.shape)}"
             )
     if up.ndim == 3:
         up, up_bias = up.unsqueeze(1), None if up_bias is None else up_bias.unsqueeze(1)
@@ -185,10 +189,10 @@ def is_one_operator(module: nn.Module) -> bool:
 
 
 def _is_experts_operator(module: nn.Module) -> bool:
-    """Whether `custom_ops.experts` computes the same as the module.
+    """Whether `custom_ops.experts` computes the same result as the module.
 
-    The module must use the MoE interface of `transformers`, and its gate be the same function of
-    each column.
+    The module must use the MoE interface of `transformers`, and its gate must be the same function
+    of each column.
     """
     file = getattr(type(module).forward, "__globals__", {}).get("__name__")
     if file != "transformers.integrations.moe" or "forward" in vars(module):
@@ -208,7 +212,8 @@ def _get_up_projection(module: Any) -> Any:
 
 
 def _interleaves_gate(module: Any) -> bool:
-    """Whether gate and value columns alternate in the projection, instead of two halves."""
+    """Whether columns of gate and value alternate in the projection; otherwise they are its two
+    halves."""
     return not getattr(module, "is_concatenated", True)
 
 
@@ -295,7 +300,7 @@ def _trace_gate_steps(column: Any, gate_output: Any) -> custom_ops.Steps:
     """Return the operators that compute `gate_output` from `column`.
 
     Raises:
-        CaptureError: if one of them is not elementwise, or reads other tensors.
+        CaptureError: if an operator is not elementwise, or reads other tensors.
     """
     numbers: dict[fx.Node, str] = {column: "%0"}
     steps: list[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]] = []

@@ -163,7 +163,8 @@ def fake_tensor(
 
 
 TRACING_LOCK = threading.RLock()
-"""Lock of the thread that traces: PyTorch's tracers and their patches are global to the process."""
+"""Lock that one thread holds while it traces, as PyTorch's tracers and their patches are global to
+the process."""
 
 
 @contextmanager
@@ -220,7 +221,8 @@ _WARNINGS = (
 def silent_tracing() -> Iterator[None]:
     """Return a context that silences PyTorch's logs, prints and warnings about tracing.
 
-    They would obscure the error of a failed trace, and warn of cases that this library handles.
+    Such output would obscure the error of a failed trace, and warn of cases that this library
+    handles.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -236,7 +238,7 @@ def silent_tracing() -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 STORED = torch.float32
-"""Only tensors of this dtype are cast to the compute dtype."""
+"""Dtype of the parameters and arguments that are cast to the compute dtype."""
 
 LOSSES = frozenset(
     getattr(functional, name)
@@ -295,7 +297,7 @@ SEEDED = (
 
 
 class RecordedEffects(TorchFunctionMode):
-    """A context in which tracing records effects that `torch.export` would miss.
+    """Context in which tracing records effects that `torch.export` would miss.
 
     - Reads of `tensor.data` become `detach`, and writes a copy into the detached tensor.
     - `torch.autograd.grad` becomes operators; hooks on tensors raise CaptureError.
@@ -349,7 +351,7 @@ class RecordedEffects(TorchFunctionMode):
 
 
 class LossesInSinglePrecision(TorchFunctionMode):
-    """A context in which losses of half-precision tensors are computed in float32."""
+    """Context in which losses of half-precision tensors are computed in float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

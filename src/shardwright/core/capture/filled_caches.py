@@ -1,7 +1,7 @@
 """User caches that a trace fills with tensors, such as a `functools.lru_cache` of a position table.
 
-A trace fills caches with fake tensors. Those that depend on no input or parameter are replaced by
-tensors with values, so that the eager model and later captures can use the cache.
+A trace fills caches with fake tensors. Fake tensors that depend on no input or parameter are
+replaced by tensors with data, so that the eager model and later captures can use the cache.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ _Cache = type(lru_cache(lambda: None))
 
 
 def fill(values_of_fakes: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Replace fake tensors by tensors with values in all Python objects that refer to them.
+    """Replace fake tensors by tensors with data, in all Python objects that refer to the fake
+    tensors.
 
     Args:
-        values_of_fakes: pairs of a fake tensor that outlives its trace, and its values.
+        values_of_fakes: pairs of a fake tensor that outlives its trace, and the tensor with data
+            that replaces it.
     """
     if not values_of_fakes:
         return
@@ -51,7 +53,7 @@ class CachedFunctions:
         """Clear the caches that gained tensors since construction; yield each with its tensors.
 
         Args:
-            tensor_type: only tensors of this class count.
+            tensor_type: only caches that contain tensors of this class are cleared.
         """
         for cache, before in self._misses:
             if cache.cache_info().misses != before:
@@ -83,7 +85,7 @@ def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
 def without_new_cached_tensors() -> Iterator[None]:
     """Return a context that on exit clears the function caches that gained tensors in it.
 
-    These tensors may have another dtype than the eager model computes.
+    The cached tensors may have another dtype than the eager model computes.
     """
     caches = CachedFunctions()
     try:

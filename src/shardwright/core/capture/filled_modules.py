@@ -1,6 +1,7 @@
 """Parameters, buffers and submodules that `forward` creates or replaces.
 
-Modules that create them in their first call would do so in each step of a captured model.
+A captured model would create these objects again in each step, even if `forward` does so in its
+first call only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwright.errors import CaptureError
 
 ONCE = "make it in `__init__`, or call the model once, with the longest input, before `plan`"
 Registered = dict[str, dict[str, object]]
-"""Parameters, buffers and submodules of a module by kind and name."""
+"""Parameters, buffers and submodules of a module, by category and name."""
 
 
 class RegisteredTensors:
@@ -121,16 +122,16 @@ class RegisteredTensors:
             if len(self._shared.get(where, ())) > 1:
                 raise self._locate_error(
                     where,
-                    f"`forward` assigns a buffer that has several names, {self._shared[where]}, of "
-                    f"which only one would change\nupdate it in place (`copy_`), or `clone()` it in"
-                    " `__init__`",
+                    f"`forward` assigns a new tensor to a buffer with several names, "
+                    f"{self._shared[where]}, but only one name would refer to it\n"
+                    "update the buffer in place (`copy_`), or `clone()` it in `__init__`",
                 )
             other = memory.setdefault(storage_id(new), where)
             if other != where:
                 raise self._locate_error(
                     where,
-                    f"`forward` gives the buffer {where!r} the memory of {other!r}, so that later "
-                    "changes of one would change both, which a captured model would not see\n"
+                    f"`forward` assigns a tensor that shares memory with {other!r} to the buffer "
+                    f"{where!r}, but a captured model stores them separately\n"
                     "assign a `clone()`, or use `copy_`",
                 )
 
@@ -147,19 +148,20 @@ class RegisteredTensors:
             what = "removes" if new is None else "makes"
             raise self._locate_error(
                 path,
-                f"`forward` {what} the {where}: a captured model would do so in each call\n{ONCE}",
+                f"`forward` {what} the {where}, which a captured model would repeat in each call\n"
+                f"{ONCE}",
             )
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise self._locate_error(
                 path,
-                f"`forward` gives the {where} another shape or dtype, {list(new.shape)} "
-                f"{new.dtype} instead of {list(old.shape)} {old.dtype}\n{ONCE}",
+                f"`forward` changes the shape or dtype of the {where} from {list(old.shape)} "
+                f"{old.dtype} to {list(new.shape)} {new.dtype}\n{ONCE}",
             )
         if registry != "buffer":
             raise self._locate_error(
                 path,
-                f"`forward` puts another tensor in the place of the {where}, which a captured "
-                "model would not see\nchange its values in place (`copy_`)",
+                f"`forward` replaces the {where} by another tensor, which a captured model would "
+                "not read\ncopy the new values into it: `self.x.copy_(new)`",
             )
         return old, new
 

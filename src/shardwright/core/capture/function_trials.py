@@ -35,7 +35,8 @@ PullBack = Callable[..., Sequence[Tensor | None]]
 
 
 class FunctionContext:
-    """Replacement for the `ctx` object that `forward` and `backward` of a function share."""
+    """Replacement for `ctx`, the object that `forward` and `backward` of an autograd function
+    share."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
 
@@ -68,8 +69,8 @@ class CaptureTrial:
     """Result of a trial: the method that captures a function.
 
     Args:
-        way: `FACTOR`, `OPERATORS`, or "" for neither.
-        problem: reason why the factor method fails, or "".
+        way: the method, `FACTOR` or `OPERATORS`; "" if neither works.
+        problem: reason why the factor method fails; "" if it works.
         is_curved: whether the factor depends on the inputs, so that the second derivative is not
             zero.
     """
@@ -158,7 +159,8 @@ class _FunctionTrial:
         """Try the factor method: gradients are the output's gradient times an elementwise factor.
 
         Returns:
-            The reason why the method fails, or ""; and whether the factor depends on the inputs.
+            The reason why the method fails, "" if it works; and whether the factor depends on the
+            inputs.
         """
         inputs = self._draw_arguments()
         versions = _list_versions(inputs)
@@ -187,9 +189,9 @@ class _FunctionTrial:
     def is_derivative(self) -> bool:
         """Return whether `backward` computes the derivative of `forward`.
 
-        It is tried on normal inputs, on small ones, on inputs of many magnitudes and integers, and
-        on zeros. Gradients that are NaN in all trials, as `forward` is defined on few numbers,
-        prove nothing.
+        The comparison uses normal inputs, small inputs, inputs of many magnitudes, integers, and
+        zeros. The method fails if gradients are NaN in all trials, as `forward` is then defined on
+        few numbers.
         """
         draws = (
             self._draw_normal,
@@ -272,7 +274,8 @@ class _FunctionTrial:
 def _find_factor_problem(
     x: Any, factor: Tensor | None, actual: Tensor | None, gradient: Tensor
 ) -> str:
-    """Return why an input's gradient is not the output's gradient times the factor; "" if it is."""
+    """Return the reason why an input's gradient is not the output's gradient times the factor; ""
+    if the two are equal."""
     if (factor is None) != (actual is None):
         return "which inputs have a gradient depends on numbers"
     if factor is None or actual is None:

@@ -62,8 +62,8 @@ def functionalize(
 
     Args:
         graph: the traced graph.
-        trained: placeholders that require a gradient; later reads of a mutated one still send their
-            gradient to the placeholder.
+        trained: placeholders that require a gradient; gradients of later reads of a mutated
+            placeholder still reach the placeholder.
 
     Returns:
         The functional graph, and the node of the final value of each mutated placeholder.
@@ -218,7 +218,7 @@ class _FunctionalProgram:
         return self._cast_and_broadcast(new, old, node)
 
     def _insert_fill_diagonal(self, old: fx.Node, value: Any, node: fx.Node) -> fx.Node:
-        """Insert `fill_diagonal_` as a masked fill, whose rows can be sharded."""
+        """Insert a masked fill, whose rows can be sharded, in place of `fill_diagonal_`."""
         mask = call(self.graph, aten.ones_like.default, (old,), {"dtype": torch.bool}, like=node)
         lower = call(self.graph, aten.tril.default, (mask,), like=node)
         mask = call(self.graph, aten.triu.default, (lower,), like=node)
@@ -256,7 +256,8 @@ class _FunctionalProgram:
 
 
 def _find_functional_variant(target: OpOverload) -> Any:
-    """Return the functional variant of an in-place operator, or None.
+    """Return the functional variant of an in-place operator, or None if PyTorch has no such
+    variant.
 
     Examples: `add_.Tensor` → `add.Tensor`, `pow_.Scalar` → `pow.Tensor_Scalar`.
     """
@@ -268,14 +269,16 @@ def _find_functional_variant(target: OpOverload) -> Any:
 
 
 def _find_overload_without_out(target: Any) -> Any:
-    """Return the overload without `out`, such as `div.Tensor` for `div.out`, or None."""
+    """Return the overload without `out`, such as `div.Tensor` for `div.out`; None if the operator
+    has no such overload."""
     return _find_functional_overload(
         getattr(aten, schema_of(target).name.removeprefix("aten::")), target
     )
 
 
 def _find_functional_overload(packet: Any, target: OpOverload) -> Any:
-    """Return the functional overload with the arguments of `target` except `out`, or None."""
+    """Return the functional overload with the arguments of `target` except `out`; None if the
+    operator has no such overload."""
 
     def described(overload: OpOverload) -> list[tuple[str, str]]:
         arguments = ((a.name, str(a.type)) for a in schema_of(overload).arguments)

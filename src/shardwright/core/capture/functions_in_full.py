@@ -1,4 +1,5 @@
-"""Capture of custom autograd functions that every device computes in full.
+"""Capture of custom autograd functions as replicated operators, which every device computes in
+full.
 
 The function becomes one operator of the graph, a `LocalCall` without shardable dimensions: each
 device runs `forward` and `backward` eagerly on replicated inputs. This is correct for every
@@ -77,10 +78,11 @@ def _seed_backward(function: type[Function], seed: int, fork: ForkGenerators) ->
 def traced_in_full(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, str]:
-    """Insert an operator that computes a function in full.
+    """Insert a replicated operator that runs the function.
 
     Returns:
-        The results and ""; or None, and the reason why the function cannot be captured in full.
+        (results, ""), or (None, reason why the function cannot be captured as a replicated
+        operator).
     """
     if problem := _find_hidden_parameters(function, args, kwargs):
         return None, problem
@@ -123,7 +125,8 @@ def warn_of_functions_in_full(graph: Graph) -> None:
 def _find_hidden_parameters(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:
-    """Return a message about trained parameters outside of the tensor arguments, or ""."""
+    """Return an error message if the function reads trained parameters besides its tensor
+    arguments, "" otherwise."""
     for leaf in pytree.tree_leaves((tuple(args), dict(kwargs))):
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             return f"it takes a {type(leaf).__name__}, whose parameters would get no gradient"

@@ -25,8 +25,9 @@ def tensor(node: fx.Node) -> torch.Tensor:
 def restore_nodes(module: fx.GraphModule) -> None:
     """Correct two defects in graphs and sub-graphs of `torch.export`.
 
-    After `torch.export` rewrites one of two equal arguments, `users` of the other lacks the reader.
-    Operators remain that raised an error which the user's code caught.
+    After `torch.export` rewrites one of two equal arguments of a node, the node is missing in
+    `users` of the other argument. Operators whose error the user's code caught are still in the
+    graph.
     """
     for submodule in module.modules():
         nodes = list(submodule.graph.nodes) if isinstance(submodule, fx.GraphModule) else []

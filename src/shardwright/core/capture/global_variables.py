@@ -17,11 +17,12 @@ from torch import Tensor, nn
 GLOBALS = "globals of "
 """Prefix of the Python module name in the place of a global variable.
 
-The prefix distinguishes it from the path of a submodule of the model.
+The prefix distinguishes the place of a global variable from the path of a submodule.
 """
 
 GRADIENT_MODE = (GLOBALS + "torch", "is_grad_enabled")
-"""Place and name under which the gradient mode (`torch.no_grad`) is treated as a variable."""
+"""(place, name) of the gradient mode (`torch.no_grad`), which is recorded like a global
+variable."""
 
 GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 """Instructions of Python's virtual machine that read a global variable."""
@@ -52,7 +53,8 @@ def reads_gradient_mode(model: nn.Module) -> bool:
 
 
 def globals_of(scope: str) -> dict[str, Any]:
-    """Return the global variables of a place; none if its Python module is not imported."""
+    """Return the global variables of the Python module that `place` names; empty if the module is
+    not imported."""
     if scope == GRADIENT_MODE[0]:
         return _GradientMode()
     file = sys.modules.get(scope.removeprefix(GLOBALS))
@@ -64,8 +66,8 @@ def globals_read(
 ) -> Iterator[tuple[str, str]]:
     """Yield place and name of global variables that user code of the model may read.
 
-    User code is `forward` of each module class, and transitively the methods and functions that it
-    names. Code and variables of libraries are excluded, and so are variables of closures.
+    User code is `forward` of each module class, and, transitively, the methods and functions that
+    this code names. Code and variables of libraries are excluded, and so are variables of closures.
 
     Args:
         model: the model.

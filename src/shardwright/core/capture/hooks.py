@@ -1,4 +1,4 @@
-"""Hooks during capture: forward hooks become part of the graph, others raise CaptureError."""
+"""Hooks during capture: forward hooks become part of the graph, other hooks raise CaptureError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_hooks(module: nn.Module) -> None:
 
 
 def count_hooks(module: nn.Module) -> int:
-    """Return the number of hooks of a module, without hooks of libraries."""
+    """Return the number of hooks of a module, not counting hooks of libraries."""
     registries = (*forward_hooks(module), *backward_hooks(module))
     return sum(not _is_library_hook(hook) for hooks in registries for hook in hooks.values())
 

@@ -23,8 +23,8 @@ _AUTOCAST = "wrap_with_autocast"
 def inline_regions(module: fx.GraphModule) -> None:
     """Inline the no-grad and autocast regions of a graph, in place and outermost first.
 
-    Mark nodes of a no-grad region `no_grad` and detach its results with `aten.detach`. Insert the
-    casts of an autocast region as operators.
+    Nodes of a no-grad region get the metadata `no_grad`, and its results are detached with
+    `aten.detach`. Casts of an autocast region are inserted as operators.
 
     Raises:
         CaptureError: if the graph calls control flow or another operator with a sub-graph.
@@ -153,7 +153,7 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
 
 
 _CELLS_WITH_INNER_CASTS = ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
-"""Operators that cast between their own steps, so that their arguments keep their dtypes."""
+"""Operators that cast between their own steps, so that autocast does not cast their arguments."""
 
 
 def _infer_result_dtypes(target: Any, args: Any, kwargs: Any) -> list[torch.dtype]:

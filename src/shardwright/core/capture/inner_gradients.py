@@ -93,7 +93,7 @@ def gradients(
 
 
 class TraceSoFar:
-    """The graph of the `torch.export` trace in progress, with the tensor of each node."""
+    """Graph that `torch.export` has traced so far, with the tensor of each node."""
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
@@ -112,8 +112,8 @@ class TraceSoFar:
         slot = self._get_proxy_slot(tensor)
         if slot is None:
             raise CaptureError(
-                "`forward` computes the gradient of a tensor that is no parameter, buffer "
-                f"or input of the model and was not computed from these\n"
+                "`forward` computes the gradient with respect to a tensor that does not depend on "
+                "parameters, buffers or inputs\n"
                 f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
             )
         node: fx.Node = slot.proxy.node
@@ -123,14 +123,14 @@ class TraceSoFar:
         """Return the tensor that a node computed, or a new tensor for the node if it was freed.
 
         Raises:
-            CaptureError: if the result of the node is no tensor.
+            CaptureError: if the result of the node is not a tensor.
         """
         if node in self._tensors:
             return self._tensors[node]
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             raise CaptureError(
-                "`forward` computes gradients of symbolic sizes\n"
+                "`forward` computes gradients through a size that differs between calls\n"
                 f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
             )
         with without_function_modes(), without_dispatch_modes():
@@ -196,7 +196,8 @@ class _GradientPath:
         return [node for node in of_tensors if node not in changed]
 
     def call(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
-        """Call the operators on `tensors`, values of `roots` and `others`; return all values."""
+        """Call the operators on `tensors`, the values of `roots` and `others`; return the values of
+        all nodes."""
         values: dict[fx.Node, Any] = dict(zip((*self.roots, *self.others), tensors, strict=True))
         for node in self.operators:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -257,7 +258,7 @@ class _GradientPath:
 def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, None]:
     """Find the nodes through which gradients flow to `starts`, in graph order.
 
-    A node of `starts` is included only if it depends on another one.
+    A node of `starts` is included only if it depends on another start node.
     """
     dependents: dict[fx.Node, None] = {}
     first, enabled = set(starts), True
@@ -287,7 +288,8 @@ def _changed_tensors(node: fx.Node) -> list[fx.Node]:
 
 
 def _find_viewed_tensor(node: fx.Node) -> Any:
-    """Return the argument whose memory the result of an operator may share, or None."""
+    """Return the argument whose memory the result of an operator may share; None if the result is a
+    new tensor."""
     if node.target is operator.getitem:
         return node.args[0]
     if not isinstance(node.target, OpOverload) or not node.args:

@@ -1,8 +1,8 @@
 """Values of tensors that depend on no argument or parameter, such as the mask
 `~torch.eye(n).bool()`. Shapes and branches may depend on known values during capture.
 
-Buffers have their values at the time of capture. Capture records which buffers were read, as for
-attributes: with other values the captured program would be another one.
+Buffers have the values that they have at capture. Capture records which buffers were read, as a
+call with other values of these buffers needs another captured program.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SELECTED = {torch.masked_select, Tensor.masked_select}
 
 
 class _UnknownValueError(Exception):
-    """Raised for a value that is drawn at random or depends on arguments or parameters."""
+    """Raised for a tensor whose values are random, or depend on arguments or parameters."""
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class _Recipe:
 
 
 def _require_unchanged(tensor: Tensor, seen: int) -> Tensor:
-    """Return a tensor made before `forward`.
+    """Return a tensor that was created before `forward`.
 
     Raises:
         _UnknownValueError: if `tensor` was changed in place since version `seen`.
@@ -120,7 +120,7 @@ class _BufferAtStart:
         key: path of the module and name of the buffer.
         fake: the fake tensor for the buffer in the trace.
         seen: version counter of `fake` at the start of `forward`.
-        held: the buffer itself.
+        held: the buffer of the model.
     """
 
     key: tuple[str, str]
@@ -139,15 +139,15 @@ def _is_nonscalar(value: Any) -> bool:
 
 
 _known_values_of_traces: list[KnownValues] = []
-"""Known values of each trace of the current capture."""
+"""`KnownValues` of each trace of the current capture."""
 
 
 @contextmanager
 def filling_caches() -> Iterator[None]:
     """Return a context for tracing that leaves no fake tensor in the user's `lru_cache`s.
 
-    On exit, entries with known values get these values; other entries with fake tensors are
-    removed.
+    On exit, fake tensors with known values are replaced by tensors with these values; other cache
+    entries with fake tensors are removed.
 
     Raises:
         CaptureError: if a cache contains a fake tensor without a known value.
@@ -177,7 +177,7 @@ class KnownValues(TorchFunctionMode):
     """Context of a trace in which shapes and branches may depend on known values.
 
     Args:
-        module: the model, whose buffers have values.
+        module: the model, whose buffers have data.
         twin: the copy of `module` that is traced.
 
     Attributes:
@@ -197,7 +197,7 @@ class KnownValues(TorchFunctionMode):
     def known_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each fake tensor that is still alive after its trace and has a known value.
 
-        The second of each pair is its value, on the device of the model.
+        Each item is (fake tensor, tensor with its values on the device of the model).
         """
         for tensor, (seen, recipe) in list(self._recipes.items()):
             if isinstance(tensor, FakeTensor) and seen == version(tensor):
@@ -205,7 +205,8 @@ class KnownValues(TorchFunctionMode):
                     yield tensor, recipe.value.to(self._device)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the value of a tensor that does not depend on arguments, or None if unknown."""
+        """Return the value of a tensor that does not depend on arguments; None if the value is
+        unknown."""
         seen, recipe = self._recipes.get(tensor, (None, None))
         with suppress(_UnknownValueError):
             if recipe is not None and seen == version(tensor):
@@ -214,7 +215,8 @@ class KnownValues(TorchFunctionMode):
         return None if isinstance(tensor, FakeTensor) else tensor
 
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
-        """Find the fake tensors of buffers; `torch.export` may have replaced those of `twin`."""
+        """Find the fake tensors of buffers; `torch.export` may have replaced the fake tensors of
+        `twin`."""
         held = dict(module.named_modules())
         for path, submodule in twin.named_modules():
             for name, fake in own_buffers(submodule).items():
@@ -302,7 +304,7 @@ class KnownValues(TorchFunctionMode):
     def _find_mask_indices(self, mask: Any) -> tuple[Any, ...]:
         """Return the indices of the true elements of a mask, one tensor per dimension.
 
-        Return `(mask,)` if its values are unknown or it is not a boolean mask.
+        Returns `(mask,)` if the values are unknown, or if `mask` is not boolean.
         """
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)

@@ -12,10 +12,11 @@ from torch import nn
 from shardwright.progress import OnProgress, ignore_progress
 
 _SECONDS = 1.0
-"""Minimum time between two reports, since each may print a line."""
+"""Minimum seconds between two progress reports, each of which may print a line."""
 
 _PHASES = 2
-"""Tracing takes about half of the time of a capture, rewriting the traced graph the rest."""
+"""Number of phases of a capture that take about equal time: tracing, and rewriting the traced
+graph."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

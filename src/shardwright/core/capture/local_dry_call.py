@@ -58,9 +58,9 @@ class DryCall:
     autocast: torch.dtype | None
 
     def run(self, tensors: Sequence[Tensor], with_backward: bool = False) -> DryResult | None:
-        """Call the target on fake tensors like `tensors`, the arguments, parameters and buffers.
+        """Call the target on fake copies of `tensors`: arguments, parameters and buffers.
 
-        Return None if the target needs the values of tensors.
+        Returns None if the target cannot run on fake tensors.
 
         Args:
             with_backward: whether to look for random draws in the backward pass too.
@@ -142,7 +142,8 @@ _NORMALIZATIONS = frozenset(
         *("cudnn_batch_norm", "miopen_batch_norm"),
     )
 )
-"""Operators that change their fourth and fifth argument without increasing their version."""
+"""Operators that change their fourth and fifth argument without incrementing the version
+counters."""
 
 
 class _EffectRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,5 +165,5 @@ class _EffectRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def size_of(size: Any) -> Any:
-    """Return the value that a symbolic size has in this call; other values are returned as is."""
+    """Return the value of a symbolic size in this call; return other values unchanged."""
     return size.node.hint if isinstance(size, torch.SymInt) else size

@@ -52,7 +52,7 @@ def local_map(
     backward pass. Like JAX's `shard_map` and DTensor's `local_map`, but the plan decides which mesh
     axes shard which dimension.
 
-    If the target is the whole model, the model is trained data parallel, with parameters replicated
+    If the target is the full model, the model is trained data parallel, with parameters replicated
     or sharded by the plan, as by DDP or FSDP2.
 
     Args:
@@ -69,10 +69,11 @@ def local_map(
             a result lacks without `partial` is not sharded.
         dtypes: dtypes of the results; needed if the target cannot run on fake tensors and a dtype
             differs from that of the first floating-point input.
-        random: whether the target draws random numbers from `torch`; needed if it draws some and
-            cannot run on fake tensors.
-        buffers: names of the buffers that a module changes; needed if it cannot run on fake
-            tensors. New values are averaged over shards; counters are those of the first shard.
+        random: whether the target draws random numbers from `torch`; must be passed if a target
+            that cannot run on fake tensors draws random numbers.
+        buffers: names of the buffers that a module changes; must be passed if the module cannot run
+            on fake tensors. New values are averaged over shards; for integer buffers, the first
+            shard's are used.
         flops, saved_bytes: floating-point operations of the forward pass on the global batch, and
             bytes saved for its backward pass. By default they are counted on fake tensors, or else
             estimated from inputs and results.
@@ -151,14 +152,14 @@ def _check_buffer_names(module: nn.Module, names: Sequence[str]) -> frozenset[st
     """Check the names of changed buffers and return them as a set.
 
     Raises:
-        StrategyError: if a name is not that of a buffer.
+        StrategyError: if the module has no buffer of that name.
     """
     buffers = dict(module.named_buffers())
     for name in names:
         if name not in buffers:
             raise StrategyError(
-                f"local_map: {name!r} is no buffer of the {type(module).__name__}\n"
-                f"give names of its buffers: {', '.join(buffers) or 'none'}"
+                f"local_map: the {type(module).__name__} has no buffer {name!r}\n"
+                f"pass names of its buffers: {', '.join(buffers) or 'none'}"
             )
     return frozenset(names)
 
@@ -302,8 +303,8 @@ def _parse_options(
     partials = tuple(partial) if isinstance(partial, (tuple, list)) else (partial,) * len(outputs)
     if len(partials) != len(outputs) or not {None, "sum", "mean"}.issuperset(partials):
         raise StrategyError(
-            f"local_map {notation!r}: partial={partial!r} does not fit its {len(outputs)} results\n"
-            'give "sum", "mean" or None for all results, or one for each: '
+            f"local_map {notation!r}: partial={partial!r} is not valid for {len(outputs)} results\n"
+            'pass "sum", "mean" or None for all results, or one for each: '
             f"partial={('mean', *(None,) * (len(outputs) - 1))}"
         )
     if isinstance(dtypes, torch.dtype):
@@ -323,7 +324,8 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     """Check that a named dimension is in all results without `partial`.
 
     Raises:
-        StrategyError: if dimensions are named, but each is missing in a result without `partial`.
+        StrategyError: if dimensions are named, but each name is missing in a result without
+            `partial`.
     """
     names = dict.fromkeys(n for dims in declaration.input_dims for n in dims if n is not None)
     results = list(zip(declaration.output_dims, declaration.partial, strict=True))
@@ -338,8 +340,9 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     reductions = ['"mean"' if n == number else repr(p) for n, (_, p) in enumerate(results)]
     given = reductions[0] if len(results) == 1 else f"({', '.join(reductions)})"
     raise StrategyError(
-        f"local_map {declaration.notation!r}: result {number} lacks {name!r}, so nothing can be "
-        f'sharded\nsay how shards are reduced: partial={given}, or "sum"; or write `_` for {name!r}'
+        f"local_map {declaration.notation!r}: result {number} has no dimension {name!r}, so no "
+        f'dimension can be sharded\nsay how shards are reduced: partial={given}, or "sum"; or '
+        f"write `_` for {name!r}"
     )
 
 
@@ -374,8 +377,8 @@ def trained_reads(function: Any) -> Iterator[Any]:
 def _list_captured_values(function: Any) -> Iterator[Any]:
     """Yield the values that a function reads and that are not arguments.
 
-    These are its object (`__self__`), arguments bound by `functools.partial`, variables of
-    enclosing functions, and global variables.
+    The values are the object of a method (`__self__`), arguments bound by `functools.partial`,
+    variables of enclosing functions, and global variables.
     """
     if isinstance(function, functools.partial):
         yield from pytree.tree_leaves((function.args, function.keywords))

@@ -2,8 +2,8 @@
 
 The operator reads the tensor arguments of the call, then the parameters and buffers of the module.
 The code of the target is not traced. It runs once on fake tensors, in a new thread, where the modes
-of the capture are not active; if it needs values, the notation gives the shapes of its results.
-Canonicalization then replaces the operator by a `LocalCall`.
+of the capture are not active; if the code cannot run on fake tensors, the notation determines the
+shapes of its results. Canonicalization then replaces the operator by a `LocalCall`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LocalPart:
     """A `local_map` target during the trace of a model.
 
     Args:
-        where: name of the target in error messages.
+        where: text that identifies the target in error messages.
         body: the module or function that runs.
         sample: the module or function for dry calls on fake tensors.
         statistics: indices, among parameters and buffers, of the buffers that the target always
@@ -143,7 +143,7 @@ class LocalPart:
         """Return the shape and dtype of each result of a dry call.
 
         Raises:
-            StrategyError: if they do not fit the notation.
+            StrategyError: if the results do not fit the notation.
             CaptureError: if arguments have symbolic sizes and a size of a result has no name.
         """
         shapes, declared = [shape for shape, _ in dry.results], self.declared
@@ -152,8 +152,8 @@ class LocalPart:
         symbolic = any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape)
         if symbolic and any(token not in sizes for entry in declared.outputs for token in entry):
             raise CaptureError(
-                f"local_map {self.where}: it is unknown which sizes of its results depend on its "
-                'arguments\nname dimensions of results after those of arguments: "b _h -> b _h"'
+                f"local_map {self.where}: sizes of its results that depend on its arguments must "
+                'be named\nname dimensions of results after those of arguments: "b _h -> b _h"'
             )
         return [
             (declared.shape(number, sizes, shape), dtype)
@@ -163,9 +163,10 @@ class LocalPart:
     def _parse_result_types(
         self, tensors: Sequence[Tensor], every: Sequence[Tensor]
     ) -> tuple[ResultTypes, Callable[[Sequence[Tensor]], Any]]:
-        """Return the shape and dtype of each result by the notation.
+        """Return the shape and dtype of each result, determined by the notation, without a dry
+        call.
 
-        The second value is a function that builds the return value of the call from the results.
+        Also returns a function that builds the return value of the call from the results.
 
         Raises:
             StrategyError: if the notation does not determine a size.
@@ -175,9 +176,10 @@ class LocalPart:
             unknown = [token for token in entry if token not in sizes and not token.isdigit()]
             if unknown:
                 raise StrategyError(
-                    f"local_map {self.where}: it needs the values of tensors, so the"
-                    f" size of `{unknown[0]}` in `{self.declared.notation}` is unknown\n"
-                    'name it after a dimension of an argument, as in "b _h -> b _h", or write a'
+                    f"local_map {self.where}: the size of `{unknown[0]}` in"
+                    f" `{self.declared.notation}` depends on the values of tensors\n"
+                    'name the dimension after a dimension of an argument, as in "b _h -> b _h", '
+                    "or write a"
                     ' number, as in "b _h -> b 10"'
                 )
         shapes = [tuple(sizes[t] if t in sizes else int(t) for t in entry) for entry in entries]
@@ -272,7 +274,7 @@ class _CallTag:
 def _local_map(
     tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
 ) -> list[Tensor]:
-    """Placeholder of a `local_map` during the trace, with results of the given sizes."""
+    """Placeholder operator of a `local_map` during the trace, with results of the given sizes."""
     raise NotImplementedError
 
 

@@ -1,6 +1,8 @@
-"""Proofs that an attention mask is a band: each query attends to the keys near its position.
+"""Detection of attention masks that are bands, in which each query attends to keys near its
+position, as in causal and sliding-window attention.
 
-A mask that compares positions of queries and keys is proved on these two vectors, not on all pairs.
+For a mask that compares positions of queries and keys, the check evaluates the two vectors of
+positions, not the mask of all pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ aten = torch.ops.aten
 
 
 class Band(NamedTuple):
-    """A mask that allows the query at position i the keys from i - `before` to i + `after`."""
+    """Mask with which the query at position i attends to the keys from i - `before` to i +
+    `after`."""
 
     before: float = inf
     after: float = inf
@@ -31,7 +34,7 @@ class Band(NamedTuple):
 ALL, CAUSAL = Band(), Band(after=0)
 
 MOST_ELEMENTS = 1 << 24
-"""Maximum number of elements of a tensor that is evaluated for a proof."""
+"""Maximum number of elements of a tensor that the check evaluates."""
 
 AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
@@ -44,19 +47,19 @@ _COMPARISONS = {
     aten.le.Tensor: (torch.ge, True),
     aten.lt.Tensor: (torch.gt, True),
 }
-"""Each comparison as `gt` or `ge`, and whether its two sides are swapped for that."""
+"""Each comparison operator, as (`gt` or `ge`, whether its two sides must be swapped)."""
 _OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
 
 
 class BandProofs:
-    """Proofs of which masks of a graph are bands."""
+    """Finder of the masks in a graph that are bands."""
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, Tensor | None] = {}
         self._bands: dict[fx.Node, Band | None] = {}
 
     def band(self, mask: fx.Node) -> Band | None:
-        """Return the band that a boolean mask allows, or None if this is not proved."""
+        """Return the band of a boolean mask; None if the mask cannot be shown to be a band."""
         if mask not in self._bands:
             self._bands[mask] = self._infer_band(mask)
         return self._bands[mask]
@@ -87,20 +90,23 @@ class BandProofs:
         return ALL if value is not None and bool(value.all()) else None
 
     def _infer_reshaped_band(self, source: Any, mask: fx.Node) -> Band | None:
-        """Return the band of `mask`, an expanded or reshaped `source`, or None if not proved."""
+        """Return the band of `mask`, an expanded or reshaped `source`; None if the mask cannot be
+        shown to be a band."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
         return band if band == ALL or same_pairs else None
 
     def _infer_triangle_band(self, mask: fx.Node) -> Band | None:
-        """Return the band of `tril` or `triu` of a mask, or None if not proved."""
+        """Return the band of `tril` or `triu` of a mask; None if the mask cannot be shown to be a
+        band."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
         return None if band is None or reach < 0 else band & Band(**{name: reach})
 
     def _infer_comparison_band(self, mask: fx.Node, opposite: bool = False) -> Band | None:
-        """Return the band of a comparison of queries `[..., s, 1]` and keys `[..., 1, t]`, or None.
+        """Return the band of a comparison of queries `[..., s, 1]` and keys `[..., 1, t]`; None if
+        the mask cannot be shown to be a band.
 
         Args:
             opposite: whether the comparison is negated.
@@ -126,7 +132,8 @@ class BandProofs:
         return None
 
     def _get_value(self, node: Any) -> Tensor | None:
-        """Return the values of a small tensor that is computed from constants only, or None."""
+        """Return the values of a small tensor that is computed from constants only; None for other
+        tensors."""
         if not is_tensor(node):
             return None
         if node not in self._values:
@@ -149,7 +156,8 @@ class BandProofs:
 
 
 def _band_of_order(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
-    """Return the band where `greater(query, key)`, or None; both tensors `[..., positions]`."""
+    """Return the band of the mask `greater(query, key)`, for tensors `[..., positions]`; None if
+    the mask cannot be shown to be a band."""
     if bool(greater(queries.amin(), keys.amax())):
         return ALL
     after = _count_keys_after(queries, keys, greater)
@@ -161,9 +169,11 @@ def _band_of_order(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
 
 
 def _count_keys_after(queries: Tensor, keys: Tensor, greater: Any) -> int | None:
-    """Return the number of keys after its own position that each query reads, besides all before.
+    """Return the number of keys after its own position that each query attends to, if it attends to
+    all earlier keys.
 
-    Return None if the number differs between queries, or a query does not read its own position.
+    Returns None if the number differs between queries, or if a query does not attend to its own
+    position.
     """
     if queries.shape[-1] > keys.shape[-1]:
         return None

@@ -1,4 +1,5 @@
-"""A module with the parameters, buffers and module paths of another one, but without its code."""
+"""A module with the parameters, buffers and module paths of another module, but without its
+code."""
 
 from __future__ import annotations
 

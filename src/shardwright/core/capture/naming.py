@@ -1,4 +1,5 @@
-"""Names of operators, after the modules that call them, and their lines in the user's code."""
+"""Names of operators, derived from the modules that call the operators, and lines of operators in
+the user's code."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ MAIN = (
     batch_norm_train,
     instance_norm_train,
 )
-"""Operators that may get the name of their leaf module, by descending priority."""
+"""Operators that may be named like their leaf module, by descending priority."""
 
 
 def local_operator_name(target: Any) -> str:
@@ -128,7 +129,7 @@ def _is_user_file(file: str) -> bool:
 
 
 def is_users_function(file: str) -> bool:
-    """Return whether a file is the user's: not of an installed library, nor of Python."""
+    """Return whether a file is user code, not part of an installed library or of Python."""
     return _is_user_file(file) and not file.startswith(_LIBRARIES)
 
 
@@ -150,7 +151,7 @@ def _format_line(file: str, line: int) -> str:
 
 
 NO_LINE = "the model"
-"""Text in place of the line of an error that was raised outside of user code."""
+"""Text that replaces the user's line in an error that was raised outside of user code."""
 
 
 def line_of(node: fx.Node) -> str:
@@ -162,7 +163,7 @@ def line_of(node: fx.Node) -> str:
 def line_of_error(error: BaseException) -> str:
     """Return the innermost user line in the traceback of an error or of its causes.
 
-    Return `NO_LINE` if user code is in none of them.
+    Returns `NO_LINE` if no traceback contains user code.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -175,7 +176,8 @@ def line_of_error(error: BaseException) -> str:
 
 
 def line_of_function(function: Any) -> str:
-    """Return `(file.py:12)`, where a user function is defined; `""` for library functions."""
+    """Return the place where a user function is defined, as `(file.py:12)`; `""` for library
+    functions."""
     code = getattr(function, "__code__", None)
     if code is None or not _is_user_file(code.co_filename):
         return ""
@@ -183,7 +185,7 @@ def line_of_function(function: Any) -> str:
 
 
 class LocatedError(CaptureError):
-    """CaptureError whose message begins with the user's line."""
+    """Return a CaptureError whose message begins with the user's line."""
 
 
 def current_line() -> str:
@@ -204,7 +206,7 @@ _METHODS = {
 
 
 def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
-    """Return the first line of some functions that seems to change an object.
+    """Return the first line, in the given functions, that seems to change an object.
 
     Args:
         path: the object as the user writes it, such as `stats['calls']`.
@@ -228,7 +230,8 @@ def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
 
 
 def located(codes: Iterable[CodeType], path: str, message: str) -> CaptureError:
-    """Return an error that begins with the line that changes the object `path`, if it is found."""
+    """Return a CaptureError that begins with the line that changes the object `path`, if that line
+    is found."""
     line = line_that_changes(codes, path)
     return LocatedError(f"{line}: {message}") if line else CaptureError(message)
 

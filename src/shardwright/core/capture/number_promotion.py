@@ -1,4 +1,4 @@
-"""Dtype promotion of operators that read tensors in place of Python numbers.
+"""Dtype promotion of operators that read tensors where the user's code has Python numbers.
 
 A Python number never promotes a floating-point tensor to a wider dtype. A tensor without dimensions
 can promote other tensors without dimensions, such as losses.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _SAMPLES = {torch.bool: True, torch.int64: 1, torch.float64: 1.0}
-"""A Python number for each dtype of a tensor that replaces a number."""
+"""Example of a Python number, by the dtype of the tensor that replaces such a number."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -23,7 +23,7 @@ class NumberPromotion:
     """Dtypes of the arguments and the result of one operator that reads numbers as tensors.
 
     Args:
-        tensors: tensors that the operator reads, without those in place of numbers.
+        tensors: tensors that the operator reads, except tensors that replace numbers.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -32,7 +32,7 @@ class NumberPromotion:
         self._result: torch.dtype | None = None
 
     def argument(self, number: Tensor) -> Tensor:
-        """Cast a tensor in place of a number to a dtype that promotes no other argument."""
+        """Cast a tensor that replaces a number to a dtype that promotes no other argument."""
         if not self._tensors:
             return number
         types = [torch.result_type(each, _SAMPLES[number.dtype]) for each in self._tensors]
@@ -45,6 +45,6 @@ class NumberPromotion:
         return number.to(dtype)
 
     def result(self, result: Any) -> Any:
-        """Cast the result of the operator to its dtype with Python numbers."""
+        """Cast the result of the operator to the dtype that it has with Python numbers."""
         is_wider = isinstance(result, Tensor) and result.dtype == torch.float32
         return result.to(self._result) if is_wider and self._result is not None else result

@@ -113,7 +113,7 @@ def capture_python(
 
 
 def _collect_tensor_ids(module: nn.Module, args: Any, kwargs: Any) -> frozenset[int]:
-    """Return the ids of the parameters, buffers and tensor arguments of a call."""
+    """Return the `id()`s of the parameters, buffers and tensor arguments of a call."""
     tensors = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs)))
     return frozenset(id(each) for each in tensors if isinstance(each, Tensor))
 
@@ -135,7 +135,8 @@ def _check_supported(call: CapturedCall) -> None:
 
 @contextmanager
 def _set_modes_of_call(call: CapturedCall) -> Iterator[None]:
-    """Return a context with the autocast and gradient mode of the call and no other modes."""
+    """Return a context with the autocast and gradient mode of the call, and without any other
+    PyTorch mode."""
     dtype = call.autocast.dtype
     with (
         torch.inference_mode(False),
@@ -190,7 +191,7 @@ class _TracedCall:
         sources: for each input, the name of its parameter or buffer, or the index of its leaf of
             the arguments; None for other state.
         state: index of each input that is other state, by its name in the second trace.
-        numbers: operations of Dynamo's graph on Python numbers alone.
+        numbers: operations of Dynamo's graph whose operands are all Python numbers.
         number_names: nodes of the numbers that operators read, by name in the second trace.
         trace: function that traces the copy again.
         guards: guards on the state that the copy read; None if the call changes no objects.
@@ -275,7 +276,7 @@ class _TracedCall:
         """Check the tensors that Python objects refer to after the call.
 
         Args:
-            stored: each tensor, with the name of the buffer that it is assigned to, or None.
+            stored: (tensor, name of the buffer to which it is assigned, or None) for each tensor.
 
         Raises:
             CaptureError: if a tensor shares memory with a parameter, another buffer or attribute.
@@ -314,8 +315,9 @@ class _TracedCall:
             drop_assertions(second)
         if second is None or second.print_readable(print_output=False) != code:
             raise CaptureError(
-                "TorchDynamo does not see that `forward` depends on state that it changes\nset that"
-                " state before `plan`, or read it as a plain attribute"
+                "`forward` depends on Python state that it changes, which TorchDynamo does not "
+                "detect"
+                "\nset that state before `plan`, or read it as a plain attribute"
             )
 
     def result(self) -> _CallResult:
@@ -459,7 +461,7 @@ def _run_dynamo_graph(
         The leaves of the return value, then the tensors assigned to Python objects.
 
     Raises:
-        CaptureError: if a buffer gets a tensor of another shape or dtype.
+        CaptureError: if `forward` assigns a tensor of another shape or dtype to a buffer.
     """
     tensors = {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
     state = {index: constants[name] for name, index in traced.state.items()}

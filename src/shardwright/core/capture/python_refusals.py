@@ -44,7 +44,9 @@ def assigned_buffers(
     for name in changed:
         old = before.get(name)
         if not isinstance(old, Tensor) or isinstance(old, nn.Parameter):
-            raise CaptureError(f"`forward` registers or replaces {name!r}\ndo it before `plan`")
+            raise CaptureError(
+                f"`forward` registers or replaces {name!r}\nregister it before `plan`"
+            )
         if id(after.get(name)) not in made:
             raise CaptureError(
                 f"`forward` removes the buffer {name!r}, or assigns a tensor that it "
@@ -74,23 +76,23 @@ def check_changes(dynamo: DynamoCapture) -> None:
 
 
 def check_state(tensor: Any) -> None:
-    """Check an input of Dynamo's graph that is no parameter, buffer, argument or number.
+    """Check an input of Dynamo's graph that is not a parameter, buffer, argument or number.
 
     Raises:
         CaptureError: if its value cannot be passed to the captured program in each call.
     """
     if not isinstance(tensor, Tensor):
         raise CaptureError(
-            f"`forward` computes with {tensor!r}, a number that is drawn or changes in each call"
-            "\ndraw it with `torch`, or pass it as a tensor"
+            f"`forward` computes with {tensor!r}, a Python number that is random or changes in "
+            "each call\ndraw it with `torch`, or pass it as a tensor"
         )
     if tensor.requires_grad:
         raise CaptureError(
-            "`forward` reads a tensor of an earlier call that requires a gradient\n"
+            "`forward` reads a tensor that an earlier call computed and that requires a gradient\n"
             "store it without a gradient: `self.last = x.detach()`"
         )
     if tensor.is_meta:
         raise CaptureError(
-            "`forward` reads a tensor on the meta device that is no parameter, buffer or argument"
-            "\nregister it: `self.register_buffer(name, tensor)`"
+            "`forward` reads a tensor on the meta device that is not a parameter, buffer or "
+            "argument\nregister it: `self.register_buffer(name, tensor)`"
         )

@@ -52,7 +52,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class StateLocation(NamedTuple):
-    """The place of an object in the reachable state, as error messages name it.
+    """Place of an object in the reachable state, as error messages describe it.
 
     Args:
         description: description of the place, with `{}` instead of `path`.
@@ -78,7 +78,7 @@ class Change(NamedTuple):
     Args:
         location: location of the changed object.
         value: the current object.
-        adds: whether the place was empty or None before, as when a cache is filled.
+        adds: whether the place was empty or None before, for example when a cache gets a new entry.
     """
 
     location: StateLocation
@@ -257,7 +257,8 @@ class ReachableState:
     def _record_globals(self, function: FunctionType, file: str) -> None:
         """Record the global variables that a function names.
 
-        These are variables of its own file, and of the user's modules that it names or imports.
+        Such variables are in the file of the function, or in user modules that the function names
+        or imports.
         """
         names = frozenset(names_in(function.__code__))
         self._names |= names
@@ -293,12 +294,13 @@ class ReachableState:
                 )
 
     def _has_user_state(self, cls: type) -> bool:
-        """Whether objects of this type hold state of the user."""
+        """Whether objects of this type may contain state of user code."""
         plain = cls.__module__ in _PLAIN or issubclass(cls, CONTENT_TYPES)
         return plain or self._is_user_module(cls.__module__)
 
     def _is_user_module(self, file: str) -> bool:
-        """Whether a Python module is the user's, or of the package that defines the model."""
+        """Whether a Python module is user code, or belongs to the package that defines the
+        model."""
         package = str(file).partition(".")[0]
         if package not in self._is_user_package:
             of_model = package in self._packages or package == "__main__"
@@ -360,7 +362,7 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
 
 @dataclass(frozen=True)
 class _AttributeWriter:
-    """Writer of attributes of an object, or of global variables."""
+    """Setter of the attributes of an object, or of global variables."""
 
     variables: dict[str, Any] | None
     owner: Any

@@ -1,8 +1,8 @@
 """Execution of TorchDynamo's graph while `torch.export` traces it to ATen operators.
 
-Dynamo's graph calls functions of `torch` as the user's code does. Sub-graphs are inlined: those of
-checkpointed regions with a tag, those of custom autograd functions with the gradients of their
-`backward`.
+Dynamo's graph calls functions of `torch` as the user's code does. Its sub-graphs are inlined:
+operators of checkpointed regions get a tag, and custom autograd functions keep the gradients of
+their `backward`.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class GraphReplay(fx.Interpreter):
             return self._run_with_numbers(n, numbers) if numbers else super().run_node(n)
 
     def _run_with_numbers(self, n: fx.Node, numbers: set[int]) -> Any:
-        """Run a node that reads tensors in place of Python numbers.
+        """Run a node that reads tensors where the user's code has Python numbers.
 
         Args:
-            numbers: ids of these tensors.
+            numbers: `id()`s of the tensors that replace numbers.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -167,12 +167,13 @@ def _get_function_name(target: Any) -> str:
 def _call_autograd_function(
     forward: fx.GraphModule, backward: fx.GraphModule, tensors: Sequence[Any], line: str
 ) -> Any:
-    """Call a custom autograd function, of which Dynamo traced forward and backward graphs.
+    """Call a custom autograd function whose forward and backward graphs Dynamo has traced.
 
     Args:
         forward, backward: Dynamo's graphs.
         tensors: inputs of the forward graph.
-        line: the user's line that calls the function; names it, since Dynamo drops its class.
+        line: the user's line that calls the function, for errors, as Dynamo does not record the
+            class.
     """
 
     class Traced(torch.autograd.Function):

@@ -18,9 +18,10 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
 KNOWN = 2
-"""Number of captures with fixed sizes before a trace with symbolic sizes.
+"""Number of captures with fixed sizes that precede a trace with symbolic sizes.
 
-A trace with symbolic sizes takes twice as long; it must reproduce the graphs with fixed sizes."""
+A trace with symbolic sizes takes twice as long, and must reproduce the graphs of the captures with
+fixed sizes."""
 
 MOST_TRACES = 3
 """Maximum number of traces with symbolic sizes.
@@ -35,8 +36,8 @@ class Captures:
     """Cached captures of one module.
 
     Args:
-        graph: graph of the first captured call; not used as an example for later traces if it is
-            that of a micro-batch of a larger batch.
+        graph: graph of the first captured call; the graph of a micro-batch of a larger batch is not
+            an example for later traces.
         state: hashable state of the module at that call; calls with equal state and arguments of
             equal sizes have equal graphs.
     """
@@ -70,7 +71,7 @@ class _CapturesBySize:
     """Graphs of calls that differ only in sizes.
 
     Args:
-        captured: graphs with fixed sizes, latest first.
+        captured: graphs of captures with fixed sizes, latest first.
     """
 
     def __init__(self, *captured: Graph) -> None:

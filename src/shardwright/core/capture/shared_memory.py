@@ -1,4 +1,4 @@
-"""Checks for tensors of a model that share memory, which their shards would not."""
+"""Checks for tensors of a model that share memory, as their shards do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwright.errors import CaptureError
 
 
 def check_memory(module: nn.Module, graph: Graph) -> None:
-    """Check that no parameter or buffer shares memory with one that a step writes.
+    """Check that no parameter or buffer shares memory with another one that a step writes.
 
     Raises:
         CaptureError: if two tensors overlap, as by `nn.Parameter(other.data.t())`.
@@ -31,9 +31,9 @@ def check_memory(module: nn.Module, graph: Graph) -> None:
     for first, other in chain.from_iterable(combinations(names, 2) for names in sharing.values()):
         if written & {first, other} and _share_elements(named[first], named[other]):
             raise CaptureError(
-                f"{first!r} and {other!r} are two tensors in the same memory: a step that changes "
-                "one would change both in the module, but not on shards\ngive both names one"
-                " parameter, compute one from the other in `forward`, or `clone()` it"
+                f"{first!r} and {other!r} are two tensors in the same memory: in the module an "
+                "update of one changes both, in sharded parameters it would not\nuse one parameter"
+                " with both names, compute one from the other in `forward`, or `clone()` it"
             )
 
 
@@ -41,8 +41,9 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
     """Check that no constant of the graph and no plain attribute shares memory with a parameter.
 
     Raises:
-        CaptureError: if one overlaps a trainable parameter: if a function reads the parameter
-            through the model itself instead of its traced copy, or an attribute is a view of it.
+        CaptureError: if a constant overlaps a trainable parameter, because a function reads the
+            parameter through the original model instead of its traced copy, or an attribute is a
+            view of the parameter.
     """
     if not constants:
         return
@@ -53,9 +54,9 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
         sharing = held.get(storage_id(parameter), ()) if parameter.requires_grad else ()
         if any(_share_elements(parameter, tensor) for tensor in sharing):
             raise CaptureError(
-                f"{name!r} is also read otherwise than as a parameter of its module: in a lambda or"
-                " hook that refers to the model itself, or as a view in an attribute; a captured"
-                " model would read its first values there, without a gradient\nread it as"
+                f"parameter {name!r} is also read through a reference to the original model in a"
+                " lambda or hook, or through a view in an attribute, where a captured model would"
+                " read its initial values, without a gradient\nread it as"
                 " `self.weight` in a method, or as `module.weight` of the first argument of a hook"
             )
 

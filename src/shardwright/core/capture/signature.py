@@ -26,9 +26,10 @@ class Signature:
 
     Args:
         out_spec: structure of the result.
-        parameters, buffers: placeholder by name in the module; tied names share one.
+        parameters, buffers: placeholder by name in the module; tied names have the same
+            placeholder.
         inputs: one placeholder for each leaf of the arguments.
-        constants: tensors that the code of the model creates, by placeholder.
+        constants: tensor that the code of the model creates, by placeholder.
     """
 
     out_spec: pytree.TreeSpec
@@ -43,7 +44,7 @@ class Signature:
 
         Raises:
             CaptureError: if an operator reads an object that is neither tensor nor number, or a
-                constant tensor without values.
+                constant tensor on the meta device.
         """
         signature = cls(exported.call_spec.out_spec)
         nodes = placeholders(exported.graph)
@@ -88,7 +89,7 @@ def _check_has_values(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, FakeTensor):
         reader = next(iter(node.users), node)
         raise CaptureError(
-            f"{line_of(reader)}: this reads a tensor without values that is not a parameter, "
+            f"{line_of(reader)}: this reads an uninitialized tensor that is not a parameter, "
             f"buffer or input (`.data` of a parameter, or a plain attribute on the meta device)\n"
             f"use the parameter itself, or `register_buffer`"
         )
@@ -160,16 +161,17 @@ def check_inputs_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.No
 
 
 def check_constants_unchanged(signature: Signature, changed: Mapping[fx.Node, fx.Node]) -> None:
-    """Check that `forward` changes no constant in place, since the program has a copy of it.
+    """Check that `forward` changes no constant in place, because the program has a copy of each
+    constant.
 
     Raises:
-        CaptureError: if `forward` changes a tensor that is no parameter or buffer in place.
+        CaptureError: if `forward` changes a tensor in place that is not a parameter or buffer.
     """
     for node, new in changed.items():
         if node.name in signature.constants:
             raise CaptureError(
-                f"{line_of(new)}: this changes a tensor in place that is no parameter or buffer of"
-                " the model\nregister it (`register_buffer`), or assign a new tensor"
+                f"{line_of(new)}: this changes a tensor in place that is not a parameter or buffer"
+                " of the model\nregister it (`register_buffer`), or assign a new tensor"
             )
 
 
@@ -181,14 +183,14 @@ def take_as_buffers(
 ) -> None:
     """Turn parameters that `forward` changes and that need no gradient into buffers, in place.
 
-    Examples are the parameters of an averaged teacher.
+    An example is the moving average of parameters in a teacher model.
 
     Args:
         changed: new value of each placeholder that is changed in place.
         trained: placeholders that need a gradient.
 
     Raises:
-        CaptureError: if a changed parameter is stored in another dtype than it is computed in.
+        CaptureError: if the storage dtype of a changed parameter is not the compute dtype.
     """
     dtypes = {name: p.dtype for name, p in module.named_parameters(remove_duplicate=False)}
     sources = {node.name for node in trained}
@@ -257,7 +259,7 @@ _DIFFERENTIABLE_RESULTS = {
 }
 
 _STATISTICS = {"mean", "rstd", "save_mean", "save_invstd", "total_weight"}
-"""Arguments of backward operators that are results of the forward operator without a gradient."""
+"""Arguments of backward operators that are results of the forward operator and have no gradient."""
 
 
 def nodes_with_gradients(

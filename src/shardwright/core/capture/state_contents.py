@@ -49,7 +49,8 @@ Parts: TypeAlias = dict[Hashable, Any]
 """Contents of an object, by index, key or attribute name."""
 
 _LARGEST_ARRAY = 1 << 24
-"""Maximum size in bytes; larger arrays are data sets rather than state, and slow to copy."""
+"""Maximum size in bytes of a compared array; larger arrays are usually data sets, and slow to
+copy."""
 
 _RANDOM = (random.Random, np.random.RandomState, np.random.Generator)
 _COUNTED = (itertools.count, itertools.cycle, itertools.chain, itertools.islice, enumerate, map)
@@ -59,7 +60,7 @@ _MAX_DEPTH = 4
 
 
 def contents_of(value: Any) -> Parts:
-    """Return the contents of an object that is no module, function or class."""
+    """Return the contents of an object that is not a module, function or class."""
     value_type = type(value)
     if issubclass(value_type, Tensor):
         return _read_tensor(value)
@@ -173,10 +174,10 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
         lambda value: {"args": value.args, "keywords": value.keywords, "func": value.func},
     ),
 )
-"""Functions that read contents, by type; objects of subclasses also have attributes."""
+"""Functions that read the contents of objects, by type; for subclasses, attributes are read too."""
 
 CONTENT_TYPES = (Tensor, *(cls for types, _ in _CONTENTS for cls in types))
-"""Library types with contents that user code sets."""
+"""Types of libraries whose contents user code sets."""
 
 
 def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:

@@ -1,4 +1,4 @@
-"""Replacements of PyTorch functions that branch on values, without these branches."""
+"""Replacements for PyTorch functions that branch on values of tensors; the replacements do not."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shardwright.errors import CaptureError
 
 
 def make_static(module: nn.Module, twin: nn.Module) -> None:
-    """Replace methods of `twin`, a copy of a model, that branch on values, in place.
+    """Replace methods that branch on values of tensors in `twin`, a copy of a model, in place.
 
     Raises:
         CaptureError: if a fake quantizer observes its inputs, or a `SyncBatchNorm` has a process
@@ -55,7 +55,8 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
 def _adaptive_log_softmax(
     self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute all samples in each cluster and select by target, since targets are unknown."""
+    """Compute the log-probabilities of adaptive softmax for all samples in each cluster, and select
+    by target, because targets are unknown during capture."""
     if target_.ndim > 1 or input_.ndim != target_.ndim + 1:
         return type(self).forward(self, input_, target_)
     rows, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)

@@ -245,7 +245,8 @@ def _make_dynamic_shapes(
     kwargs: dict[str, Any],
     varying: Collection[tuple[int, int]],
 ) -> Any:
-    """Return the `dynamic_shapes` of `torch.export` for varying sizes; None without any."""
+    """Return the argument `dynamic_shapes` of `torch.export` for varying sizes; None if no size
+    varies."""
     if not varying:
         return None
     shapes, leaves = ShapesCollection(), pytree.tree_leaves((args, kwargs))  # type: ignore[no-untyped-call]
@@ -282,7 +283,7 @@ def _get_random_states() -> tuple[Any, ...]:
 
 
 def check_static(graph: fx.Graph, hint: str) -> None:
-    """Check that no number or shape depends on the values of tensors, and each node.
+    """Check that no number or shape depends on the values of tensors, and check each operator.
 
     Args:
         hint: text to append to an error about values.
@@ -321,8 +322,8 @@ def check_node(node: fx.Node) -> None:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
         raise CaptureError(
-            f"{line_of(node)}: this makes a sparse tensor ({value.layout}), and only dense ones "
-            f"can be sharded\nuse `to_dense()`, or an operator on dense tensors"
+            f"{line_of(node)}: this makes a sparse tensor ({value.layout}), and only dense "
+            f"tensors can be sharded\nuse `to_dense()`, or an operator on dense tensors"
         )
     module = str(getattr(node.target, "__module__", ""))
     if module.startswith(("torch._functorch", "torch._C._functorch")):

@@ -1,12 +1,12 @@
 """Capture of function transforms (`torch.vmap`, `torch.func.grad`) as ATen operators.
 
 A separate trace below the transforms records the ATen operators that the transformed function
-calls. These are then called in its place. Autograd differentiates them like the transform itself,
-with three corrections:
+calls. The recorded operators are then called in place of the function. Autograd differentiates them
+like the transform itself, with three corrections:
 
-- The trace shows a `detach` of each tensor that autograd saves. It is removed, but a `detach` that
-  the function calls is kept.
-- Operators called without gradients are called without gradients again.
+- The trace contains a `detach` of each tensor that autograd saves, which is removed; a `detach`
+  that the function calls is not removed.
+- Operators that were called without gradients are called without gradients here too.
 - Other effects of the function, such as registering a hook, raise CaptureError.
 """
 
@@ -42,7 +42,7 @@ _WITHOUT_GRADIENT, _DETACHES = "without_gradient", "detaches"
 
 
 def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function that contains transforms as ATen operators, and return its result.
+    """Call the ATen operators of a function that contains transforms, and return the result.
 
     Raises:
         CaptureError: if the function has an effect that its operators do not have.
@@ -86,7 +86,8 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def detaching(self) -> Iterator[None]:
-        """Return a context for a `detach` that the function itself calls."""
+        """Return a context in which a `detach` is recorded as called by the function, rather than
+        by autograd."""
         self._detaching = True
         try:
             yield
@@ -145,7 +146,7 @@ def operators_of(
         tensors: examples of the inputs.
 
     Raises:
-        CaptureError: if an operator exists on CPUs only, or updates statistics of a batch norm.
+        CaptureError: if an operator has a CPU kernel only, or updates statistics of a batch norm.
     """
 
     def traced(*tensors: Tensor) -> Sequence[Tensor]:
@@ -168,8 +169,8 @@ def _check_operator(node: fx.Node) -> None:
     name = str(node.target)
     if any(name_of_cpu in name for name_of_cpu in _OF_CPUS):
         raise CaptureError(
-            f"inside of a function transform, or where `forward` computes gradients, `{name}` "
-            "runs on CPUs only\nuse other operators of `torch`"
+            f"`{name}`, called inside a function transform or where `forward` computes "
+            "gradients, has a CPU kernel only\nuse operators with a kernel for accelerators"
         )
     if "batch_norm" in name and "backward" not in name and _updates_statistics(node):
         raise CaptureError(

@@ -23,7 +23,7 @@ def undone_effects(changes: Iterable[ChangedObject]) -> Iterator[None]:
         changes: objects that the call changes.
 
     Raises:
-        CaptureError: if the class of an object does not allow to restore its state.
+        CaptureError: if the state of an object of this class cannot be restored.
     """
     restore = [_make_restorer(change) for change in changes]
     try:
@@ -37,7 +37,7 @@ def _make_restorer(change: ChangedObject) -> Callable[[], None]:
     """Return a function that restores the current state of an object.
 
     Raises:
-        CaptureError: if the class of the object does not allow to restore its state.
+        CaptureError: if the state of objects of this class cannot be restored.
     """
     if change.global_name is not None:
         return _make_attribute_restorer(_get_namespace(change), (change.global_name,))

@@ -49,7 +49,8 @@ def move_flattening_down(graph: fx.Graph) -> None:
 
 
 def _rewrite_node(node: fx.Node) -> fx.Node | None:
-    """Insert a node with the elements of `node` that reads no flattened tensor; None to keep it."""
+    """Insert a node with the elements of `node` that reads no flattened tensor; None if `node` has
+    no such form."""
     if node.target is aten.reshape.default:
         source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
         return source if source.args != node.args else None
@@ -286,7 +287,8 @@ def _rewrite_topk(node: fx.Node, flats: dict[fx.Node, Flat]) -> None:
 
 
 def _insert_copy(node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Insert a copy of an operator that reads the tensors `new` in place of their keys."""
+    """Insert a copy of an operator with other arguments: `new` maps each replaced argument to its
+    replacement."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new.get(n, n))
     return insert(node, node.target, args, dict(kwargs))  # type: ignore[arg-type]
 

@@ -36,7 +36,8 @@ LEAVES = ast.Return, ast.Break, ast.Continue
 
 
 class GuardedNumber:
-    """Result of `Tensor.item` in a value check; each comparison returns the value that passes it.
+    """Result of `Tensor.item` in a value check; every comparison returns the bool with which the
+    check passes.
 
     Args:
         passing: result of each comparison.
@@ -54,7 +55,7 @@ class GuardedNumber:
 
 
 class PassedGuards(TorchFunctionMode):
-    """Mode in which value checks that only raise or warn pass during a trace."""
+    """Mode in which value checks that only raise or warn are assumed to pass during a trace."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -96,7 +97,7 @@ def _find_caller(frame: FrameType | None) -> FrameType | None:
 
 
 def _find_position(frame: FrameType, is_jump: bool) -> _SourcePosition | None:
-    """Return the source position of the expression that a frame evaluates, or None if unknown.
+    """Return the source position of the expression that a frame evaluates; None if unknown.
 
     Args:
         is_jump: whether the frame runs a jump on the value of the preceding instruction.
@@ -109,7 +110,8 @@ def _find_position(frame: FrameType, is_jump: bool) -> _SourcePosition | None:
 
 
 def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | None:
-    """Return the bool for which the value check at `position` passes; None if it is no value check.
+    """Return the bool of the expression at `position` with which a value check passes; None if the
+    expression is not part of a value check.
 
     Args:
         compared: whether the expression must be one side of a comparison.
@@ -122,7 +124,8 @@ def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | Non
 
 @lru_cache(maxsize=64)
 def _find_guards_of_file(file: str) -> Sequence[tuple[ast.expr, bool]]:
-    """Return the value checks of a file: each condition, and the bool for which it passes."""
+    """Return the value checks of a file: (syntax tree of the condition, bool with which the check
+    passes)."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -159,7 +162,8 @@ def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
 def _find_operand_value(
     test: ast.expr, passing: bool, at: _SourcePosition, compared: bool
 ) -> bool | None:
-    """Return the bool of the operand at `at` for which `test` is `passing`, or None."""
+    """Return the bool of the operand at source position `at` with which the condition `test` is
+    `passing`; None if no operand of `test` is there."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _find_operand_value(test.operand, not passing, at, compared)
     if isinstance(test, ast.BoolOp):

@@ -32,7 +32,7 @@ IN_PLACE: dict[Any, Any] = {
     aten.t_.default: aten.t.default,
     aten.detach_.default: aten.detach.default,
 }
-"""Operators that turn a tensor into a view of itself, with the operators that return the view."""
+"""In-place view operators, such as `squeeze_`, with the operators that return the view."""
 
 SAME_ELEMENTS = frozenset(
     {
@@ -50,7 +50,7 @@ SAME_ELEMENTS = frozenset(
         aten.squeeze.dims,
     }
 )
-"""Operators that only change the shape, not the elements or their order."""
+"""Operators that change the shape of a tensor, but not the order of its elements."""
 
 LIST_VIEWS = frozenset(
     {
@@ -91,8 +91,8 @@ _BY_STRIDES = frozenset(
 def read_strides_of_elements(graph: fx.Graph) -> None:
     """Rewrite `as_strided` to read a contiguous tensor, in place.
 
-    The elements of its input are first put into their memory order during capture, since tensors of
-    the captured program, such as shards, may have other strides.
+    The elements of the input are first put into the order that they have in memory during capture,
+    because tensors of the captured program, such as shards, may have other strides.
 
     Raises:
         CaptureError: if an operator reads memory besides the elements of its input, or writes.
@@ -107,8 +107,8 @@ def read_strides_of_elements(graph: fx.Graph) -> None:
         dense = x.permute(order).is_contiguous() and first >= 0 and last < max(x.numel(), 1)
         if not dense or node.target not in (aten.as_strided.default, aten.as_strided_copy.default):
             raise CaptureError(
-                f"{line_of(node)}: `{node.target}` reads memory beside the elements of its input, "
-                "or writes by strides\nuse `unfold`, slices or an index"
+                f"{line_of(node)}: `{node.target}` reads memory outside its input, or writes "
+                "through strides\nuse `unfold`, slices or an index"
             )
         moved = insert(node, aten.permute.default, (source, order))
         flat = insert(node, aten.reshape.default, (moved, [-1]))

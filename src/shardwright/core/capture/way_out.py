@@ -16,7 +16,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
 _NAMES = "hwdefgijklmnop"
-"""Names of dimensions after the first."""
+"""Dimension names, after the first, in a suggested notation."""
 
 REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 
@@ -45,7 +45,8 @@ def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, l
     """Find the innermost module in whose `forward` an error was raised.
 
     Returns:
-        The path of the module and its tensor arguments; None if it is the model or unknown.
+        The path of the module, and its tensor arguments; None if the module is the model or
+        unknown.
     """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -76,7 +77,7 @@ def _find_tensor_arguments(module: object, held: Mapping[str, Any]) -> list[Tens
     """Return the tensor arguments of `forward` that are still in its local variables.
 
     Args:
-        held: local variables of `forward`.
+        held: local variables of `forward`, by name.
     """
     forward: Any = vars(type(module)).get("forward", nn.Module.forward)
     names = inspect.signature(forward).parameters

@@ -447,7 +447,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
     class_name = type(optimizer).__name__
     if info.groups is None:
         raise CheckpointError(
-            f"{folder} was saved without an optimizer\nload the model alone: `optimizer=None`"
+            f"{folder} was saved without an optimizer\nload only the model: pass `optimizer=None`"
         )
     saved_class = info.optimizer
     # Checkpoints of version 1 do not have the class of the optimizer. Settings that this optimizer
@@ -458,10 +458,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, fol
         saved_class = "another optimizer"
     if saved_class not in (None, class_name):
         raise CheckpointError(
-            f"{folder} was saved with {saved_class}, whose state cannot be loaded into"
-            f" {class_name}\n"
-            f"use {info.optimizer or 'the same optimizer'}, or load only the weights with"
-            f" `train.load: {folder}`"
+            f"{folder} was saved with {saved_class}, whose state cannot be loaded into "
+            f"{class_name}\nuse {info.optimizer or 'the same optimizer'}, or load only the weights "
+            f"with `train.load: {folder}`"
         )
 
 

@@ -119,7 +119,7 @@ def dataloader(
                 f" on all ranks\nremove `{name}`, and choose the order with `shuffle` and `seed`"
             )
     if not isinstance(seed, int):
-        raise DataError(f"seed={seed!r}: use a whole number")
+        raise DataError(f"seed={seed!r} is not an integer\npass for example seed=0")
     rank = dist.get_rank() if dist.is_initialized() else 0
     sampler = BatchSampler(
         samples, plan, rank, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -147,9 +147,8 @@ def _num_samples(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or problem:
         raise DataError(
             f"{dataset_type.__name__} has {problem or 'no numbered samples'}, so a rank cannot "
-            "read only its shard\n"
-            "pass a map-style dataset (with __len__ and __getitem__), or batches of your own "
-            "DataLoader through shardwright.run.local_batch"
+            "read only its shard\npass a map-style dataset (with __len__ and __getitem__), or "
+            "batches of your own DataLoader through shardwright.run.local_batch"
         )
     return length
 

@@ -35,5 +35,6 @@ def convert_errors(path: Path) -> Iterator[None]:
         free = shutil.disk_usage(path.parent).free
         disk_full = f": no space left ({free} bytes are free)" if free < FULL_DISK_BYTES else ""
         raise CheckpointError(
-            f"{path}: rank {rank}{disk_full}: {type(cause).__name__}: {cause}"
+            f"{path}: rank {rank} cannot access the checkpoint{disk_full}: {type(cause).__name__}: "
+            f"{cause}\ncheck the free space and permissions of the folder"
         ) from error

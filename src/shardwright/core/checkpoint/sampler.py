@@ -85,7 +85,10 @@ class BatchSampler(Sampler[list[int]]):
                 "samples of each rank"
             )
         if not isinstance(batch_size, int) or batch_size < 1:
-            raise DataError(f"batch_size={batch_size!r}: use a whole number of at least 1")
+            raise DataError(
+                f"batch_size={batch_size!r} is not a positive integer\npass for example "
+                "batch_size=8"
+            )
         self.samples, self.batch_size = samples, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._layout = _batch_layout(plan)

@@ -224,7 +224,9 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # damaged files may cause any error
         reason = str(error).partition("\n")[0] or type(error).__name__
         file_format = file.suffix.removeprefix(".")
-        raise CheckpointError(f"{file}: cannot be read as {file_format}: {reason}") from None
+        raise CheckpointError(
+            f"{file}: cannot be read as {file_format}: {reason}\nsave or download the file again"
+        ) from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(f"{file}: not a state_dict\nsave `model.state_dict()` instead")
     return content

@@ -57,7 +57,9 @@ class CheckpointReader(FileSystemReader):
         try:
             metadata = loads_metadata(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from None
+            raise DamagedCheckpointError(
+                f"{path} cannot be read: {error}\nload an earlier checkpoint of the folder"
+            ) from None
         metadata.state_dict_metadata = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()

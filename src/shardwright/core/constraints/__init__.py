@@ -2,7 +2,7 @@
 
 A strategy has one entry per tensor: the number of equal shards of each dimension, `(2, 4)`; a
 `TensorLayout`, which names the mesh axes that shard each dimension, in order; or `None`, if the
-sharding of the tensor follows from those of the other tensors.
+sharding of the tensor follows from the entries of the other tensors.
 """
 
 from shardwright.core.constraints.inputs import (

@@ -1,4 +1,5 @@
-"""Suggest valid strategies for an operator whose strategy contradicts itself."""
+"""Suggest valid strategies for an operator whose strategy requests different shardings of one
+factor."""
 
 from __future__ import annotations
 

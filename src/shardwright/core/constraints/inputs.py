@@ -35,7 +35,8 @@ def check_dataset_strategy(strategy: Any) -> None:
 
 
 def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
-    """Return the entry of each tensor input, by input name; empty if `strategy` is a name.
+    """Return the strategy entry of each tensor input, by input name; empty if `strategy` is a
+    string such as `"full_batch"`.
 
     Raises:
         StrategyError: if the number of entries differs from the number of inputs.
@@ -56,7 +57,8 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def arrivals(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """Return the mesh axes that shard each dimension of the inputs that arrive sharded, by name.
+    """Return the mesh axes that shard each dimension of an input, for each input that ranks pass as
+    local shards, by name.
 
     Raises:
         StrategyError: if an input cannot be sharded as requested; the message has its shape and
@@ -79,15 +81,16 @@ def arrivals(
 
 
 def _batch_inputs(graph: Graph) -> list[Value]:
-    """Return the inputs with a batch: those whose dimension 0 is as large as that of the first
-    non-scalar input."""
+    """Return the inputs with a batch dimension: inputs whose dimension 0 has the same size as
+    dimension 0 of the first non-scalar input."""
     non_scalar = [value for value in graph.input_values if value.shape]
     # Other inputs, such as positions, are shared by all samples.
     return [value for value in non_scalar if value.shape[0] == non_scalar[0].shape[0]]
 
 
 def _batch_axes(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
-    """Return the axes per dimension of an input whose dimension 0 is sharded over all devices."""
+    """Return the mesh axes that shard each dimension of an input whose dimension 0 is sharded over
+    all devices."""
     devices = mesh.num_devices
     if value.shape[0] % devices:
         raise StrategyError(

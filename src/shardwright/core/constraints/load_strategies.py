@@ -20,7 +20,8 @@ from shardwright.errors import StrategyError
 from shardwright.text_files import read_text
 
 _CALL_SUFFIX = re.compile(r"@\d+")
-"""Suffix of the names of operators in the second and later calls of a module."""
+"""Pattern of the suffix, such as `@2`, in names of operators of the second and later calls of a
+module."""
 
 
 def load_strategies(net: nn.Module, path: str | Path) -> None:
@@ -75,7 +76,7 @@ def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
 
 def _aten_names(suffix: str) -> tuple[str, ...] | None:
     """Return the ATen names in `suffix`, the part of an operator's name after its module path, such
-    as `.add_1` or `@2`; None if one of them is unknown."""
+    as `.add_1` or `@2`; None if an operator name is unknown."""
     pieces = [piece for piece in _CALL_SUFFIX.sub("", suffix).split(".") if piece]
     names = tuple(re.sub(r"_\d+$", "", piece) for piece in pieces)
     return names if all(name == "bias" or _is_operator_name(name) for name in names) else None
@@ -122,7 +123,7 @@ def _make_pin(where: str, module: nn.Module, entries: Mapping[str, FileEntry]) -
 
 
 def _merge_pins(earlier: Pin | None, pin: Pin) -> Pin:
-    """Return a pin with the settings of both pins; those of `pin` take precedence."""
+    """Return a pin with the settings of both pins; settings of `pin` take precedence."""
     if earlier is None:
         return pin
     # The entry "" is the strategy of the module itself, like the `in_strategy` of `shard`.

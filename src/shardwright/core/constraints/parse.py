@@ -134,7 +134,8 @@ class StrategyParser:
     def _split_joint_request(
         self, outer: _DimRequest, joint: _DimRequest
     ) -> tuple[_DimRequest, _DimRequest] | None:
-        """Split `joint`, the request for a dimension that both factors shard, into one per factor.
+        """Split `joint`, the request for a dimension that both factors shard, into one request per
+        factor.
 
         `outer` requests a dimension that only the outer factor shards. Returns (request for the
         outer factor, request for the inner factor); None if shard counts or axes conflict.
@@ -153,7 +154,8 @@ class StrategyParser:
         return replace(outer, axes=outer_axes), replace(inner, axes=inner_axes)
 
     def user_axis_names(self, axes: Iterable[int]) -> str:
-        """Return the names of `axes` in the strategy's layouts, `dp·mp`; empty without layouts."""
+        """Return the names that the strategy's layouts give to `axes`, such as `dp·mp`; empty if no
+        entry is a layout."""
         names: dict[int, str] = {}
         for matrix in (layout.layout for layout in self.strategy.layouts):
             single_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
@@ -164,7 +166,7 @@ class StrategyParser:
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
     def _requests_of_dims(self) -> Iterator[tuple[_DimRequest, str]]:
-        """Yield the request of each dimension with its factor, inputs before outputs."""
+        """Yield (request, factor) for each dimension, inputs before outputs."""
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
         if isinstance(op.target, LocalCall):
@@ -175,7 +177,9 @@ class StrategyParser:
             hint = "use one entry per tensor input"
             if op.target in _OPS_WITH_BIAS:
                 hint = "give no entry for the bias: a separate operator adds it, sharded to match"
-            raise self.error(f"{len(inputs)} entries for {len(op.inputs)} tensor inputs\n{hint}")
+            raise self.error(
+                f"the strategy has {len(inputs)} entries for {len(op.inputs)} tensor inputs\n{hint}"
+            )
         for index, (entry, value) in enumerate(zip(inputs, op.inputs, strict=True)):
             if entry is None:
                 continue
@@ -188,8 +192,8 @@ class StrategyParser:
         yield from self._output_requests()
 
     def _output_requests(self) -> Iterator[tuple[_DimRequest, str]]:
-        """Yield the requests of outputs for factors that no input has, such as those of `expand`,
-        each with its factor."""
+        """Yield (request, factor) for each output dimension whose factor no input has, such as the
+        new dimensions of `expand`."""
         input_factors = {factor for dims in self.rule.inputs for factor in dims}
         entries, values = self.strategy.outputs or (), self.op.outputs
         for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
@@ -212,8 +216,8 @@ class StrategyParser:
     def _shard_counts_and_axes(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
-        """Return the shard count of each dimension and, if the entry is a layout, the mesh axes of
-        each dimension, else None.
+        """Return the shard count of each dimension, and the mesh axes of each dimension if the
+        entry is a layout, otherwise None.
 
         Args:
             tensor: name of the tensor in errors, such as `input 0`.
@@ -248,10 +252,9 @@ class StrategyParser:
         capacity = self.rule.capacity[factor]
         if capacity % request.num_shards:
             raise self.error(
-                f"the number of shards of {location} must divide {capacity}, because the operator"
-                " splits or merges this dimension, or its windows reach at most into the next shard"
-                "\n"
-                f"valid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
+                f"the number of shards of {location} must divide {capacity}, because the operator "
+                "splits or merges this dimension, or its windows reach at most into the next "
+                f"shard\nvalid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
             )
 
     def _conflict_error(
@@ -279,8 +282,8 @@ class StrategyParser:
     def _valid_corrections(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
-        """Yield valid strategies in place of one with two conflicting requests, first those that
-        change only one entry."""
+        """Yield valid strategies similar to a strategy with two conflicting requests; strategies
+        that change only one entry come first."""
         equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
         candidates = chain(self._strategies_with_one_change(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid_strategy(strategy))
@@ -365,7 +368,7 @@ def _shard_count_text(count: int) -> str:
 _OPS_WITH_BIAS = tuple(
     getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
 )
-"""Operators whose bias is a separate operator in captured graphs."""
+"""Operators whose bias captured graphs add in a separate operator."""
 
 
 def op_signature(op: Op) -> str:
@@ -435,11 +438,15 @@ def axes_on_mesh(where: str, layout: TensorLayout, mesh: DeviceMatrix) -> tuple[
     try:
         return layout.on(mesh).axes
     except LayoutError as error:
-        raise LayoutError(f"{where}: cannot use the layout {layout}: {error}") from None
+        raise LayoutError(
+            f"{where}: cannot use the layout {layout} on the device matrix {mesh.device_matrix}: "
+            f"{error}"
+        ) from None
 
 
 def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axes | None:
-    """Remove from `free` the outermost axes whose sizes multiply to `num_shards`.
+    """Remove from `free`, the unassigned axes, the outermost axes whose sizes multiply to
+    `num_shards`.
 
     Returns the removed axes in ascending order; None if no axes in `free` have this product.
     """
@@ -457,6 +464,6 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 @cache
 def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
-    """Return the mesh with axes of `sizes`; one object for equal sizes, since cache lookups compare
-    keys by `is` first."""
+    """Return the device matrix with axes of the given sizes. Equal sizes give the same object, as
+    cache lookups compare keys by `is` first."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

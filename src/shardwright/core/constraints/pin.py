@@ -60,7 +60,7 @@ class Pin(ModuleTag):
 
 
 class BoundaryPin(Pin, BoundaryTag):
-    """The pin of one tensor at a module's boundary."""
+    """Pin of one tensor that enters or leaves a module."""
 
 
 def tagged_calls(function: Any, tag: Any) -> Any:
@@ -128,7 +128,7 @@ def _call_with_candidates(
         where: the function or module, for errors.
         function: the function to call.
         strategy: the strategy of the pin.
-        tag: tag of the operators of this call.
+        tag: tag for the operators of this call.
         arguments: (args, kwargs) of the call.
     """
     call = PinnedCall(tag, [], isinstance(tag, Pin))
@@ -185,10 +185,10 @@ def _pin_tensors(
     """Replace each tensor of `tree` whose entry is not None by a pinned alias.
 
     Args:
-        where: start of error messages, up to the verb: `block (Block) returns`.
+        where: start of error messages, such as `block (Block) returns`.
         tree: the arguments or results of a module.
         entries: one entry per tensor of `tree`.
-        tag_of: function from the pin of a tensor to the tag of its alias.
+        tag_of: returns the tag of an alias, given the pin of the tensor.
 
     Raises:
         StrategyError: if the numbers of tensors and entries differ.

@@ -86,7 +86,7 @@ def _normalized_op_type(operator: str) -> str:
 
 @dataclass(frozen=True)
 class _RequestedSegment:
-    """The segment of one call of a recomputed module or function.
+    """Recomputation segment of one call of a module or function to recompute.
 
     Args:
         request: the request for the module or function.
@@ -98,7 +98,8 @@ class _RequestedSegment:
 
 
 def recompute_of(graph: Graph) -> dict[str, Recompute]:
-    """Return the recomputation that a captured graph requests, by operator name.
+    """Return the segment of each operator that the requests in a captured graph recompute, by
+    operator name.
 
     Raises:
         StrategyError: if a request matches no operator.
@@ -139,7 +140,7 @@ def add_segments(
 ) -> None:
     """Add operators to `recomputed`, together with the operators that save their results.
 
-    Consecutive operators, and those that read each other's results, share a segment.
+    Consecutive operators, and operators that read each other's results, share a segment.
 
     Args:
         graph: the captured graph.
@@ -170,7 +171,7 @@ def _op_indices(graph: Graph) -> dict[str, int]:
 
 
 def _requested_calls(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
-    """Yield (id of the request, call) for the calls of functions to recompute.
+    """Yield (id of the request, call) for each call of a function to recompute.
 
     Raises:
         StrategyError: if a call has no operator.
@@ -206,7 +207,7 @@ class _RequestedCall:
 
 
 def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
-    """Return the number of enclosing module calls that all operators have in common.
+    """Return the number of module calls that enclose all operators.
 
     Args:
         calls: the enclosing module calls of each operator, the outermost first.
@@ -234,7 +235,8 @@ def _innermost_requested_segment(
 
 
 def _check_requested_modules(graph: Graph, modules: Mapping[str, RecomputeRequest]) -> None:
-    """Check that every module to recompute has operators, of all types that its request lists.
+    """Check that every module to recompute has operators in the graph, including each type that its
+    request lists.
 
     Raises:
         StrategyError: if a module to recompute lacks an operator; the message names the module.
@@ -257,7 +259,7 @@ def _check_requested_modules(graph: Graph, modules: Mapping[str, RecomputeReques
 
 
 def _check_op_types(where: str, request: RecomputeRequest, ops: Sequence[Op]) -> None:
-    """Raise StrategyError if a type of operator that `request` lists is not in `ops`."""
+    """Raise StrategyError if `request` lists a type of operator that no operator in `ops` has."""
     present = dict.fromkeys(local_operator_name(op.target) for op in ops)
     for op_type in request.op_types or ():
         if op_type not in present:
@@ -272,7 +274,7 @@ def _add_saving_operators(
 ) -> None:
     """Extend a segment by the operators that save its results for their backward pass.
 
-    Otherwise these results would stay in memory. The backward pass recomputes the inputs of a
+    Otherwise the saved results would stay in memory. The backward pass recomputes the inputs of a
     segment's last operator but not the operator itself, so only the last added operator may be
     expensive.
 

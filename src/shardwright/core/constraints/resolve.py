@@ -1,4 +1,4 @@
-"""Resolve the user's strategies to decisions that the search must not change."""
+"""Resolve the user's strategies to cuts and layouts, which the search must not change."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def _strategy_for_graph_shapes(
 def _distribute_over_dims(
     shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]
 ) -> list[list[int]]:
-    """Assign each axis to the outermost dimension whose local size it divides, else to the last.
+    """Assign each axis to the outermost dimension whose local size is divisible by the size of the
+    axis; if there is none, to the last dimension.
 
     Args:
         shape: sizes of the dimensions.
@@ -151,16 +152,16 @@ def _distribute_over_dims(
 
 
 def _computed_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
-    """Return the axes that shard each dimension of an operator's first output, after the all-reduce
-    if it is a partial sum."""
+    """Return the axes that shard each dimension of an operator's first output; for a partial sum,
+    after its all-reduce."""
     rule = rule_of(op)
     assert rule is not None
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
 def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
-    """Return the cuts with which an operator reads its first input sharded by `axes`, which has one
-    item per dimension."""
+    """Return the cuts of an operator that reads its first input sharded by `axes`: a list of axes
+    for each dimension."""
     rule = rule_of(op)
     assert rule is not None
     factors = zip(rule.inputs[0], axes, strict=True)
@@ -249,8 +250,8 @@ def _requested_output_axes(
 
 
 def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> bool:
-    """Whether each dimension of `requested` has the axes of `computed`, followed only by axes of
-    the partial sum."""
+    """Whether each dimension of the `requested` layout has the axes of the `computed` layout,
+    followed only by axes of the partial sum."""
     return all(
         axes[: len(computed_axes)] == computed_axes
         and computed.partial.issuperset(axes[len(computed_axes) :])
@@ -259,8 +260,8 @@ def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> b
 
 
 def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
-    """Append axes of the partial sum to the axes of `computed` until each dimension has `counts`
-    shards.
+    """Append axes of the partial sum to the `computed` axes of each dimension, until the dimension
+    has the requested shard count.
 
     Returns the axes of each dimension; None if no axes of the sum have the required product.
     """
@@ -327,7 +328,7 @@ def cut_axes(
         where: the tensor, for errors: `parameter net.weight`.
         option: name of the option that contains the entry, for errors.
         tensor: the input or parameter.
-        entry: the requested sharding; None for `used`.
+        entry: the requested sharding; None for the axes in `used`.
         mesh: device matrix of prime axes.
         used: the axes that shard each dimension where an operator reads the tensor.
 
@@ -378,7 +379,7 @@ def _storage_axes_for_counts(
 
 
 def _leading_axes(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
-    """Return the longest prefix of `axes` whose sizes multiply to a divisor of `count`."""
+    """Return the longest prefix of `axes` whose total size divides `count`."""
     leading: list[int] = []
     primes = list(prime_factors(gcd(count, mesh.num_devices)))
     for axis in axes:

@@ -33,7 +33,7 @@ _DATA_MOVEMENT_OPS = (
     aten.to.dtype,
     aten.detach.default,
 )
-"""Operators ignored when a pin must refer to a single operator."""
+"""Operators that are ignored when a pinned call must have a single operator."""
 
 
 class NamedFunction(nn.Module):
@@ -78,9 +78,9 @@ def shard(
 
     Args:
         target: a module, or a function; call the returned function in `forward`. In a function or a
-            module without submodules the main operator is pinned, in every call. If it has several
-            operators, or none like `nn.Identity`, its tensor arguments and results are pinned, like
-            those of a module with submodules. A later `shard` of the same module replaces this one.
+            module without submodules the main operator is pinned, in every call. If the target has
+            several operators, or none (`nn.Identity`), or has submodules, its tensor arguments and
+            results are pinned instead. A later `shard` of the same module replaces this one.
         in_strategy: one entry per tensor input, in the order of the operator or of the signature of
             `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
             None if the sharding follows from the other entries. Weights have PyTorch's shape, for
@@ -203,7 +203,8 @@ def _is_boundary_alias(op: Operator) -> bool:
 
 
 def _module_paths_by_pin(graph: Graph) -> dict[Pin, list[str]]:
-    """Return the paths of each pin's module; a module that is registered twice has two paths."""
+    """Return the paths of the module of each pin; a module that is registered twice has two
+    paths."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _pinned_modules(graph):
         paths.setdefault(pin, []).append(path)
@@ -262,7 +263,8 @@ def _call_suffix(name: str, path: str) -> str:
 
 
 def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
-    """Yield (operator, strategy) for operators pinned by `shard` of a function or by `reshard`."""
+    """Yield (operator, strategy) for operators that `shard` of a function, or `reshard`, has
+    pinned."""
     for pin, source in graph.call_tags:
         if not isinstance(pin, Pin) or pin.strategy is None:
             continue
@@ -279,7 +281,8 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrat
 
 
 def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
-    """Return the only operator of a pinned call, apart from biases and data movement.
+    """Return the only operator of a pinned call; additions of biases and data movement do not
+    count.
 
     Raises:
         StrategyError: if several operators remain.

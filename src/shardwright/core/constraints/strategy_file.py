@@ -45,7 +45,8 @@ class FileEntry:
 
 
 def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
-    """Serialize the entries of operators and modules as JSON, one line per entry."""
+    """Return a strategy file (JSON) with the entries of operators and modules, one line per
+    entry."""
     names: dict[Layout, str] = {}
     lines = [
         f"  {json.dumps(k)}: {json.dumps(_entry_to_json(entry, names))}"

@@ -67,7 +67,7 @@ class Deferred(Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DeferredError(
             f"cannot save a parameter of shape {tuple(self.shape)}, which was created inside"
-            " `no_init_parameters` and has no values yet\ncall `sw.parallelize` or"
+            " `no_init_parameters` and is uninitialized\ncall `sw.parallelize` or"
             " `sw.materialize` on the model first"
         )
 
@@ -309,7 +309,7 @@ def _returns_tensors(function: Any) -> bool:
 def _refuse_random_write(function: Any) -> None:
     if draws_random_numbers(function):
         raise DeferredError(
-            f"`{function}` writes random numbers into a tensor that already has values, inside "
+            f"`{function}` writes random numbers into an initialized tensor inside "
             "`no_init_parameters`\ncreate the tensor inside `no_init_parameters` (not from data), "
             "or initialize it outside"
         )
@@ -344,6 +344,6 @@ def _refuse_computation(
     if record.recording or targets or all(on_meta(tensor) for tensor in tensors):
         return
     raise DeferredError(
-        f"`{function}` reads a parameter created inside `no_init_parameters`, which has no values "
-        "yet\ncall `sw.parallelize` or `sw.materialize` on the model before running it"
+        f"`{function}` reads a parameter created inside `no_init_parameters`, which is "
+        "uninitialized\ncall `sw.parallelize` or `sw.materialize` on the model before running it"
     )

@@ -46,7 +46,7 @@ def blockwise_attention(
         terms: conditions for reading a key, separated by commas: `"eq 0 1"` if vectors 0 and 1 must
             be equal (or another comparison of torch), `"all 2"` if the boolean vector 2 must be
             true.
-        causal: whether a query only reads keys up to its own position.
+        causal: whether each query reads only keys up to its own position.
         window: largest number of positions that a query reads, including its own; None for no
             limit.
         scale: factor of the scores, by default `size ** -0.5`.
@@ -129,7 +129,8 @@ def _attention_backward(
 
 
 Slices = tuple[slice, slice, slice]
-"""Ranges of positions of a block in queries, keys and values."""
+"""Positions that one block of attention reads: a slice of the queries, of the keys and of the
+values."""
 
 
 class _BlockMask:
@@ -137,7 +138,7 @@ class _BlockMask:
 
     Args:
         tensors: query, key and value.
-        vectors, terms, causal, window: arguments of `blockwise_attention`.
+        vectors, terms, causal, window: the mask, as in `blockwise_attention`.
         offset: index of the key at the position of query 0.
     """
 
@@ -155,8 +156,8 @@ class _BlockMask:
         self.causal, self.window, self.offset = causal, window, offset
 
     def blocks(self) -> Iterator[tuple[Slices, Tensor]]:
-        """Yield blocks of queries with the range of keys to read, and the boolean mask of these
-        pairs, `[..., queries, keys]`."""
+        """Yield each block of queries, with the range of keys that the block reads and the boolean
+        mask of queries and keys, `[..., queries, keys]`."""
         # Each block also reads the window before its first query: with a quarter of a wide window
         # per block, 20 % of the computed scores are masked.
         rows = max((self.window or 0) // 4, MIN_ROWS)
@@ -193,8 +194,8 @@ class _BlockMask:
 
 
 def _trim_to_allowed(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
-    """Trim a range of keys and its mask to the first through the last key that a query of the block
-    reads; at least one key remains."""
+    """Return the range from the first to the last key that any query of the block reads, and the
+    mask of that range; at least one key remains."""
     read_keys = allowed.flatten(0, -2).any(0).nonzero()
     first, last = (int(read_keys[0]), int(read_keys[-1])) if len(read_keys) else (0, 0)
     return slice(keys.start + first, keys.start + last + 1), allowed[..., first : last + 1]
@@ -222,7 +223,8 @@ def _without_negative_positions(tensors: Sequence[Tensor], first_key: int) -> li
 
 
 def _can_use_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, terms: str) -> bool:
-    """Whether PyTorch's flash kernel, which supports windows but no other mask, can be used."""
+    """Whether PyTorch's flash kernel, which supports sliding windows but no other mask, can compute
+    this attention."""
     query, _, value = tensors
     return has_flash(query, value) and causal and window is not None and not terms
 
@@ -241,8 +243,8 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
 
 
 def _window_options(window: int | None, scale: float | None) -> dict[str, Any]:
-    """Return the keyword arguments of a flash kernel, whose window excludes a query's own
-    position."""
+    """Return the keyword arguments of a flash kernel for a sliding window; the kernel does not
+    count a query's own position."""
     assert window is not None
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 

@@ -47,7 +47,8 @@ def ctc_gradient(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """Compute the gradient of `log_probs` from the gradient of the losses, `[batch]`.
+    """Compute the gradient of CTC losses with respect to `log_probs`, from the gradient of the
+    losses, `[batch]`.
 
     Repeats the forward pass, since its intermediate results are not saved.
     """

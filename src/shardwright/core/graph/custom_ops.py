@@ -1,7 +1,7 @@
 """Shardwright's own operators, which replace ATen operators that cannot be sharded.
 
 All are pure functions of tensors that run in eager mode and under `torch.compile`. Their names and
-parameters are part of saved graphs and of program texts, so they must not change.
+parameters appear in saved graphs and in generated programs, so these must not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwright.core.torch_internals.compiled import is_compiling
 from shardwright.core.torch_internals.operators import OpOverload
 
 MEAN = 1
-"""ATen's code for the mean reduction of a loss; 0 is no reduction, 2 the sum."""
+"""Mean in ATen's enumeration of loss reductions: 0 none, 1 mean, 2 sum."""
 
 _REDUCTIONS = {0: "none", MEAN: "mean", 2: "sum"}
 
@@ -58,7 +58,7 @@ def cross_entropy(
 
 
 _BAG_MODES = ("sum", "mean", "max")
-"""Reductions of `embedding_bag`, by ATen's code."""
+"""Reductions of `embedding_bag`, indexed by ATen's number: 0 sum, 1 mean, 2 max."""
 
 
 def embedding_bag(
@@ -331,7 +331,7 @@ def masked_attention(
 
 
 def run_steps(steps: Steps, x: Tensor) -> Tensor:
-    """Apply the function that `steps` describe to `x`."""
+    """Apply a function of one tensor, given as data, to `x`."""
     results: list[Any] = [x]
     for name, args, kwargs in steps:
         arguments = tuple(results[int(a[1:])] if _is_reference(a) else a for a in args)
@@ -341,7 +341,8 @@ def run_steps(steps: Steps, x: Tensor) -> Tensor:
 
 
 def _is_reference(argument: Any) -> bool:
-    """Whether an argument refers to the input or to the result of an earlier step: `"%1"`."""
+    """Whether an argument such as `"%1"` refers to the input or to the result of an earlier
+    step."""
     return isinstance(argument, str) and argument.startswith("%")
 
 
@@ -351,5 +352,5 @@ def _step_function(name: str) -> Any:
     _, packet, overload = name.split(".")
     step = getattr(getattr(torch.ops.aten, packet), overload)
     if not isinstance(step, OpOverload):  # names may come from a file, which must not run code
-        raise ValueError(f"{name!r} is not an ATen operator\nuse one such as aten.mul.Tensor")
+        raise ValueError(f"{name!r} is not an ATen operator\nuse for example aten.mul.Tensor")
     return step

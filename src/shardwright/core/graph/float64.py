@@ -91,9 +91,10 @@ def _whole_batch_in_float64(
 
 
 def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
-    """Map each operator of `graph` to the operator of `twin`; empty if the operators differ.
+    """Map each operator of `graph` to the same operator of `twin`, a graph captured in float64;
+    empty if the graphs have different operators.
 
-    Omits casts between floating-point dtypes, since a graph in float64 has fewer casts.
+    Casts between floating-point dtypes are omitted, as a graph in float64 has fewer.
     """
     ops, twin_ops = ([op for op in g.ops if not _is_float_cast(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
@@ -103,8 +104,8 @@ def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
 
 
 def is_product_of_row_groups(op: Op) -> bool:
-    """Whether an operator is `torch._grouped_mm` of rows, `[rows, k]` times `[groups, k, j]`, which
-    has no float64 kernel."""
+    """Whether an operator is `torch._grouped_mm` of `[rows, k]` and `[groups, k, j]`, which has no
+    float64 kernel."""
     ranks = [len(value.shape) for value in op.inputs]
     return op.target == GROUPED_MM and ranks == [2, 3, 1]
 
@@ -127,8 +128,8 @@ def _is_float_cast(op: Op) -> bool:
 
 
 def _arguments_with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
-    """Return the `args` and `kwargs` of `op`, with the floats of `twin` if both have equal
-    structure."""
+    """Return the `args` and `kwargs` of `op`, with floats replaced by the floats of `twin`, the
+    same operator captured in float64, if the numbers of arguments are equal."""
     leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
     twin_leaves = pytree.tree_leaves((twin.args, twin.kwargs))
     if len(leaves) == len(twin_leaves):
@@ -143,7 +144,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
     """Copy a module to float64, including tensors that are plain attributes.
 
     Args:
-        module: the module to copy; its parameters may have no values.
+        module: the module to copy; its parameters may be on the meta device.
         values: the values of parameters and buffers, by name.
     """
     memo: dict[int, Any] = {**process_groups(module)}
@@ -200,8 +201,8 @@ class CastsToFloat64(TorchFunctionMode):
     `torch.zeros(3, dtype=torch.float32)`) become float64, and `torch._grouped_mm` computes in
     float64.
 
-    Needed in addition to `EverythingInFloat64` for tracing, which records the operators of a model
-    before they reach a dispatch mode.
+    Tracing needs this mode in addition to `EverythingInFloat64`, because it records the operators
+    of a model before they reach a dispatch mode.
     """
 
     def __torch_function__(
@@ -223,7 +224,7 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute `torch._grouped_mm`, also in float64 for products of groups of rows."""
+    """Compute `torch._grouped_mm`; for groups of rows, in float64 too."""
     if offs is None or bias is not None or (mat_a.ndim, mat_b.ndim) != (2, 3):
         product: Tensor = GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
     else:

@@ -232,7 +232,8 @@ class Graph:
             the forward pass.
         tied: maps the other names of a tied parameter or buffer to the name of its value.
         loss: the differentiable scalar that a training step minimizes, or None.
-        other_losses: further differentiable scalars, of which the caller may take gradients.
+        other_losses: other differentiable scalar outputs, for which the caller may run a backward
+            pass.
         frozen: names of the parameters that require no gradient.
         capture_seconds: duration of the capture.
         module_tags: the user's annotations of modules, by path.
@@ -273,11 +274,11 @@ class Graph:
     python: PythonCall | None = None
 
     def result(self, outputs: Sequence[Any]) -> Any:
-        """Return the model's result, with `outputs` as the outputs of the graph."""
+        """Return the model's result, in its pytree structure, with `outputs` as leaves."""
         return pytree.tree_unflatten(list(outputs[: self.out_spec.num_leaves]), self.out_spec)
 
     def _repr_html_(self) -> str:
-        """Return a table of the operators, for notebooks."""
+        """Return an HTML table of the operators, which notebooks display."""
         rows = (
             (op.name, target_name(op.target), *(" ".join(map(repr, v)) for v in values))
             for op in self.ops
@@ -298,7 +299,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
-        """(operator, input index) of each read of each value."""
+        """Readers of each value: (operator, index among its inputs) of each read."""
         consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
             for index, value in enumerate(op.inputs):
@@ -315,13 +316,13 @@ class Graph:
 
     @property
     def is_term_of_batch(self) -> bool:
-        """Whether the graph's loss is a term of the loss of a batch, and differs from the loss of a
-        single call."""
+        """Whether the loss is a term of the loss of the global batch that differs from the loss of
+        a call with one micro-batch."""
         return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
 
     @property
     def module_buffers(self) -> tuple[Value, ...]:
-        """Buffers of the module, without buffers that the prologue of a step computes."""
+        """Buffers of the module; excludes buffers that the prologue of a step computes."""
         if not isinstance(self.whole_batch, WholeBatch):
             return self.buffers
         computed = self.whole_batch.names
@@ -334,8 +335,8 @@ class Graph:
         return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
 
     def values(self) -> Iterator[Value]:
-        """Yield every value once: inputs, parameters, buffers, constants, then activations in
-        execution order."""
+        """Yield every value of the graph once: inputs, parameters, buffers, constants, then
+        activations in execution order."""
         yield from self.input_values
         yield from self.parameters
         yield from self.buffers

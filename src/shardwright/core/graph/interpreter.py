@@ -68,7 +68,8 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
 
 
 def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the leaves of the arguments of a call, after checking that they match the graph.
+    """Return the leaves of the arguments of a call, after checking that the arguments match the
+    graph.
 
     Raises:
         CaptureError: if structure, shapes or constants differ from the captured call.

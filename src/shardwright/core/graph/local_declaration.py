@@ -1,4 +1,5 @@
-"""The declaration of a `local_map`: the dimensions of its tensors, and which may be sharded.
+"""The declaration of a `local_map`: the dimensions of its tensors, and which dimensions may be
+sharded.
 
 In "b s _h, _h -> b s _h", a name such as `b` is a dimension that may be sharded; `_` and names
 that begin with `_`, such as `_h`, are dimensions that may not.
@@ -49,9 +50,9 @@ class Declaration:
 
     @cached_property
     def output_dims(self) -> tuple[DimNames, ...]:
-        """Names of the dimensions of each result; None in place of names that no input has.
+        """Names of the dimensions of each result.
 
-        Without an input, the size of a rank's shard of a dimension is unknown.
+        The entry is None for a name that no input has: the local size of that dimension is unknown.
         """
         input_names = {name for dims in self.input_dims for name in dims}
         return tuple(

@@ -1,7 +1,7 @@
 """Autograd functions around the code of a `local_map`.
 
-The functions replace code that cannot run without values, run code separately on simulated ranks,
-and return zero gradients for inputs that the code did not read.
+The functions replace code that cannot run on meta or fake tensors, run code separately on each
+simulated rank, and return zero gradients for inputs that the code did not read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from shardwright.core.torch_internals.distributed import by_rank, on_simulated_r
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""(shape, dtype) of each of several tensors."""
+"""Shape and dtype of each tensor of a sequence."""
 
 
 def empty_results(
     results: ShapesAndDtypes, tensors: Sequence[Tensor], saved_bytes: int | None
 ) -> tuple[Tensor, ...]:
-    """Make results without values for code that cannot run without values.
+    """Return uninitialized results in place of code that cannot run on meta or fake tensors.
 
     Args:
         results: shape and dtype of each result.
@@ -37,7 +37,7 @@ def empty_results(
 
 
 class _EmptyResults(torch.autograd.Function):
-    """Results and gradients without values; see `empty_results`."""
+    """Autograd function of `empty_results`: its results and gradients are uninitialized."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ def connect_unread_inputs(
 
 
 def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor in `tensors` whether a result depends on it.
+    """Return for each input whether a result depends on the input.
 
     Args:
         results: the results of the code.
@@ -160,7 +160,7 @@ RunLocally = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run code separately on each simulated rank, since values that it reads differ between ranks.
+    """Run code once per simulated rank, because the values of its inputs differ between ranks.
 
     Args:
         run: the code.

@@ -59,7 +59,7 @@ class Body(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class FunctionBody:
-    """Code of a function, which has no state."""
+    """Code of a `local_map` of a function, which has no parameters and buffers."""
 
     function: Callable[..., Any]
 
@@ -97,7 +97,7 @@ def _argument_text(argument: Any) -> str:
 
 @dataclass(frozen=True)
 class _BoundModule:
-    """Module with the attributes that are replaced while it runs.
+    """Module of a `local_map`, whose parameters and buffers are replaced while the module runs.
 
     Args:
         module: the module.
@@ -140,7 +140,7 @@ class _BoundModule:
 
 @dataclass(frozen=True, eq=False)
 class ModuleBody:
-    """Code of a module in a model.
+    """Code of a `local_map` of a module.
 
     Args:
         root: returns the model, or None if it has been deleted.
@@ -198,7 +198,7 @@ def _container_text(result: Any) -> str:
 
 
 def _differs_from_copy(tensor: Tensor, copied: Tensor) -> bool:
-    """Whether a tensor differs from an earlier copy; False for a tensor without values."""
+    """Whether a tensor differs from an earlier copy; False for a meta or fake tensor."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     return not torch.equal(tensor.detach().nan_to_num(), copied.nan_to_num())
@@ -211,8 +211,9 @@ class LocalCall:
     Args:
         name: path of the module, or name of the function.
         declaration: the user's declaration of the tensors of the call.
-        body: the code, for tensors with values.
-        sample: a copy of the code for tensors without values; None if the code needs values.
+        body: the code, for tensors with data.
+        sample: a copy of the code for meta and fake tensors; None if the code can run only on
+            tensors with data.
         structure: pytree structure of the arguments of the call.
         constants: (index, leaf) of the leaves of the arguments that are not tensors.
         results: global shape and dtype of each result, then of each changed buffer.
@@ -247,7 +248,8 @@ class LocalCall:
 
     @property
     def _eq_key(self) -> tuple[Any, ...]:
-        """Fields that equality compares; the arguments imply names, models and sizes."""
+        """Fields that determine equality; names, models and sizes follow from the operator's
+        arguments."""
         dtypes = tuple(dtype for _, dtype in self.results)
         constants = repr(self.constants)
         return (self.declaration, self.body.description, constants, dtypes, self.autocast)
@@ -272,12 +274,13 @@ class LocalCall:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the tensors that the backward pass of the call reads, and the inputs that get
-        gradients, are unknown."""
+        """Whether capture cannot determine which tensors the backward pass of the call reads and
+        which inputs get gradients."""
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:
-        """Whether result `output` is the mean of the local results; changed buffers always are."""
+        """Whether result number `output` is the mean of the local results over ranks, as changed
+        buffers are."""
         partial = self.declaration.partial
         return output >= len(partial) or partial[output] == "mean"
 
@@ -297,7 +300,7 @@ class LocalCall:
         return results[0] if len(results) == 1 else results
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the code on local shards as `__call__` does, and always return a tuple."""
+        """Run the code on local shards, and return a tuple of results even for a single tensor."""
         if any(by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -337,10 +340,10 @@ class LocalCall:
         return self._check_results([*results, *buffers], tensors)
 
     def _check_container(self, result: Any, count: int) -> None:
-        """Check that code that needs values returns the container that capture has assumed.
+        """Check that the code returns a tensor or tuple, as capture has assumed.
 
-        Capture cannot run code that needs values, and assumes a tensor or a tuple of `count`
-        tensors.
+        Capture cannot run code that needs tensors with data; it assumes that the code returns a
+        tensor or a tuple of `count` tensors.
 
         Raises:
             CaptureError: if the code returns another container.
@@ -353,9 +356,9 @@ class LocalCall:
         if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
-                f"local_map {self.name!r} returns {_container_text(result)}, but as it needs "
-                "values to run, the code around it was captured as if it returned "
-                f"{expected}\nreturn {expected} from the `local_map`"
+                f"local_map {self.name!r} returns {_container_text(result)}, but the code "
+                f"around the call, which cannot run during capture, was captured for {expected}"
+                "\nreturn {expected} from the `local_map`"
             )
 
     def _dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
@@ -370,7 +373,7 @@ class LocalCall:
     def _local_result_types(
         self, tensors: Sequence[Tensor]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the declared local shape and dtype of each result for these inputs."""
+        """Return the declared local shape and dtype of each result, for local inputs `tensors`."""
         sizes, num_outputs = self.declaration.sizes(tensors), len(self.declaration.outputs)
         return [
             (self.declaration.shape(index, sizes, shape) if index < num_outputs else shape, dtype)
@@ -437,8 +440,8 @@ class LocalCall:
         )
 
     def _run_on_meta(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return results without values: from `sample` if it runs without values, otherwise empty
-        tensors of the declared shapes."""
+        """Return meta or fake results: computed by `sample` if it runs on such tensors, otherwise
+        empty tensors of the declared shapes."""
         if self.sample is not None and self.saved_bytes is None:
             try:
                 with self._dtype_context(tensors):
@@ -457,8 +460,8 @@ class LocalCall:
         )
 
     def _local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
-        """Return this rank's share of `saved_bytes`, in proportion to the elements of its results;
-        None without `saved_bytes`."""
+        """Return the part of `saved_bytes` that one rank saves, proportional to the number of
+        elements of its local results; None if `saved_bytes` is None."""
         if self.saved_bytes is None:
             return None
         global_numel = sum(math.prod(shape) for shape, _ in self.results)
@@ -481,11 +484,10 @@ def bind_modules(graph: Graph, root: nn.Module) -> Graph:
 
 
 def is_opaque(target: object) -> bool:
-    """Whether an operator's target is a `local_map` call with unknown gradients and saved
-    tensors."""
+    """Whether an operator is a `local_map` call whose gradients and saved tensors are unknown."""
     return isinstance(target, LocalCall) and target.is_opaque
 
 
 def is_module_call(target: object) -> bool:
-    """Whether an operator's target is a `local_map` call of a module, not of a function."""
+    """Whether an operator is a `local_map` call of a module, rather than of a function."""
     return isinstance(target, LocalCall) and isinstance(target.body, ModuleBody)

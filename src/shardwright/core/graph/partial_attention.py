@@ -1,9 +1,10 @@
 """Attention to a part of the keys, as an opaque operator whose results can be merged.
 
-The results over parts of the keys add up if each is weighted by the exponential of the log-sum-exp
-of its scores (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Liu,
-Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). The gradients of a part are
-computed separately too, from the merged result and its log-sum-exp.
+The full result is the sum of the results for parts of the keys, each weighted by the exponential of
+the log-sum-exp of its scores, divided by the sum of the weights (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018; Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+Transformers", 2023). The gradients of a part are computed separately too, from the merged result
+and its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ QUERIES_PER_BLOCK = 256
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to some of the keys.
+    """Compute attention to some of the keys.
 
     Args:
         query: `[batch, heads, queries, size]`.
@@ -154,7 +155,8 @@ def _blockwise_backward(
 def _score_blocks(
     query: Tensor, key: Tensor, diagonal: int | None, scale: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of query rows with their scores, which are -inf where a key is not read."""
+    """Yield each block of query rows with its attention scores, which are -inf where a query does
+    not read the key."""
     compute_dtype, (queries, keys) = _compute_dtype(query.dtype), (query.shape[-2], key.shape[-2])
     for first in range(0, queries, QUERIES_PER_BLOCK):
         rows = slice(first, min(first + QUERIES_PER_BLOCK, queries))
@@ -186,7 +188,8 @@ def _reads_all_keys(key: Tensor, diagonal: int | None) -> bool:
 
 
 def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -> bool:
-    """Whether a flash kernel supports this part: all pairs, or a square causal block."""
+    """Whether a flash kernel can attend to these keys: without a mask, or with a square causal
+    mask."""
     if diagonal is not None and (diagonal or query.shape[-2] != key.shape[-2]):
         return False
     if query.is_cpu:
@@ -195,7 +198,7 @@ def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | No
 
 
 def _repeat_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return keys and values with repeated heads, so that each query head has its own."""
+    """Return keys and values with each head repeated for the query heads that share it."""
     groups = query.shape[1] // tensors[0].shape[1]
     return [each.repeat_interleave(groups, 1) if groups > 1 else each for each in tensors]
 

@@ -26,8 +26,8 @@ def graph_text(graph: Graph) -> str:
 
 
 def typed(value: Value) -> str:
-    """Format a value with its type, `layer.weight float32 [8, 16]`, with the suffix `without
-    gradient` for a frozen parameter."""
+    """Format the name, dtype and shape of a value, as in `layer.weight float32 [8, 16]`; frozen
+    parameters get the suffix `without gradient`."""
     frozen = (
         " without gradient" if value.origin.value == "parameter" and not value.requires_grad else ""
     )

@@ -17,7 +17,7 @@ from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
 
 @dataclass(frozen=True, eq=False)
 class HostNumbers:
-    """Operations of a graph on Python numbers alone, which every rank computes itself.
+    """Operations of a graph on Python numbers, which run in Python on every rank.
 
     Args:
         inputs: the graph inputs that are numbers, each with its index.
@@ -52,7 +52,7 @@ class HostNumbers:
 
     @property
     def all(self) -> frozenset[fx.Node]:
-        """All nodes that are numbers."""
+        """Nodes of the graph whose values are Python numbers."""
         return frozenset((*self.inputs, *self.nodes))
 
     def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
@@ -103,8 +103,8 @@ def number_tensor(number: float | bool) -> Tensor:
 
 
 ConstantsProgram = Callable[[Mapping[str, Tensor]], tuple[Sequence[Any], Mapping[str, Tensor]]]
-"""Function from the current values of a graph's constants to the outputs of the graph and the
-buffers of the model, by name."""
+"""Function that runs a graph: maps the current values of the constants, by name, to (outputs of the
+graph, buffers of the model by name)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,8 @@ class PythonCall:
         state: index of the input of Dynamo's graph that a constant of the graph represents, by name
             of the constant: a tensor in a plain attribute, a container or a global variable.
         numbers: numbers that change between calls.
-        number_constants: number that a constant of the graph represents, by name of the constant.
+        number_constants: node of the number that a constant of the graph represents, by name of the
+            constant.
         outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
             name of the buffer to which the output is assigned; None for a number.
         changes_objects: whether the call changes Python objects besides the model's buffers.
@@ -133,7 +134,8 @@ class PythonCall:
 
     @property
     def depends_on_calls(self) -> bool:
-        """Whether two calls with halves of a batch differ from one call with the batch."""
+        """Whether two calls with halves of a batch may compute something else than one call with
+        the batch."""
         return self.changes_objects or bool(self.current)
 
     @property
@@ -177,7 +179,7 @@ class PythonCall:
         return self.capture.around(outputs)
 
     def _graph_outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of Dynamo's graph for its inputs."""
+        """Return the outputs of Dynamo's graph for the inputs of that graph."""
         numbers = self.numbers.values(inputs)
         constants = {name: inputs[index] for name, index in self.state.items()}
         for name, node in self.number_constants.items():

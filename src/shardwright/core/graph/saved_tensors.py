@@ -37,7 +37,7 @@ class SavedTensors:
 
 
 def saved_tensors(op: Op) -> SavedTensors:
-    """Return the tensors that autograd saves for `op`, found by running it on fake tensors.
+    """Run `op` on fake tensors, and return the tensors that autograd saves for the backward pass.
 
     Saved parameters are included, although they take no additional memory. Operators with equal
     arguments are run once.
@@ -60,7 +60,7 @@ class _OperatorKey:
     Args:
         target: the operator's target.
         arguments: text of the arguments, with shape, dtype and differentiability of each tensor.
-        op: any operator with this key; not compared.
+        op: an operator with this key; keys are compared without it.
     """
 
     target: OpTarget
@@ -110,10 +110,10 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
 def _classify_saved(
     packed: list[Tensor], inputs: list[Tensor], outputs: list[Tensor]
 ) -> SavedTensors:
-    """Classify saved tensors as inputs, outputs and others, by storage.
+    """Classify the tensors that autograd saved as inputs, outputs or other tensors, by storage.
 
     Args:
-        packed: the tensors that autograd has saved, in any order.
+        packed: the saved tensors, in any order.
         inputs, outputs: the tensor inputs and outputs of the operator.
     """
     location_of: dict[int, tuple[str, int]] = {}
@@ -227,7 +227,7 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
 
 
 def _may_return_view(op: Op) -> bool:
-    """Whether outputs of the operator may share the storage of its first input."""
+    """Whether an output of the operator may be a view of its first input."""
     if not isinstance(op.target, OpOverload):
         return False
     # The schema of `type_as` does not tell that it may return its input.

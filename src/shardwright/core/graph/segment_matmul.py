@@ -1,7 +1,7 @@
 """Grouped matrix multiplication: rows sorted by group, each multiplied by its group's matrix.
 
-The operator is opaque, since the sizes of the groups depend on values. PyTorch's `grouped_mm`
-supports neither float64 nor all strides; otherwise, each group is a separate product.
+The operator is opaque, since the sizes of the groups depend on values. Tensors that PyTorch's
+`grouped_mm` does not support (float64, some strides) are multiplied group by group.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.core.torch_internals.pytree import TreeSpec, treespec_dumps, treespec_loads
 
 FORMAT = 3
-"""Format version; increment it with every change to the format."""
+"""Version of the file format; increment with every change of the format."""
 
 _JSON_TYPES = (type(None), bool, int, float, str)
-"""Types that JSON represents directly."""
+"""Python types that are written as JSON values without a type name."""
 
 _HEADER = re.compile(rb"shardwright graph, format (\d+), sha256 ([0-9a-f]{64})\n")
 
@@ -47,7 +47,9 @@ def dumps(graph: Graph, key: str = "") -> bytes:
             or has Python code around it.
     """
     if graph.python is not None:
-        raise TypeError("a graph with Python code around it cannot be serialized")
+        raise TypeError(
+            "a graph with Python code around it is not serializable: capture the model on each rank"
+        )
     content = json.dumps(_GraphWriter().write(replace(graph, module_tags={})))
     return with_header(content.encode(), key)
 
@@ -61,24 +63,26 @@ def loads(content: bytes, key: str = "") -> Graph:
     """
     header = _HEADER.match(content)
     if header is None:
-        raise ValueError(f"not a graph: {'no header line' if content else 'no content'}")
+        raise ValueError(f"not a serialized graph: {'no header line' if content else 'no content'}")
     # Before the digest, which depends on the format: an older file is not a damaged file.
     if int(header[1]) != FORMAT:
-        raise ValueError(f"not a graph: format {int(header[1])}, expected {FORMAT}")
+        raise ValueError(
+            f"serialized graph of format {int(header[1])}, but this release reads {FORMAT}"
+        )
     body = content[header.end() :]
     if header[2].decode() != _digest(key, body):
-        raise ValueError("not a graph as written: its checksum differs")
+        raise ValueError("damaged serialized graph: its checksum differs")
     try:
         graph = _GraphReader().read(json.loads(body))
     except Exception as error:  # malformed content may cause any error
-        raise ValueError(f"not a graph: {type(error).__name__}: {error}") from error
+        raise ValueError(f"damaged serialized graph: {type(error).__name__}: {error}") from error
     if not isinstance(graph, Graph):
-        raise ValueError(f"not a graph: the content is a {type(graph).__name__}")
+        raise ValueError(f"the serialized object is a {type(graph).__name__}, not a graph")
     return graph
 
 
 def with_header(body: bytes, key: str = "") -> bytes:
-    """Prepend the header line that `loads` verifies."""
+    """Return a serialized graph with the header line that `loads` verifies."""
     return f"shardwright graph, format {FORMAT}, sha256 {_digest(key, body)}\n".encode() + body
 
 
@@ -109,7 +113,9 @@ class _GraphWriter:
         if isinstance(obj, list) or type(obj) in (tuple, torch.Size):
             name = "list" if isinstance(obj, list) else "tuple"
             return [name, *map(self.write, obj)]
-        raise TypeError(f"a graph with a {type(obj).__name__} ({obj!r}) cannot be written")
+        raise TypeError(
+            f"a graph that contains a {type(obj).__name__} ({obj!r}) cannot be serialized"
+        )
 
 
 class _GraphReader:
@@ -120,7 +126,9 @@ class _GraphReader:
         if not isinstance(content, list):
             # Strings become part of a program's text, to which a line break could add a statement.
             if isinstance(content, str) and not content.isprintable():
-                raise ValueError(f"the string {content!r} cannot be part of a program")
+                raise ValueError(
+                    f"the graph contains {content!r}, but strings of a program must be printable"
+                )
             return content
         name, *entries = content
         if name == "value":
@@ -136,15 +144,17 @@ class _GraphReader:
 
 
 def _make_op(*entries: Any) -> Op:
-    """Construct an `Op`, after checking that its keywords, which become part of a program's text,
-    are identifiers.
+    """Construct an `Op` after checking that its keywords, which appear in generated source, are
+    identifiers.
 
     Raises:
         ValueError: if a keyword is not an identifier.
     """
     op = Op(*entries)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
-        raise ValueError(f"{op.name} has arguments that cannot be keywords: {list(op.kwargs)}")
+        raise ValueError(
+            f"operator {op.name} has keywords that are not identifiers: {list(op.kwargs)}"
+        )
     return op
 
 
@@ -187,7 +197,7 @@ _FUNCTIONS_BY_NAME = {
 
 def _function_name(function: Callable[..., Any]) -> str:
     if _FUNCTIONS_BY_NAME.get(function.__name__) is not function:
-        raise TypeError(f"a graph with the function {function.__qualname__} cannot be written")
+        raise TypeError(f"a graph that calls {function.__qualname__} cannot be serialized")
     return str(function.__name__)
 
 
@@ -202,11 +212,11 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
     "tensor": (torch.Tensor, _tensor_text, _tensor_from_text),
 }
-"""(type, function to a string, function from a string) of objects that are written as strings, by
-name of the type in the file."""
+"""Types that are written as strings, by name of the type in the file: (type, function to a string,
+function from a string)."""
 
 
 def _check_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
-        raise TypeError(f"{obj!r} is not a {leaf_type.__name__}")
+        raise TypeError(f"the graph contains {obj!r} where a {leaf_type.__name__} belongs")
     return obj

@@ -21,7 +21,7 @@ from shardwright.errors import PlanError
 
 @dataclass(frozen=True, eq=False)
 class GraphChunk:
-    """Chunk of a model as a graph, with the values that cross its borders.
+    """Chunk of a model as a graph, with the values that it receives and sends.
 
     Args:
         graph: the chunk as a graph. Its inputs are the model inputs that the chunk reads, then
@@ -61,8 +61,8 @@ def split_graph(
 
 
 _CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""Chunks of each graph, so that plans with the same stages share chunks and the caches that are
-keyed by chunks."""
+"""Chunks of each graph: plans with the same stages share the chunks, and caches whose keys are
+chunks."""
 
 
 def _split_into_chunks(
@@ -246,7 +246,7 @@ def _loss_of_chunk(
         graph: the graph of the model.
         chunk_of: index of the chunk of each operator.
         chunk_index: index of this chunk.
-        received: the inputs of this chunk that replace values of earlier chunks.
+        received: the input of this chunk for each value that an earlier chunk computes.
     """
     if graph.loss is None or chunk_index != max(chunk_of.values()):
         return None
@@ -270,7 +270,7 @@ def _replace_received(op: Op, received: Mapping[Value, Value]) -> Op:
 
     Args:
         op: an operator of the model's graph.
-        received: the inputs of the chunk that replace values of earlier chunks.
+        received: the input of the chunk for each value that an earlier chunk computes.
     """
     if not any(value in received for value in op.inputs):
         return op

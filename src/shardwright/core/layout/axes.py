@@ -9,13 +9,13 @@ from math import prod
 from shardwright.errors import LayoutError
 
 Axes = tuple[int, ...]
-"""Indices of axes of a device matrix, from the left; the most significant axis first."""
+"""Indices of axes of a device matrix, counted from the left, in order of significance."""
 
 Shape = tuple[int, ...]
 """Sizes of a tensor's dimensions."""
 
 MAX_DEVICES = 2**20
-"""Maximum number of devices of a device matrix, since its ranks are listed in memory."""
+"""Maximum number of devices of a device matrix, whose ranks are listed in memory."""
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
@@ -100,7 +100,8 @@ INTERLEAVED = "interleaved_parallel"
 def axes_with_devices(
     sizes: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Check the axes of a device matrix, and return them without a virtual `interleaved_parallel`.
+    """Check the sizes and names of the axes of a device matrix, and return both without the virtual
+    axis `interleaved_parallel`.
 
     Raises:
         LayoutError: if `sizes` is not a tuple of positive ints, `names` is not a tuple of distinct

@@ -110,7 +110,7 @@ class CellExchange:
 
     @property
     def backward(self) -> CellExchange:
-        """The inverse exchange, from the target shards back to the source shards."""
+        """Inverse exchange, which restores the source shards from the target shards."""
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,
@@ -123,7 +123,8 @@ class CellExchange:
 
 @lru_cache(maxsize=1 << 10)
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
-    """Return the exchange over `exchanged_axes` that redistributes from `source` to `target`."""
+    """Return the cells that each device sends and receives in the `all_to_all_v` from `source` to
+    `target`."""
     before, after = _differing_axes(source, target)
     sizes = source.device_matrix
     axes = sorted(axis for dim in before for axis in dim)
@@ -158,8 +159,8 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
 def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
     """Return the axes of the `all_to_all_v` between two layouts, in mesh order.
 
-    None if the layouts use different axes, or if each shard has cells for every device of the
-    group, so that `all_to_all_v` sends no less than `all_to_all`.
+    The result is None if the layouts use different axes, or if each shard has cells for every
+    device of the group, so that `all_to_all_v` sends no less than `all_to_all`.
     """
     before, after = _differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
@@ -172,7 +173,8 @@ def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
 
 
 def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
-    """Return the axes of each dimension in `source` and in `target` without their common prefix."""
+    """Return the axes that shard each dimension in `source` and in `target`, without the axes that
+    both lists begin with."""
     before, after = [], []
     for source_axes, target_axes in zip(source.axes, target.axes, strict=True):
         prefix_length = common_length(source_axes, target_axes)

@@ -19,7 +19,7 @@ def join_axes(
     Args:
         count: number of axes of the matrix.
         lists: the axes that shard each dimension of each tensor.
-        may_join: function of the left and the right axis: whether the two axes may be joined.
+        may_join: returns whether two axes, the left and the right, may be joined.
 
     Returns:
         The groups in the order of their first axes; in each, the most significant axis first.
@@ -42,7 +42,7 @@ def join_axes(
 
 
 def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
-    """Return the device matrix in which each axis is a group of axes of `layout`.
+    """Return the device matrix with one axis for each group of axes of `layout`.
 
     Args:
         layout: the device matrix with the axes to join.

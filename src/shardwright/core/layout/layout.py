@@ -180,7 +180,7 @@ class Layout:
 
 
 DeviceMatrix = Layout
-"""Name of `Layout` within the package; the public name `sw.Layout` is that of MindSpore."""
+"""Name of `Layout` within the package; `sw.Layout` is the public name, which MindSpore uses."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -241,7 +241,8 @@ class TensorLayout:
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
         """MindSpore's `tensor_map`: the axis that shards each dimension, from 0 for the last axis.
 
-        -1 for a dimension that is not sharded, a tuple if several axes shard it.
+        The entry is -1 for a dimension that is not sharded, and a tuple if several axes shard the
+        dimension.
         """
         last = len(self.device_matrix) - 1
         mapped = (tuple(last - axis for axis in dim) for dim in self.axes)
@@ -308,7 +309,7 @@ class TensorLayout:
         )
 
     def ranks_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ranks that have the shard with index `block`, in the order of the matrix.
+        """Return the ranks that have the shard with index `block`, ordered as in the device matrix.
 
         Raises:
             LayoutError: if no shard has this index.
@@ -379,7 +380,8 @@ class TensorLayout:
         return draw_devices(self.shard_counts, sizes, self.ranks_of)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout as JSON data; `partial` and `varying` as axis names, if not empty."""
+        """Return the layout as JSON data; `partial` and `varying` are lists of axis names, omitted
+        if empty."""
         data = self.layout.to_dict() | {"tensor_map": list(self.tensor_map)}
         for key, axes in (("partial", self.partial), ("varying", self.varying)):
             if axes:
@@ -407,7 +409,7 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     """Return the axes of `fine` whose product is each axis of `coarse`, most significant first.
 
     Raises:
-        LayoutError: if the ranks differ, or an axis of `coarse` is no product of axes of `fine`.
+        LayoutError: if the ranks differ, or an axis of `coarse` is not a product of axes of `fine`.
     """
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(
@@ -432,7 +434,7 @@ def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     if not _is_refinement(coarse, fine, fine_axes):
         raise LayoutError(
             f"an axis of the device matrix {coarse.device_matrix} is not a product of axes of the"
-            f" device matrix {fine.device_matrix}\nuse a finer one, such as (2, 2) for (4,)"
+            f" device matrix {fine.device_matrix}\nuse finer axes, such as (2, 2) for (4,)"
         )
     return fine_axes
 
@@ -456,7 +458,7 @@ def interned_layout(
     partial: frozenset[int] = frozenset(),
     varying: frozenset[int] = frozenset(),
 ) -> TensorLayout:
-    """Return the `TensorLayout` of these arguments, the same object for equal arguments.
+    """Return a `TensorLayout`; equal arguments give the same object.
 
     Searches use layouts as cache keys very often, and lookups compare identical objects fastest.
     """

@@ -57,12 +57,12 @@ class RedistributionStep:
 
     @property
     def group_size(self) -> int:
-        """Number of devices in each group."""
+        """Number of devices in a process group of the step."""
         return self.source.layout.size(self.axes)
 
     @property
     def spec(self) -> CollectiveSpec:
-        """The entry of the step's kind in `COLLECTIVES`."""
+        """`CollectiveSpec` of this kind of step."""
         return COLLECTIVES[self.operation]
 
     @property
@@ -115,8 +115,8 @@ class RedistributionStep:
         return tuple(destinations)
 
     def _positions_of_block(self, layout: TensorLayout) -> dict[tuple[int, ...], list[int]]:
-        """Return the positions in the group that have each shard in `layout`, `self.source` or
-        `self.target`, by index of the shard."""
+        """Return the positions in the group of the devices that have each shard, by index of the
+        shard. `layout` is `self.source` or `self.target`."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
         differing = [_without_common_ends(before, after) for before, after in pairs]
@@ -279,7 +279,8 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
 
 
 def _rebase_step(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
-    """Return `step`, which changes one dimension, as a step from the layout `source`."""
+    """Return the step that changes `source` as `step`, which changes one dimension, changes its own
+    source."""
     axes = tuple(
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)
@@ -313,7 +314,8 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
 
 @dataclass(frozen=True)
 class _ProblemTranslation:
-    """Translation between a redistribution and the smaller problem that `route_search` solves.
+    """Translation between a redistribution and its reduced form, the problem that `route_search`
+    solves.
 
     Args:
         layout: the device matrix of both layouts.
@@ -384,7 +386,7 @@ def _step_of_move(
     source: TensorLayout,
     target: TensorLayout,
 ) -> RedistributionStep:
-    """Return the step from `source` to `target` that a move stands for."""
+    """Return the redistribution step, from `source` to `target`, of a move of the route search."""
     axes = translation.mesh_axes(move.axes)
     if move.operation == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
@@ -416,8 +418,8 @@ def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:
 def _group_moving_axes(
     source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
 ) -> list[Axes]:
-    """Return the mesh axes whose use changes, in groups of one axis or, if there are more than
-    `ALL_MOVES_AXES`, in groups of axes that move together.
+    """Return the mesh axes that the redistribution moves, in groups of one axis; for more than
+    `ALL_MOVES_AXES` axes, in groups of axes that move together.
 
     The common leading axes of each dimension, `prefixes`, do not move.
     """
@@ -429,7 +431,8 @@ def _group_moving_axes(
         return [(axis,) for axis in moving]
 
     def follows(axis: int, other: int) -> bool:
-        """Whether `other` follows `axis`, or has the same unordered state, in both layouts."""
+        """Whether, in both layouts, axis `other` directly follows `axis` in a dimension, or both
+        are partial, varying or unused."""
         return all(
             state[axis][0] == state[other][0]
             and (state[axis][1] is None or state[other][1] == (state[axis][1] or 0) + 1)

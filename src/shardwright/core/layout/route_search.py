@@ -89,7 +89,7 @@ class Move(NamedTuple):
 
 
 Path = tuple[Move, ...]
-"""Consecutive moves of a route."""
+"""Moves of a route, in order."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Problem:
         source, target: the axes that shard each dimension.
         partial: axes over which the source is a partial sum and the target is not.
         varying: axes over which the target is varying.
-        capacities: number that the number of shards of each dimension must divide.
+        capacities: for each dimension, a number that its number of shards must divide.
         differentiable: whether the cost includes the backward pass.
     """
 
@@ -125,7 +125,7 @@ class Problem:
 
     @cached_property
     def target_axes(self) -> tuple[frozenset[int], ...]:
-        """The axes that shard each dimension in the target, in any order."""
+        """Set of the axes that shard each dimension in the target."""
         return tuple(map(frozenset, self.target))
 
     @cached_property
@@ -245,7 +245,8 @@ def _remaining_cost_bound(problem: Problem, local_size: int, target_size: int) -
 
 
 def _move_cost(problem: Problem, move: Move, local_size: int) -> int:
-    """Return the data that one device sends in a move, forward and, if differentiable, backward."""
+    """Return the communication volume of a move, in the forward and, if differentiable, the
+    backward pass."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.operation]]
     larger = group * local_size if move.operation == ALL_GATHER else local_size
     cost = 0 if spec.local else spec.sent(larger, group)

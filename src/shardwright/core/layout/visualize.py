@@ -9,7 +9,7 @@ from shardwright.core.layout.axes import Shape
 
 
 class Drawing(str):
-    """Text of grids, which notebooks display as tables with one color per set of devices."""
+    """Grids of shards as text; notebooks display tables with one color per set of devices."""
 
     __slots__ = ()
 

@@ -1,4 +1,5 @@
-"""Generate Python source line by line; the text that a program prints is the text that runs.
+"""Generate the Python source of a program, line by line; a printed program is exactly the source
+that runs.
 
 Names of operators, axes and segments may come from a file. Only their letters, digits and
 underscores become part of identifiers, and comments stay on one line, so that no file can inject
@@ -20,7 +21,7 @@ from shardwright.core.graph.graph import Value
 from shardwright.core.runtime.collective_errors import TEXT
 
 NAMED_RANGE = "named_range"
-"""Name in the program text of the context manager that marks a line in profiler traces."""
+"""Name, in generated source, of the context manager that labels a line in profiler traces."""
 
 RecomputeFunction = Callable[..., Any]
 """Function that runs its first argument with activation checkpointing, like
@@ -32,8 +33,7 @@ class Source:
     """Source of a function under construction.
 
     Args:
-        scope: objects that the text refers to by global names: operators, redistributions,
-            constants.
+        scope: objects by their global name in the source: operators, redistributions, constants.
         lines: the statements so far.
     """
 
@@ -71,7 +71,7 @@ class Source:
             elif candidate not in self._used_names:
                 self.scope[candidate] = target
                 return candidate
-        raise AssertionError(f"all names for {hint!r} are in use")
+        raise AssertionError(f"no free variable name that begins with {hint!r}")
 
     def add(
         self,
@@ -100,7 +100,7 @@ class Source:
         )
 
     def compile(self, source: str, name: str) -> Callable[..., Any]:
-        """Compile `source` and return the function `name` that it defines."""
+        """Compile generated source, and return the function `name` that the source defines."""
         scope = {**self.scope, TEXT: source}
         # `runtime/collective_errors.py` recognizes frames of programs by this file name, and reads
         # their lines from `TEXT`.
@@ -110,11 +110,11 @@ class Source:
 
 
 def expression(argument: Any, variable: Callable[[Value], str]) -> str:
-    """Return an argument of an operator as Python text.
+    """Return an argument of an operator as a Python expression.
 
     Args:
         argument: the argument; may contain graph values.
-        variable: returns the name of the variable that holds a graph value.
+        variable: returns the name of the variable of a graph value.
     """
     if isinstance(argument, Value):
         return variable(argument)
@@ -138,7 +138,7 @@ class Line:
 
     Args:
         names: variables that are assigned.
-        expression: Python text of the right-hand side.
+        expression: Python expression of the right-hand side.
         reads: variables that the expression reads.
         comment: text of the comment above the line; empty for none.
         unpack: whether the expression returns a sequence with an element for each name.
@@ -167,7 +167,7 @@ class Line:
 
 
 def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]:
-    """Yield the text of the body of a function.
+    """Yield the source lines of the body of a function.
 
     Variables other than `outputs` are deleted after their last use, so that eager execution keeps
     no activation alive longer than autograd does.
@@ -227,7 +227,8 @@ def nest_segments(
 def _split_at_segment(
     lines: Sequence[Line], segment: str
 ) -> tuple[list[Line], list[Line], list[Line]]:
-    """Return the lines to emit before a segment, its own lines, and the lines to emit after it."""
+    """Return three lists: lines to emit before a segment, lines of the segment, and lines to emit
+    after it."""
     before: list[Line] = []
     inside: list[Line] = []
     after: list[Line] = []
@@ -254,7 +255,7 @@ def _segment_call(
 
     Args:
         inside: the lines of the segment.
-        readers: segments that read each variable; None stands for lines without a segment.
+        readers: segments that read each variable; None for readers outside segments.
         function: name of the inner function.
         runner: name of the function that runs inner functions with activation checkpointing.
     """

@@ -31,8 +31,8 @@ class BucketLines:
     The gather of a bucket starts before the gather of the previous bucket is finished, and is
     finished at the first use of a member. Buckets whose gradients are all-reduced over replicas
     enter at the top of the program, so that the backward pass, in reverse order, waits for the
-    all-reduces last. Other buckets enter just before their gather starts: after the reduce-scatter
-    nothing is left to wait for, and their gradients are passed on at once.
+    all-reduces last. Other buckets enter just before their gather starts: their reduce-scatter
+    needs no all-reduce afterwards, so their gradients are passed on at once.
 
     A program of unsharded parameters has no buckets that are reduced once per step: it reads the
     members of these buckets in the layouts in which they are used. It reads gathered members of
@@ -44,7 +44,7 @@ class BucketLines:
         unsharded: whether the program reads parameters from `UnshardedParameters`.
         source: the source text to which lines are added.
         bound: the buckets, bound to process groups.
-        regather: gathers buckets again in the backward pass; None if no bucket needs it.
+        regather: all-gathers buckets again in the backward pass; None if no bucket is regathered.
     """
 
     communication: Communication
@@ -89,7 +89,7 @@ class BucketLines:
 
     @cached_property
     def _program_buckets(self) -> tuple[BoundBucket, ...]:
-        """Buckets that the program itself gathers or reduces."""
+        """Buckets that the program gathers or reduces, rather than `UnshardedParameters`."""
         return tuple(each for each in self.bound if self._is_in_program(each.bucket))
 
     def _is_in_program(self, bucket: Bucket) -> bool:
@@ -169,7 +169,8 @@ def _can_prefetch(bucket: Bucket) -> bool:
 
 
 def used_member_key(member: Member) -> str:
-    """Return the key, in `UnshardedParameters.tensors`, of a member in the layout of use."""
+    """Return the key, in `UnshardedParameters.tensors`, of a bucket member in the layout in which
+    operators read it."""
     return f"{member.name} as used"
 
 

@@ -19,7 +19,8 @@ from shardwright.core.runtime.overlap import DelayGradient, FinishCollective, St
 
 @dataclass
 class TransferLines:
-    """Emitter of one line per transfer, or of two, start and finish, to overlap computation.
+    """Emitter of transfers: one line each, or a start line and a finish line to overlap the
+    transfer with computation.
 
     Args:
         communication: the communication of the program.

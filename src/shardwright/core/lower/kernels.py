@@ -23,7 +23,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 @dataclass
 class Kernels:
-    """Kernels of the operators of a program, each created once."""
+    """Cache of the kernels of the operators of a program."""
 
     devices: Devices
     cuts: Mapping[str, Cuts]
@@ -46,8 +46,8 @@ class Kernels:
     def _local_map_kernel(self, op: Op, name: str) -> Callable[..., Any]:
         """Return the kernel of a `local_map` operator.
 
-        `EqualReplicas` checks that ranks along axes that do not shard the operator return equal
-        results.
+        The kernel checks (`EqualReplicas`) that results are equal on ranks along axes that do not
+        shard the operator.
         """
         function, device_matrix = self._kernels[op], self.devices.matrix.device_matrix
         cut_axes = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
@@ -92,8 +92,8 @@ def returns_many(op: Op) -> bool:
 
 
 def returns_nones(op: Op) -> bool:
-    """Whether the operator's target returns None in place of some tensors, as a backward operator
-    does for an input that needs no gradient."""
+    """Whether the operator may return None instead of a tensor, as a backward operator does for an
+    input that needs no gradient."""
     if not isinstance(op.target, OpOverload):
         return False
     returns = schema_of(op.target).returns
@@ -102,5 +102,5 @@ def returns_nones(op: Op) -> bool:
 
 
 def drop_nones(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """Run `function(*args, **kwargs)` and return its results without Nones."""
+    """Run `function(*args, **kwargs)`, and return its results that are not None."""
     return tuple(result for result in function(*args, **kwargs) if result is not None)

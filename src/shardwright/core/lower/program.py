@@ -1,7 +1,8 @@
 """Lower a chunk to the program of one rank.
 
-The program is Python text over local tensors: the operators of the graph in order, and a
-redistribution wherever a value is read in another layout than the layout of its producer.
+The program is generated Python source that computes on local tensors: the operators of the graph in
+order, with a redistribution wherever an operator reads a value in another layout than its
+producer's.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Program:
     """The program of one rank.
 
     Args:
-        source: Python text of the program.
+        source: Python source of the program.
         function: function compiled from `source`.
         communication: redistributions and buckets of the program.
         parameters: parameters that the graph reads.
@@ -65,7 +66,7 @@ class Program:
             gathering them.
         casts: parameters without a bucket that an unsharded program reads in another dtype than
             stored.
-        regather: gathers buckets again in the backward pass; None if no bucket needs it.
+        regather: all-gathers buckets again in the backward pass; None if no bucket is regathered.
         by_region: returns the function with its repeated blocks compiled once as one function; None
             without repeated blocks.
     """
@@ -81,8 +82,8 @@ class Program:
     by_region: Callable[[Compiler], Callable[..., Any] | None] = lambda compiler: None
 
     def compiled(self, compiler: Compiler, regional: bool) -> Program:
-        """Return the program compiled by `compiler`; if `regional`, only its repeated blocks, as
-        one function compiled once."""
+        """Return the program compiled by `compiler`; if `regional`, only its repeated blocks are
+        compiled, as one function."""
         function = self.by_region(compiler) if regional else None
         return replace(self, function=function or compiler(self.function))
 
@@ -276,7 +277,8 @@ class _Lowering:
         return self.transfers.convert(name, route)
 
     def _pending_loss_transfer(self) -> Transfer | None:
-        """Return the all-reduce of the loss that the program does not finish, or None."""
+        """Return the all-reduce of the loss that the program starts but does not finish; None if
+        every transfer is finished."""
         loss = self.graph.loss
         # An operator that reads the loss would wait for the all-reduce anyway.
         if not self.pending_loss or loss is None or self.graph.consumers[loss]:

@@ -1,4 +1,4 @@
-"""Regional compilation: repeated blocks of a program become calls of one function, which
+"""Regional compilation: replaces repeated blocks of a program by calls of one function, which
 `torch.compile` compiles once."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from shardwright.core.lower.emit import Line, Source, write_body
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 REGION = "region"
-"""Name of the function of a repeated block in the program text."""
+"""Name, in generated source, of the function of a repeated block."""
 
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
 _READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reuse|finish)_\d+\(")
-"""Expressions that read or gather parameters, buffers and inputs."""
+"""Pattern of expressions that read or gather parameters, buffers and inputs."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Regions:
 
     Args:
         lines: lines of the program, with a call of `REGION` for each block.
-        body: lines of `REGION`.
+        body: lines of the function `REGION`.
         arguments, returns: parameters and returned variables of `REGION`.
     """
 
@@ -92,7 +92,7 @@ def compile_regions(
     once; None if no blocks repeat.
 
     Args:
-        source: source of the program, whose scope its text refers to.
+        source: source of the program, with the objects that its lines refer to.
         lines: lines of the program.
         ends: header of the program, and the expression that it returns.
         compiler: compiles the function of the repeated blocks.
@@ -190,19 +190,20 @@ def _line_variables(line: Line) -> Iterator[str]:
 
 
 def _without_variable_names(line: Line) -> str:
-    """Return the text of a line with all variables replaced by `_`."""
+    """Return the source of a line, with all variables replaced by `_`."""
     return _rename_variables(line, dict.fromkeys(_line_variables(line), "_"))
 
 
 def _with_numbered_variables(block: Sequence[Line]) -> list[str]:
-    """Return the text of a block with variables numbered in order of first appearance."""
+    """Return the source of each line of a block, with variables numbered in order of first
+    appearance."""
     names = dict.fromkeys(chain(*map(_line_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
     return [_rename_variables(line, numbered) for line in block]
 
 
 def _rename_variables(line: Line, names: Mapping[str, str]) -> str:
-    """Return the text of a line and of its inner function, with variables renamed."""
+    """Return the source of a line and of its inner function, with variables renamed."""
     statement = line.statement.replace(line.function, "inner") if line.function else line.statement
     line_text = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), statement)
     return "\n".join((line_text, *(_rename_variables(inner, names) for inner in line.body)))

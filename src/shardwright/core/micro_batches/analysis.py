@@ -46,7 +46,7 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
     if graph.loss is not None and state == WHOLE:
         loss_op = graph.producer[graph.loss]
-        raise UnsplittableError(loss_op, "reads the whole batch in every micro-batch")
+        raise UnsplittableError(loss_op, "the operator reads the full batch in every micro-batch")
     outputs: dict[Value, SampleReduction | int] = {}
     for value in graph.output_values:
         of_value = flow.states[value]
@@ -93,7 +93,7 @@ def _check_input_states(flow: SampleFlow, op: Op) -> None:
     # In training, running statistics do not change what a batch norm returns.
     read = op.inputs[:1] if flow.keeps_statistics(op) else op.inputs
     if any(flow.states[value] == UNKNOWN for value in read):
-        raise UnsplittableError(op, "reads a value that mixes samples")
+        raise UnsplittableError(op, "the operator reads a value that mixes samples")
 
 
 def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
@@ -130,7 +130,9 @@ def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
         if state != POSITIONS and flow.varying_dims(value) != (
             {state} if isinstance(state, int) else set()
         ):
-            raise UnsplittableError(op, "makes a shape that depends on the batch size")
+            raise UnsplittableError(
+                op, "the shape of the operator's output depends on the batch size"
+            )
     return states
 
 

@@ -11,9 +11,9 @@ PER_MICRO_BATCH = "per_micro_batch"
 BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
 """Values of the option `batch_norm`."""
 
-NORMALIZES_ALL = "normalizes by statistics of all samples"
-AVERAGES_ALL = "updates running statistics by those of all samples"
-"""Verb phrases for errors that `batch_norm="per_micro_batch"` resolves."""
+NORMALIZES_ALL = "the operator normalizes by statistics of all samples"
+AVERAGES_ALL = "the operator updates running statistics with statistics of all samples"
+"""Reasons, for errors that `batch_norm="per_micro_batch"` resolves."""
 
 UPDATED = "each micro-batch updates "
 """Start of the error for a buffer that `forward` updates."""

@@ -13,6 +13,7 @@ from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Graph, Op, Origin, SampleReduction, Value, WholeBatch
 from shardwright.core.micro_batches.paired_graphs import (
     ARITHMETIC,
+    NOT_CALLED,
     OTHER_ARGUMENTS,
     PairedGraphs,
     merged_arguments,
@@ -97,7 +98,8 @@ class MicroBatchGraph:
     def _micro_batch_value(self, value: Value, reader: Op) -> Value:
         micro_value = self.replaced.get(value, self.pair.values.get(value))
         if micro_value is None:
-            raise UnsplittableError(reader, "reads a value that a micro-batch of one sample lacks")
+            why = "the operator reads a value that does not exist in a micro-batch of one sample"
+            raise UnsplittableError(reader, why)
         return micro_value
 
     def _unique_name(self, name: str) -> str:
@@ -156,7 +158,7 @@ class MicroBatchGraph:
         """Insert an operator that is not captured for a micro-batch of one sample, such as the
         division in `x / len(x)`."""
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
-            raise UnsplittableError(op, "is not called for a micro-batch of one sample")
+            raise UnsplittableError(op, NOT_CALLED)
         args, kwargs, _ = merged_arguments(
             op, op, lambda v, n: read(v, n) or self._micro_batch_value(v, op)
         )
@@ -182,7 +184,7 @@ class MicroBatchGraph:
         """
         micro_op = self.pair.ops.get(op)
         if micro_op is None:
-            raise UnsplittableError(op, "is not called for a micro-batch of one sample")
+            raise UnsplittableError(op, NOT_CALLED)
         made = self._ops[op][-1] if op in self._ops else micro_op
         args, kwargs = with_argument(micro_op, made.args, made.kwargs, "reduction", SUM_REDUCTION)
         summed = self._replace_op(op, replace(made, args=args, kwargs=kwargs))

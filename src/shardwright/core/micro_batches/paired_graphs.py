@@ -25,18 +25,18 @@ batch size; shapes of results are compared instead."""
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
 """Names of operators that are not captured where a number makes them the identity, as `x / 1`."""
 
-NOT_CALLED = "is not called for a micro-batch: operators depend on its size"
-FEWER_TENSORS = "returns fewer tensors for a micro-batch than for the batch"
-CALLED_ONCE = "is called for one batch size only: operators depend on it"
-DIVIDES_BATCH = "divides the batch into parts"
-OTHER_ARGUMENTS = "is called with other arguments for a micro-batch: they depend on its size"
-TAKES_PART = "takes a part of the samples"
-NOT_PROPORTIONAL = "reads a tensor whose size is not proportional to the batch size"
+NOT_CALLED = "the model calls the operator for the full batch, but not for a micro-batch"
+FEWER_TENSORS = "the operator returns fewer tensors for a micro-batch than for the batch"
+CALLED_ONCE = "the model calls the operator for one batch size, but not for another"
+DIVIDES_BATCH = "the operator splits the batch into chunks"
+OTHER_ARGUMENTS = "the arguments of the operator depend on the batch size"
+TAKES_PART = "the operator selects some samples of the batch"
+NOT_PROPORTIONAL = "the operator reads a tensor whose size is not proportional to the batch size"
 DEPENDENCES_ON_SIZE = (
     *(NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS),
     *(TAKES_PART, NOT_PROPORTIONAL),
 )
-"""Verb phrases for errors about operators that depend on the batch size."""
+"""Reasons, for errors about operators that depend on the batch size."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,8 @@ class PairedGraphs:
             if micro_op is None or (op is None and keeps_elements(micro_op)):
                 continue
             if op is None:
-                raise UnsplittableError(
-                    micro_op, "is not called for the batch: operators depend on its size"
-                )
+                why = "the model calls the operator for a micro-batch, but not for the full batch"
+                raise UnsplittableError(micro_op, why)
             read = zip(op.inputs, micro_op.inputs, made.inputs, strict=True)
             paired = all(twin is not arg or self.are_paired(v, twin) for v, twin, arg in read)
             if not paired or not _have_equal_options(op, micro_op):
@@ -249,7 +248,7 @@ def _paired_values(
 
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
-    """Return the first operator that differs between two graphs, and a verb phrase for errors; None
+    """Return the first operator that differs between two graphs, and the reason for errors; None
     if the graphs differ in sizes and numbers only.
 
     Args:

@@ -29,7 +29,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     if op.short_name in CONSTANT:
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
         return [WHOLE] * len(op.outputs)
-    nonlinear = UnsplittableError(op, "is not linear in a mean or sum over samples")
+    nonlinear = UnsplittableError(op, "the operator is not linear in a mean or sum over samples")
     name, arguments = op.short_name, call_arguments(op)
     reduced = [v for v in op.inputs if flow.states[v] in (SUM, AVERAGE)]
     if not all(value.dtype.is_floating_point for value in op.outputs):

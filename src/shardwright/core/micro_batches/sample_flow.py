@@ -18,8 +18,8 @@ from shardwright.core.micro_batches.sample_states import (
     UnsplittableError,
 )
 
-PAIRS_SAMPLES = "reads a tensor of several sizes that depend on the batch size, so it mixes samples"
-"""Verb phrase for the error of an operator that pairs samples with each other."""
+PAIRS_SAMPLES = "the operator mixes samples: several sizes of its input depend on the batch size"
+"""Reason in the error of an operator that pairs samples with each other."""
 
 
 @dataclass
@@ -87,9 +87,8 @@ class SampleFlow:
 
     @property
     def not_divisible(self) -> str:
-        """Verb phrase for the error of an operator whose samples cannot be divided among
-        micro-batches."""
-        return f"reads samples that cannot be divided into {self.count} equal parts"
+        """Reason in errors: the batch size is not divisible by the number of micro-batches."""
+        return f"its samples cannot be split into {self.count} equal micro-batches"
 
     def num_samples(self) -> int:
         """Return the batch size; 1 if no input has a batch dimension."""

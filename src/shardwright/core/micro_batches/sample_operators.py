@@ -34,27 +34,27 @@ PARTS = frozenset({"slice", "select", "narrow"})
 JOINS = frozenset({"view", "reshape", "flatten", "_unsafe_view"})
 """Names of operators that may join the batch dimension with a dimension before it."""
 
-MIXES = "mixes samples"
+MIXES = "the operator mixes samples"
 RESHAPED = (
-    "joins the batch dimension with others so that consecutive samples are not consecutive in the"
-    " result (transpose the batch dimension to the front before)"
+    "the operator merges the batch dimension with others so that consecutive samples are not"
+    " consecutive in the result (transpose the batch dimension to the front before)"
 )
-NO_RULE = "has no sharding rule, so it may mix samples"
+NO_RULE = "the operator has no sharding rule, so it may mix samples"
 AUTOGRAD_FUNCTION = (
-    "is an autograd function, which may mix samples (if it does not, call its `apply` through"
+    "it is an autograd function, which may mix samples (if it does not, call its `apply` through"
     ' `sw.local_map(F.apply, "b _ -> b _")`)'
 )
 RAGGED = {
     "nanmean": (
-        "divides by the number of elements that are not NaN, which depends on parameters (multiply"
-        " by a mask of the labels, and divide by its sum)"
+        "its divisor, the number of elements that are not NaN, depends on parameters (multiply by"
+        " a mask of the labels, and divide by its sum)"
     ),
     "embedding_bag": (
-        "reads bags of any sizes from one list, which has no equal parts (pass indices of shape"
+        "its bags of different sizes in one list cannot be split equally (pass indices of shape"
         " (samples, length), padded with `padding_idx`)"
     ),
     "ctc_losses": (
-        "reads targets of any lengths from one list, which has no equal parts (pass targets of"
+        "its targets of different lengths in one list cannot be split equally (pass targets of"
         " shape (samples, length), padded)"
     ),
 }
@@ -73,7 +73,9 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         UnsplittableError: if `op` mixes samples.
     """
     if any(flow.states[value] in (SUM, AVERAGE) for value in op.inputs):
-        raise UnsplittableError(op, "reads a sum over all samples that depends on parameters")
+        raise UnsplittableError(
+            op, "the operator's input, a sum over samples, depends on parameters"
+        )
     rule = rule_of(op)
     factor, why = (None, NO_RULE) if rule is None else _sample_factor(flow, op, rule)
     summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
@@ -104,7 +106,7 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
 def _unsplittable_reason(flow: SampleFlow, op: Op, why: str) -> str:
     """Return the reason for an error: one that is specific to the type of `op`, else `why`."""
     if flow.keeps_statistics(op):
-        return "normalizes samples that are not in its dimension 0"
+        return "the operator normalizes samples that are not in its dimension 0"
     if op.short_name in DIVISIONS:
         return DIVIDES_BATCH
     if op.short_name in PARTS:
@@ -167,7 +169,7 @@ def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) ->
         return {}
 
     def index(factor: str) -> int:
-        raise UnsplittableError(op, "depends on the positions of samples in the batch")
+        raise UnsplittableError(op, "the operator depends on the positions of samples in the batch")
 
     factors = {name for dims in (*rule.inputs, *rule.outputs) for name in dims if name}
     counts = {name: flow.count if name == factor else 1 for name in factors}
@@ -214,7 +216,7 @@ def _reduction_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) 
     # The kernel for shards, such as for rows of a table, may differ from the operator.
     runs_unchanged = rule.kernel is None or reduction is not None or averages
     if factor not in rule.reduced or rule.reductions(op, {factor: 2}) or not runs_unchanged:
-        raise UnsplittableError(op, "reduces samples to other than their mean or sum")
+        raise UnsplittableError(op, "the operator reduces samples, but not to their mean or sum")
     return AVERAGE if averages else SUM
 
 
@@ -224,8 +226,8 @@ def _record_loss_denominator(flow: SampleFlow, op: Op) -> None:
     if not flow.free.issuperset(counted):
         raise UnsplittableError(
             op,
-            "divides by a number of targets, or a sum of class weights, that does not follow"
-            " from the inputs",
+            "the operator's divisor, a number of targets or sum of class weights, does not follow"
+            " from the inputs alone",
         )
     if all(value in flow.free for value in op.inputs):
         return  # The prologue computes the loss.

@@ -30,7 +30,7 @@ class UnsplittableError(Exception):
 
     Args:
         op: the operator.
-        why: verb phrase that follows the operator's name in the error, such as "mixes samples".
+        why: reason of the error, a clause such as "the operator mixes samples".
     """
 
     def __init__(self, op: Op, why: str) -> None:
@@ -40,7 +40,7 @@ class UnsplittableError(Exception):
     def __str__(self) -> str:
         where = f" ({self.op.source})" if self.op.source else ""
         name = re.sub(r".*\.graph\.(custom_ops|local_map)\.", "", target_name(self.op.target))
-        return f"{name} in {self.op.name!r}{where} {self.why}"
+        return f"{name} in {self.op.name!r}{where}: {self.why}"
 
 
 def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | None:

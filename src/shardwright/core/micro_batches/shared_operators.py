@@ -37,14 +37,14 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
     """
     if not flow.in_full.isdisjoint(op.inputs):
         if any(value.requires_grad for value in op.outputs):
-            raise UnsplittableError(op, "reads the whole batch in every micro-batch")
+            raise UnsplittableError(op, "the operator reads the full batch in every micro-batch")
         flow.in_full.update(op.outputs)
     if free and not flow.outside.isdisjoint(op.inputs):
         flow.outside.update(op.outputs)
         return [WHOLE] * len(op.outputs)
     if _has_custom_backward(op) and any(value.requires_grad for value in op.outputs):
         # Each micro-batch passes a term of the gradient to it.
-        raise UnsplittableError(op, "has a backward of its own, which may not be linear")
+        raise UnsplittableError(op, "the operator's custom backward may not be linear")
     if not op.outputs or not any(flow.varying_dims(value) for value in op.outputs):
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
         return [WHOLE] * len(op.outputs)
@@ -54,7 +54,9 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
     for value in op.outputs:
         dims = flow.varying_dims(value)
         if len(dims) != 1 or not _is_constant_along(flow, value, *dims):
-            raise UnsplittableError(op, "makes a shape that depends on the batch size")
+            raise UnsplittableError(
+                op, "the shape of the operator's output depends on the batch size"
+            )
         states += dims
     flow.result.emit(op, [None] * len(op.inputs), flow.outside)
     return states

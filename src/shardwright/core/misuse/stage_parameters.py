@@ -34,8 +34,8 @@ def watch_optimizers_of_stages() -> None:
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
         if is_of_stage and isinstance(optimizer, LBFGS):
             raise PlanError(
-                f"`LBFGS`{user_line()} needs the gradients of all parameters at once, but a rank of"
-                " a model in pipeline stages has those of its own stage only\n"
+                f"`LBFGS`{user_line()} needs the gradients of all parameters, but with pipeline"
+                " stages a rank has only the gradients of its own stage\n"
                 "plan without pipeline stages, or use another optimizer"
             )
         checked.add(optimizer)
@@ -58,8 +58,9 @@ def watch_optimizers_of_stages() -> None:
                 raise
             raise PlanError(
                 f"`load_state_dict`{user_line()}: the state has {counts[0]} parameters, but"
-                f" {type(optimizer).__name__} has {counts[1]}, as a rank of a model in pipeline"
-                " stages has those of its own stage only\nsave with `sw.save_checkpoint` and load"
+                f" {type(optimizer).__name__} has {counts[1]}, as with pipeline stages a rank"
+                " optimizes only the parameters of its own stage\nsave with `sw.save_checkpoint` "
+                "and load"
                 " with `sw.load_checkpoint`, which reads checkpoints of any plan"
             ) from error
 

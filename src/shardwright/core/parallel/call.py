@@ -74,8 +74,8 @@ class PlannedCall:
             self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise PlanError(
-                f"called with {_describe_arguments(args, kwargs)}: {error}\npass the planned"
-                f" inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
+                f"the model was called with {_describe_arguments(args, kwargs)}: {error}\npass the "
+                f"planned inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
         named = self._drop_defaults(self._named_arguments(args, kwargs))
         # In the planned structure, so that positional and keyword arguments hit the same program.
@@ -115,12 +115,12 @@ class PlannedCall:
                 continue
             if not isinstance(leaf, Tensor):
                 raise PlanError(
-                    f"input {planned.name!r} is {leaf!r}, but was planned as a tensor\npass a"
+                    f"input {planned.name!r} is {leaf!r}, but the plan expects a tensor\npass a"
                     f" tensor of dtype {planned.stored_dtype}, or plan the model for this call"
                 )
             if leaf.dtype != planned.stored_dtype:
                 raise PlanError(
-                    f"input {planned.name!r} has dtype {leaf.dtype}, planned for "
+                    f"input {planned.name!r} has dtype {leaf.dtype}, but the plan expects "
                     f"{planned.stored_dtype}\nconvert it by `.to({planned.stored_dtype})`, or plan"
                     " the model for this dtype"
                 )

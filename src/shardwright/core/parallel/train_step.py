@@ -119,15 +119,15 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
     reasons = (NORMALIZES_ALL, AVERAGES_ALL)
     if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(reasons):
         raise MixedSamplesError(
-            f"micro_batches={micro_batches}: {graph.whole_batch}\n"
-            "plan with batch_norm='per_micro_batch', which takes the statistics from each"
+            f"micro_batches={micro_batches}: cannot split the batch: {graph.whole_batch}"
+            "\nplan with batch_norm='per_micro_batch', which takes the statistics from each"
             " micro-batch, as gradient accumulation in PyTorch does; or with micro_batches=1"
             " (recompute='auto' saves memory)"
         )
     if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(DEPENDENCES_ON_SIZE):
         raise MixedSamplesError(
-            f"micro_batches={micro_batches}: {graph.whole_batch}\n"
-            "compute all samples in one call instead of a loop over samples or over chunks of the"
+            f"micro_batches={micro_batches}: cannot split the batch: {graph.whole_batch}"
+            "\ncompute all samples in one call instead of a loop over samples or over chunks of the"
             " batch (chunks of another dimension, such as positions, are exact), without branches"
             " on the batch size; pass parts that the loss treats differently as separate inputs;"
             " plan with `micro_batches=1` (`recompute='auto'` saves memory); or"
@@ -135,19 +135,18 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
         )
     if isinstance(graph.whole_batch, str) and graph.whole_batch.startswith(UPDATED):
         raise MixedSamplesError(
-            f"micro_batches={micro_batches}: {graph.whole_batch}, which changes once per batch in"
-            " the model\nreturn what the update reads, and update the buffer outside of `forward`;"
-            " or plan with `micro_batches=1` (`recompute='auto'` saves memory)"
+            f"micro_batches={micro_batches}: {graph.whole_batch}, but the model updates it once "
+            "per batch\nreturn what the update reads, and update the buffer outside of `forward`; "
+            "or plan with `micro_batches=1` (`recompute='auto'` saves memory)"
         )
     if isinstance(graph.whole_batch, str):
         raise MixedSamplesError(
-            f"micro_batches={micro_batches}: the loss of the batch does not follow from the losses"
-            f" of its micro-batches: {graph.whole_batch}\n"
-            "return a sum of means and sums over samples, each divided only by values that follow"
-            " from the inputs; plan with `micro_batches=1` (`recompute='auto'` saves memory); name"
-            " the batch dimension if it is not 0 (`batch_dims={'x': 1}`); or, to train the sum of"
-            " the micro-batches' losses, plan"
-            f" `sw.Pipeline(net, {micro_batches}, loss_reduction='sum')`"
+            f"micro_batches={micro_batches}: the loss of the batch does not follow from the losses "
+            f"of its micro-batches: {graph.whole_batch}\nreturn a sum of means and sums over "
+            "samples, each divided only by values that follow from the inputs; plan with "
+            "`micro_batches=1` (`recompute='auto'` saves memory); name the batch dimension if it "
+            "is not 0 (`batch_dims={'x': 1}`); or, to train the sum of the micro-batches' "
+            f"losses, plan `sw.Pipeline(net, {micro_batches}, loss_reduction='sum')`"
         )
 
 

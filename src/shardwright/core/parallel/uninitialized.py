@@ -293,8 +293,8 @@ class Initialization:
         more = len(lacking) - MAX_LISTED_NAMES
         names = ", ".join(lacking[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
         raise PlanError(
-            f"parameters or buffers of the {type(module).__name__}, which was built on the meta "
-            f"device, have no values: {names}\ninitialize the model with "
+            f"the {type(module).__name__} was built on the meta device, and these parameters or "
+            f"buffers are uninitialized: {names}\ninitialize the model with "
             "`net.to_empty(device=...)` and its own `init_weights()` or `reset_parameters()`; or "
             "load it with `net.load_state_dict(state)` or `sw.load_checkpoint`"
         )

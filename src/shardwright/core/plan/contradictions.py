@@ -31,7 +31,10 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
     except LayoutError as error:
         problem = str(error)
     if problem is not None:
-        raise PlanError(f"{where}: {problem}\nplan the model again to write a valid file")
+        raise PlanError(
+            f"{where}: the plan contradicts itself: {problem}\nplan the model again to write a "
+            "valid file"
+        )
 
 
 def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:

@@ -377,7 +377,7 @@ class PlanData:
         rows, _ = self.neighbors
         if name not in rows:
             similar = get_close_matches(name, rows, n=3, cutoff=0.3)
-            hint = f"\nsimilar names: {', '.join(similar)}" if similar else ""
+            hint = f"\nuse a similar name: {', '.join(similar)}" if similar else ""
             raise PlanError(f"the plan has no operator {name!r}{hint}")
         return rows[name]
 

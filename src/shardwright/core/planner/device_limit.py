@@ -45,8 +45,8 @@ def within_device_memory(
         fitted = decide(replace(options, memory_limit=limit))
     except MemoryLimitError as error:
         raise MemoryLimitError(
-            f"{error}; the limit is the device memory of cluster {cluster!r}:"
-            " set memory_limit='none' to plan without one",
+            f"{error}; the limit is the device memory of cluster {cluster!r}: to plan without it,"
+            " set memory_limit='none'",
             error.needed,
         ) from None
     # A mode that weighs memory leaves sharding and recomputation to the search. In all other modes

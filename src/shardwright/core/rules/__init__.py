@@ -58,7 +58,8 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""(number of registered rules at the lookup, rule) of each operator."""
+"""Rule of each operator, with the number of rules that were registered when the rule was looked
+up."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -73,7 +74,7 @@ def _find_rule(op: Op) -> ShardingRule | None:
 def is_random(op: Op) -> bool:
     """Whether `op` draws random numbers, so that the program seeds it.
 
-    This includes operators without a rule: all devices must draw the same numbers for them.
+    Operators without a sharding rule are included: all devices must draw the same numbers.
     """
     rule = rule_of(op)
     return draws_random(op) if rule is None else rule.random
@@ -81,7 +82,7 @@ def is_random(op: Op) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _RuleKey:
-    """Cache key of a rule; `op`, any operator with this key, is not compared."""
+    """Cache key of a rule; the comparison ignores `op`, one of the operators with this key."""
 
     maker: RuleMaker
     target: Any

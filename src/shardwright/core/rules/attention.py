@@ -103,10 +103,10 @@ def _leading_factors(ndim: int) -> tuple[str, ...]:
 def exchanged_halves(
     op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
-    """Return the swaps that balance causal attention sharded by queries: half a block of queries,
-    `query_vectors`, and outputs.
+    """Return the swaps that balance causal attention sharded by queries: of half a block of
+    queries, of `query_vectors` and of outputs.
 
-    Returns () if queries are not sharded, or a block is a single query.
+    No swap is needed if queries are not sharded, or if a block is a single query.
 
     Args:
         query_vectors: further inputs with one row per query, `[..., queries, 1]`.

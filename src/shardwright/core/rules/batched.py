@@ -40,7 +40,8 @@ LINEAR_ALGEBRA = {
     (2, 2): ("cholesky_solve", "linalg_solve_triangular", "triangular_solve"),
     (2, 2, 1): ("lu_solve",),
 }
-"""Names of ATen operators, by the number of trailing non-batch dimensions of each input."""
+"""Names of ATen operators, grouped by the number of trailing dimensions of each input that are not
+batch dimensions."""
 
 
 def _make_batched_rule(*item_ranks: int) -> RuleMaker:

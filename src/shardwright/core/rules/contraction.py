@@ -145,7 +145,8 @@ def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
-    """Einsum, whose equation is the rule; None if a tensor repeats a label, as in `ii`."""
+    """Einsum, whose equation is the rule; returns None if an operand repeats a label, as in
+    `ii`."""
     terms, out = _equation_labels(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
@@ -163,7 +164,7 @@ def grouped_mm(op: Op) -> ShardingRule | None:
     """Grouped matrix product, `b k, _ k j, _ -> b j`: rows sorted by group, each multiplied by the
     matrix of its group.
 
-    None for other shapes, in which columns or contracted dimensions are grouped.
+    Returns None for other shapes, in which columns or contracted dimensions are grouped.
     """
     ranks = [len(value.shape) for value in op.inputs]
     if ranks != [2, 3, 1] or call_arguments(op).get("bias") is not None:
@@ -220,7 +221,8 @@ def _matrix_product_rule(op: Op, lhs: Dims, rhs: Dims, out: Dims) -> ShardingRul
 
 
 def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
-    """Return `rule` marked as a main operator, the product of inputs `first` and `first + 1`.
+    """Return `rule` as the rule of a main operator, whose cuts the search chooses: the product of
+    inputs `first` and `first + 1`.
 
     Args:
         weight: index of the input that is the weight; None for a product of activations.

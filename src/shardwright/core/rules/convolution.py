@@ -40,7 +40,7 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
     """Gradient of the input of a convolution, `b _ …, b k …, _ k … -> b k …`: batch and input
     channels can be sharded.
 
-    None if the gradient of a parameter is computed too.
+    Returns None if the operator also computes the gradient of a parameter.
     """
     arguments = call_arguments(op)
     if tuple(arguments["output_mask"]) != (True, False, False):

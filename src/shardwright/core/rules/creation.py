@@ -36,7 +36,8 @@ def sharded_creation(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("zeros_like", "ones_like", "full_like", "empty_like"))
 def creation_like(op: Op) -> ShardingRule:
-    """Tensors like another tensor, `b s -> b s`: every device creates a tensor like its shard."""
+    """Tensors with the shape of another tensor, `b s -> b s`: every device creates a tensor with
+    the shape of its shard."""
     dims = names(op.output)
     return sharding_rule(op, (dims,), (dims,))
 

@@ -1,8 +1,8 @@
 """Dropout and other operators that draw random numbers in the shape of their input.
 
 Lowering seeds each call by operator, step and shard: a plan draws the same numbers on every run,
-and all devices with the same shard draw the same numbers. A single device would draw other numbers
-than the devices of a sharded tensor.
+and all devices with the same shard draw the same numbers. The numbers differ from the numbers that
+a single device would draw for the full tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def feature_dropout(op: Op) -> ShardingRule:
     """Dropout of channels, `b s _ -> b s _`: only the dimensions of samples and channels, the first
     two, can be sharded.
 
-    Shards of another dimension would drop different channels.
+    With another dimension sharded, devices would drop different channels of one sample.
     """
     free = names(op.output)[:2]
     return _elementwise_random_rule(
@@ -43,7 +43,7 @@ def random_like(op: Op) -> ShardingRule:
 
 
 def is_active_dropout(op: Op) -> bool:
-    """Whether dropout has an effect: in training mode, with a probability above 0."""
+    """Whether a dropout operator has an effect, in training mode with a probability above 0."""
     arguments = call_arguments(op)
     # `native_dropout` has train=None, which means that it drops.
     return arguments["train"] is not False and arguments["p"] > 0

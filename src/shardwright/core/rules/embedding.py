@@ -47,7 +47,8 @@ def embedding(op: Op) -> ShardingRule:
 
 
 def _local_rows(op: Op, local: Local) -> tuple[Any, int, int]:
-    """Return (first table row on this device, number of local rows, number of rows)."""
+    """Return the index of the first table row on this device, the number of local rows, and the
+    number of rows of the full table."""
     total = op.inputs[0].shape[0]
     size = total // local.shard_counts["v"]
     return local.index("v") * size, size, total

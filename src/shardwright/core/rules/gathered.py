@@ -1,10 +1,11 @@
-"""Operators along sharded dimensions: local statistics, one all-gather, the rest on each device.
+"""Operators that combine elements along sharded dimensions: each device computes local statistics,
+all-gathers them, and computes its output.
 
-Sums are linear, so a layout can express their terms. A maximum, a norm or a softmax is not, but a
-few numbers for each row, its *statistics*, say all that other devices need to know of a shard: its
-own maximum, norm or log-sum-exp. The kernel all-gathers the statistics of all shards and combines
-them. The backward pass needs no communication if every device computes the same output, and one
-reduce-scatter if the output is sharded like the input.
+A sum over a sharded dimension is a partial sum, which a layout can express. A maximum, a norm or a
+softmax is not linear, but other devices need only a few numbers per row of a shard, its
+*statistics*: the maximum, norm or log-sum-exp of the row in the shard. The kernel all-gathers the
+statistics of all shards and combines them. The backward pass needs no communication if every device
+computes the same output, and one reduce-scatter if the output is sharded like the input.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class InputShard:
 
     Args:
         x: the local tensor, in the dtype in which PyTorch accumulates.
-        dims: dimensions along which the operator works.
+        dims: dimensions along which the operator combines elements.
         shape: global shape of the input.
         offsets: global index of the first local element, for each of `dims`.
         number: index of this shard in the all-gather.
@@ -47,22 +48,22 @@ class InputShard:
 
 
 Statistics = Sequence[Tensor]
-"""Statistics of one shard, each of the local shape with size 1 in the dimensions along which the
-operator works; or of all shards, with a leading dimension of the number of shards."""
+"""Statistics of a shard: tensors of the local shape, with size 1 in the dimensions that the
+operator combines. Statistics of all shards have a leading dimension, the number of shards."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """How an operator combines the shards of the dimensions along which it works.
+    """Method by which an operator combines the shards of its input: statistics and outputs.
 
     Args:
         local: returns the statistics of the local shard.
         combine: returns the outputs, given the local shard and the statistics of all shards.
         num_values: number of statistics in the dtype of the input or, if it is not floating-point,
             in that of the first output.
-        num_indices: number of statistics that are indices (int64), which follow the values.
+        num_indices: number of further statistics that are indices (int64).
         keeps_dims: whether the outputs are sharded along `dims` like the input.
-        statistic_dtype: dtype of the values, if it is another one.
+        statistic_dtype: dtype of the values; None for the default of `num_values`.
     """
 
     local: Callable[[InputShard], Statistics]
@@ -79,10 +80,12 @@ class Combination:
         outputs: Sequence[Dims],
         dims: tuple[int, ...],
     ) -> ShardingRule:
-        """Return the rule of an operator that works along `dims`.
+        """Return the rule of an operator that combines elements along the dimensions `dims` of its
+        input.
 
         Args:
-            inputs, outputs: the factor of each dimension of each tensor, those of `names`.
+            inputs, outputs: the factor of each dimension of each tensor, as `notation.names`
+                returns them.
         """
         worked_along = (inputs[0][dim] for dim in dims)
         return sharding_rule(

@@ -34,7 +34,7 @@ def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tenso
 
 @dataclass(frozen=True)
 class Indexed:
-    """The dimensions of an operator's first input that its indices select.
+    """Dimensions of an operator's first input that its index argument selects from.
 
     Args:
         argument: name of the argument with the indices: a tensor or a list of tensors.
@@ -50,12 +50,12 @@ class Indexed:
     trailing: int = 0
 
     def read_kernel(self) -> Kernel:
-        """Return the builder of the kernel of an operator that reads at the indices."""
+        """Return the builder of a kernel that reads elements at the indices, such as `gather`."""
         return lambda op, local: self._kernel(op, local, self._read_rows)
 
     def write_kernel(self) -> Kernel:
-        """Return the builder of the kernel of an operator that writes at the indices, of which one
-        dimension can be sharded."""
+        """Return the builder of a kernel that writes elements at the indices, such as `scatter`; at
+        most one indexed dimension can be sharded."""
         return lambda op, local: self._kernel(op, local, self._write_rows)
 
     def _kernel(self, op: Op, local: Local, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ class _Block:
         first: index of the first element.
         size: number of elements.
         total: number of elements on all devices.
-        wraps: whether negative indices count from the end.
+        wraps: whether negative indices count from the end of the dimension.
     """
 
     first: Any
@@ -128,10 +128,11 @@ class _Block:
     wraps: bool = False
 
     def localize(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices in this block, and a mask of those in other blocks.
+        """Return the indices relative to this block, and a mask of the indices in other blocks.
 
-        An index in another block becomes `size`. An index out of range for all devices becomes
-        `size + 1`, so that every device raises the error of one device.
+        An index in another block is replaced by `size`. An index that is out of range on all
+        devices is replaced by `size + 1`, so that every device raises the error that a single
+        device would.
         """
         index = index.long()
         if self.wraps:

@@ -98,8 +98,8 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("one_hot"))
 def one_hot(op: Op) -> ShardingRule | None:
-    """One-hot encoding, `b s -> b s v`; None if the number of classes is inferred from the data,
-    which differs between shards."""
+    """One-hot encoding, `b s -> b s v`; returns None if the number of classes is inferred from the
+    data, as the data of shards differ."""
     if argument(op, "num_classes") < 0:
         return None
     dims = names(op.output, exclude="v")
@@ -124,7 +124,7 @@ def meshgrid(op: Op) -> ShardingRule:
 def gather(op: Op) -> ShardingRule | None:
     """Gather, `b v, b s -> b s`: with a sharded indexed dimension `v`, the output is a partial sum.
 
-    None without `dim`, which flattens the tensors.
+    Returns None without `dim`, as the operator then flattens the tensors.
     """
     x, indices = op.inputs
     dim = argument(op, "dim")
@@ -145,7 +145,7 @@ def gather(op: Op) -> ShardingRule | None:
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
     """Scatter, `b v, b _, b _ -> b v`: dimensions in which all tensors have the same size can be
-    sharded, and the indexed one, `v`, of the first tensor."""
+    sharded, and the indexed dimension `v` of the first tensor."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
@@ -207,7 +207,7 @@ def index(op: Op) -> ShardingRule | None:
     """Indexing by tensors, `b s, t -> t s`: with sharded indexed dimensions, the output is a
     partial sum.
 
-    None for masks: the shape of the result depends on the data.
+    Returns None for masks, as the shape of the result depends on the data.
     """
     dims = _indexing_factors(op)
     if dims is None:
@@ -222,7 +222,7 @@ def index(op: Op) -> ShardingRule | None:
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
     """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its block of the
-    first indexed dimension; other indexed dimensions cannot be sharded. None for masks."""
+    first indexed dimension; other indexed dimensions cannot be sharded. Returns None for masks."""
     dims = _indexing_factors(op)
     if dims is None:
         return None
@@ -242,7 +242,8 @@ def index_put(op: Op) -> ShardingRule | None:
 
 
 def _read_rule(op: Op, inputs: Sequence[Dims], output: Dims, indexed: Indexed) -> ShardingRule:
-    """Return the rule of an operator that reads at indices, of which each device finds some."""
+    """Return the rule of an operator that reads elements at indices; with sharded indexed
+    dimensions the output is a partial sum."""
     # Truth values have no sum.
     if op.output.dtype == torch.bool:
         (source, *others) = inputs

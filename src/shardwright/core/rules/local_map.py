@@ -43,8 +43,8 @@ def local_map_rule(op: Op) -> ShardingRule:
 
 
 def _shardable_dim_names(declared: Declaration) -> list[str]:
-    """Return the dimension names of inputs that every output has or is declared partial over, which
-    can be sharded, in order of first occurrence."""
+    """Return the dimension names of inputs that can be sharded, in order of first occurrence: every
+    output has the name, or is declared a partial sum or mean."""
     names = dict.fromkeys(name for dims in declared.input_dims for name in dims if name is not None)
     pairs = list(zip(declared.output_dims, declared.partial, strict=True))
     return [n for n in names if all(n in dims or partial for dims, partial in pairs)]

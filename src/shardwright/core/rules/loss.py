@@ -42,7 +42,7 @@ SUM = 2
 def ctc(op: Op) -> ShardingRule | None:
     """CTC loss, `_ b _, b _, b, b -> b`: samples can be sharded if targets are padded to a matrix.
 
-    None for concatenated targets: where each sample begins depends on the data.
+    Returns None for concatenated targets, as the start of each sample depends on the data.
     """
     rows = len(call_arguments(op)["targets"].shape) == 2
     return from_notation("_ b _, b _, b, b -> b", op) if rows else None

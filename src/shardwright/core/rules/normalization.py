@@ -71,7 +71,8 @@ def batch_norm(op: Op) -> ShardingRule | None:
     """Batch norm in evaluation mode, `b c s t, c, c, c, c -> b c s t`: with running statistics the
     operator is elementwise.
 
-    None in training mode, which updates inputs in place: `batch_norm_train` replaces the operator.
+    Returns None in training mode, in which the operator updates inputs in place; capture replaces
+    it by `batch_norm_train`.
     """
     return None if call_arguments(op)["training"] else _channel_norm_rule(op)
 
@@ -81,8 +82,8 @@ def instance_norm(op: Op) -> ShardingRule | None:
     """Instance norm, `b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be
     sharded, too.
 
-    None if the operator uses the statistics of its input and updates the running statistics in
-    place: `instance_norm_train` replaces it.
+    Returns None if the operator updates the running statistics in place; capture replaces it by
+    `instance_norm_train`.
     """
     arguments = call_arguments(op)
     if arguments["use_input_stats"] and arguments["running_mean"] is not None:
@@ -192,7 +193,7 @@ def training_instance_norm(op: Op) -> ShardingRule:
     """Instance norm in training mode, `b c _ _, c -> b c _ _, c, c`; the new running statistics are
     means over the instances.
 
-    If the batch dimension is sharded, the kernel all-reduces these means.
+    If the batch dimension is sharded, the kernel all-reduces the running statistics.
     """
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
     return sharding_rule(

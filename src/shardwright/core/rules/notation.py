@@ -30,7 +30,7 @@ NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
 
 
 class RuleOptions(TypedDict, total=False):
-    """The optional fields of `ShardingRule`, as keyword arguments."""
+    """Keyword arguments of rule builders: the optional fields of `ShardingRule`."""
 
     complete: frozenset[str]
     main: Main | None
@@ -66,8 +66,8 @@ def from_notation(
     inputs, outputs = _parse_tensors(input_notation), _parse_tensors(output_notation)
     if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
         raise ValueError(
-            f"{op}: the notation {notation!r} must have {len(op.inputs)} inputs and"
-            f" {len(op.outputs)} outputs"
+            f"{op}: the notation {notation!r} has {len(inputs)} inputs and {len(outputs)} outputs, "
+            f"but the operator has {len(op.inputs)} and {len(op.outputs)}"
         )
     pairs = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
     used = {token for tokens, _ in pairs for token in tokens}
@@ -109,7 +109,8 @@ def sharding_rule(
     for dims, value in zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True):
         if len(dims) != len(value.shape):
             raise ValueError(
-                f"{op}: {value} has {len(value.shape)} dimensions, but {len(dims)} factors: {dims}"
+                f"{op}: {value} has {len(value.shape)} dimensions, but the rule names "
+                f"{len(dims)}: {dims}"
             )
         for name, size in zip(dims, value.shape, strict=True):
             # The first size above 1: a dimension of size 1 may be broadcast to it.
@@ -131,8 +132,8 @@ def sharding_rule(
             )
             if not is_consistent:
                 raise ValueError(
-                    f"{op}: factor {name!r} has size {size} in {value}, but another size"
-                    " in another tensor"
+                    f"{op}: factor {name!r} has size {size} in {value}, but another tensor has "
+                    "another size"
                 )
     return ShardingRule(
         inputs=broadcast,
@@ -144,7 +145,8 @@ def sharding_rule(
 
 
 def names(value: Value, exclude: str = "") -> Dims:
-    """Return a factor per dimension of `value`, such as `("b", "s", "t")`, none in `exclude`."""
+    """Return a factor name for each dimension of `value`, such as `("b", "s", "t")`, without names
+    in `exclude`."""
     return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
@@ -212,7 +214,8 @@ def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
 
 @cache
 def schema_parameters(target: OpTarget) -> dict[str, Any]:
-    """Return the default value, or None, of each parameter of `target`, by name and in order."""
+    """Return the default value of each parameter of `target`, by name and in order; None for a
+    parameter without default."""
     if isinstance(target, OpOverload):
         schema = schema_of(target).arguments
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}
@@ -231,16 +234,18 @@ def call_arguments(op: Op) -> dict[str, Any]:
 
 
 def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
-    """Return the factors of each tensor input of `op`, in order, from factors by argument name."""
+    """Return the factors of each tensor input of `op`, in the order of its inputs, given factors by
+    argument name."""
     return tuple(
         dims[name] for name, value in named_arguments(op).items() if isinstance(value, Value)
     )
 
 
 def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """Return a function from the `args` and `kwargs` of a kernel call to all arguments by name.
+    """Return a function that converts the `args` and `kwargs` of a kernel call to a dictionary of
+    all arguments by name.
 
-    The signature is read here, once, since kernels run in every step.
+    The signature is read once, because kernels run in every step.
     """
     defaults = schema_parameters(op.target)
     names = tuple(defaults)
@@ -252,7 +257,7 @@ def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, A
 
 
 class WithArguments:
-    """A local kernel that calls the target of an operator with some arguments replaced.
+    """Local kernel that calls the operator itself with some arguments replaced.
 
     Args:
         op: the operator.

@@ -38,8 +38,8 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 def pointwise(op: Op) -> ShardingRule | None:
     """Elementwise operator, `b s, s -> b s`: every dimension of the output can be sharded.
 
-    None if the operator mutates an input, outputs differ in shape, or an input has more dimensions
-    than the output.
+    Returns None if the operator mutates an input, if outputs differ in shape, or if an input has
+    more dimensions than the output.
     """
     shape = op.outputs[0].shape
     if isinstance(op.target, OpOverload) and schema_of(op.target).is_mutable:
@@ -86,7 +86,7 @@ def glu(op: Op) -> ShardingRule:
 def bucketize(op: Op) -> ShardingRule | None:
     """Search in sorted boundaries, `b s, _ -> b s`: elements can be sharded; boundaries cannot.
 
-    None for `searchsorted` with one sequence per row.
+    Returns None for `searchsorted` with one sequence per row.
     """
     dims = names(op.output)
     boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))

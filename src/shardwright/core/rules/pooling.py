@@ -123,8 +123,8 @@ def _mean_of_counted_rows(
 
 
 def adaptive_average_rule(num_spatial: int) -> RuleMaker:
-    """Make a builder of rules `b c s t -> b c _ _` of averages: those of all pixels are partial
-    sums if space is sharded; of other averages space cannot be sharded."""
+    """Make a builder of rules `b c s t -> b c _ _` of adaptive average pooling. Spatial dimensions
+    can be sharded if the output is the average of all pixels, which is then a partial sum."""
 
     def rule(op: Op) -> ShardingRule | None:
         count = len(op.output.shape) - num_spatial

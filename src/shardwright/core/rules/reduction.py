@@ -1,8 +1,8 @@
-"""Operators along dimensions: reductions, scans, sorts.
+"""Operators that combine elements along dimensions: reductions, scans, sorts.
 
 Sums and means are linear, so a dimension that they reduce can be sharded: the output is then a
-partial sum. Others combine the statistics of shards (`statistics.py`); the rest cannot be sharded
-along the dimensions that they reduce or scan.
+partial sum. Other operators combine statistics of the shards (`statistics.py`), or cannot be
+sharded along the dimensions that they reduce or scan.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def reduction_rule(op: Op) -> ShardingRule:
 
 
 def _rule_of_unsharded_reduction(op: Op, dims: Dims) -> ShardingRule:
-    """Return the rule of a reduction whose input has the factors `dims`, of which those of reduced
+    """Return the rule of a reduction whose input has the factors `dims` and whose reduced
     dimensions cannot be sharded."""
     dims = without(dims, *_reduced_dims(op))
     return sharding_rule(op, (dims,), (_output_factors(op, dims),) * len(op.outputs))
@@ -93,7 +93,8 @@ def cumulative_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("cummax", "cummin", "logcumsumexp"))
 @rule_for(*overloads("sort", "argsort", "topk", "flip"))
 def scan_rule(op: Op) -> ShardingRule:
-    """Scan, sort or flip, `b _ -> b _`: the dimensions in `dim` or `dims` cannot be sharded."""
+    """Scan, sort or flip, `b _ -> b _`: the dimensions in the argument `dim` or `dims` cannot be
+    sharded."""
     dims = without(names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
@@ -153,7 +154,8 @@ def cosine_similarity(op: Op) -> ShardingRule:
 
 
 def _reduced_dims(op: Op) -> tuple[int, ...]:
-    """Return the nonnegative dimensions in `dim` or `dims`; all if both are absent or empty."""
+    """Return the dimensions in the argument `dim` or `dims`, as nonnegative numbers; all dimensions
+    if the argument is absent or empty."""
     ndim = len(op.inputs[0].shape)
     dims = argument(op, "dim", argument(op, "dims"))
     listed = [dims] if isinstance(dims, int) else dims

@@ -1,12 +1,12 @@
 """Ring attention: queries stay on their device; keys and values travel around a ring of devices.
 
-Each device has a block of positions. In step 0 it attends to its own keys and values while sending
-these to the next device; in each later step it attends to the keys and values just received. After
-n - 1 transfers each block has visited all n devices, and the partial results are merged by their
-log-sum-exp. In the backward pass keys and values travel again, and the gradient of each block
-travels one step behind, back to its device. Memory is that of a few blocks, independently of n
-(Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
-2023).
+Each device has a block of positions. In step 0 a device attends to its own keys and values and
+sends these to the next device; in each later step it attends to the keys and values that it has
+received. After n - 1 transfers each block has visited all n devices, and the partial results are
+merged by their log-sum-exp. In the backward pass keys and values travel again, and the gradient of
+each block travels one step behind, back to its device. Memory is that of a few blocks,
+independently of n (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
+Near-Infinite Context", 2023).
 
 Under a causal mask later blocks have more work. The devices with blocks i and n - 1 - i therefore
 swap the second halves of their blocks before the ring, as in the load balancing of Megatron-LM's
@@ -30,7 +30,7 @@ from shardwright.core.rules.notation import binder, call_arguments
 from shardwright.core.rules.rule import MIRROR, RING, Local, Reduce, Reduction
 
 BlockIndex = int | torch.SymInt
-"""Index of a device's block: an int, or a symbol if many devices are simulated at once."""
+"""Index of a device's block: an int, or a `SymInt` if many ranks are simulated at once."""
 
 
 def has_ring(arguments: Mapping[str, Any]) -> bool:
@@ -52,7 +52,8 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
 
 
 def positions(arguments: Mapping[str, Any]) -> int:
-    """Return the capacity of `ring`: the number of devices in the ring must divide it."""
+    """Return the capacity of the factor `ring`, which the number of devices in the ring must
+    divide."""
     # Queries and keys are sharded into equal numbers of blocks, also in cross attention.
     return gcd(arguments["query"].shape[-2], arguments["key"].shape[-2])
 
@@ -96,8 +97,8 @@ def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) ->
 
 
 def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of ring attention, for one block of queries and one block of keys and values on
-    each device."""
+    """Build the local kernel of ring attention for a device with one block of queries, keys and
+    values."""
     bind, full_arguments = binder(op), call_arguments(op)
     devices, num_splits = local.shard_counts["ring"], local.shard_counts.get("s", 1)
     swapped = _num_swapped_rows(full_arguments, devices, num_splits)
@@ -127,13 +128,14 @@ def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
-    """Replace the last `count` rows of a block by the last rows of the mirrored block."""
+    """Replace the last `count` rows of a block by the last `count` rows of the mirrored block."""
     first, last = torch.split(block, [block.shape[-2] - count, count], -2)
     return torch.cat((first, swap(last)), -2)
 
 
 Part = tuple[slice, slice, BlockIndex | None]
-"""(query rows, key rows, diagonal of the causal mask between both, or None without a mask)."""
+"""Rows of queries, rows of keys, and the diagonal of the causal mask between both; None without a
+mask."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +202,8 @@ class _Ring:
 def _row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
-    """Return the ranges of rows with consecutive positions in a block, each with the position of
-    its first row.
+    """Return the ranges of rows of a block that have consecutive positions, each with the position
+    of its first row.
 
     Args:
         blocks: index of this device's block, and of the mirrored block.

@@ -1,10 +1,10 @@
 """Sharding rules: how each operator can be sharded, in terms of named factors.
 
-A rule names the dimensions of an operator's tensors like an einsum: a linear layer is
-`"b s k, j k -> b s j"`. Sharding factor `b` over axes of the device matrix shards every tensor that
-has `b`. An input that lacks it is replicated over these axes and its gradient is a partial sum; if
-the output lacks it, the factor is *reduced* and the output is a partial sum. Propagation, search,
-cost and lowering all use this one rule. (Shardy's sharding rules are built on the same idea.)
+A rule names the dimensions of an operator's tensors like an einsum: a linear layer is `"b s k, j k
+-> b s j"`. Sharding factor `b` over axes of the device matrix shards every tensor that has `b`. An
+input without `b` is replicated over these axes, and its gradient is a partial sum; a factor that
+the output lacks is *reduced*, and the output is a partial sum. Propagation, search, cost and
+lowering all use this one rule. (Shardy's sharding rules are built on the same idea.)
 """
 
 from __future__ import annotations
@@ -90,14 +90,15 @@ class Reduction:
 
     @property
     def collective(self) -> str:
-        """Name of the collective in `COLLECTIVES`."""
+        """Name, in `COLLECTIVES`, of the collective of the forward pass."""
         if self.operation == GATHER:
             return "all_gather"
         return "permute" if self.operation in (MIRROR, PREVIOUS, NEXT, RING) else "all_reduce"
 
     @property
     def backward_collective(self) -> str:
-        """Name of the collective of the backward pass in `COLLECTIVES`, if there is one."""
+        """Name, in `COLLECTIVES`, of the collective of the backward pass; None without
+        communication."""
         return "reduce_scatter" if self.operation == GATHER else self.collective
 
     def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
@@ -118,7 +119,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduce:
-    """A `Reduction` bound to its process group: a function of the tensor of one device.
+    """A `Reduction` bound to its process group: a function that maps the local tensor to the
+    result.
 
     Args:
         run: the complete, differentiable collective.
@@ -183,7 +185,7 @@ the operator's `args` and `kwargs`, with local tensors in place of graph values.
 
 
 def no_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return (): the `reductions` of rules whose kernel has no collectives."""
+    """Return no reductions, for rules whose kernel has no collectives."""
     return ()
 
 
@@ -247,7 +249,7 @@ class ShardingRule:
         return f"{tensors_text(self.inputs)} -> {tensors_text(self.outputs)}".lstrip()
 
     def can_shard(self, factor: str) -> bool:
-        """Whether at least one number of shards above 1 is valid for `factor`."""
+        """Whether `factor` can be split into more than one shard."""
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
@@ -256,8 +258,8 @@ class ShardingRule:
         return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
     def factors_of_dim(self, name: str | None) -> tuple[str, ...]:
-        """Return the factors that shard a dimension of factor `name`: `name` and its outer factors;
-        () for None."""
+        """Return the factors that shard a dimension of factor `name`: the factor itself and its
+        outer factors; none if `name` is None."""
         if name is None:
             return ()
         return (name, *(outer for outer, inner in self.joined.items() if inner == name))
@@ -268,7 +270,7 @@ class ShardingRule:
 
     def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
         """Return the first inner factor in `joined` whose capacity is not divisible by the product
-        of its own and its outer factors' shard counts, or None."""
+        of the shard counts of this factor and its outer factors; None if all are divisible."""
         for factor in self.joined.values():
             shards = prod(mesh.size(cuts.get(f, ())) for f in self.factors_of_dim(factor))
             if self.capacity[factor] % shards:
@@ -384,13 +386,14 @@ def rule_for(*targets: Any) -> Callable[[RuleMaker], RuleMaker]:
 
 
 def find_rule_maker(target: Any) -> RuleMaker | None:
-    """Return the function that builds the rule of `target` or of its class, or None."""
+    """Return the function that builds the rule of `target` or of its class; None if no rule is
+    registered."""
     # By class for `LocalCall` objects, by name for operators of libraries that are not imported.
     return _RULES.get(target) or _RULES.get(type(target)) or _RULES.get(str(target))
 
 
 def num_rules() -> int:
-    """Return the number of registered rules, by which caches detect a new registration."""
+    """Return the number of registered rules, which caches compare to detect a new rule."""
     return len(_RULES)
 
 

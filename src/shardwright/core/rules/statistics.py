@@ -1,4 +1,4 @@
-"""Statistics by which operators combine shards of the dimensions along which they work."""
+"""Statistics of shards, from which operators compute results along sharded dimensions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def norm_of_order(order: float) -> Combination:
 
 
 def _sum_exponentials(shard: InputShard) -> Statistics:
-    """Return the maximum m and Σ exp(x - m) of the local elements."""
+    """Return the maximum m of the local elements, and the sum of exp(x - m)."""
     limits = torch.finfo(shard.x.dtype)
     # Without a gradient, as results do not depend on it. Clamped, since -inf - -inf is NaN where
     # all elements of a shard are masked.
@@ -57,7 +57,7 @@ def _sum_exponentials(shard: InputShard) -> Statistics:
 
 
 def _combine_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
-    """Return the maximum m and Σ exp(x - m) of all elements."""
+    """Return the maximum m of the elements of all shards, and the sum of exp(x - m)."""
     peaks, sums = gathered[0].detach(), gathered[1]
     maximum = peaks.amax(0)
     return maximum, (sums * (peaks - maximum).exp()).sum(0)
@@ -86,19 +86,20 @@ LOG_SOFTMAX = Combination(_sum_exponentials, _log_softmax, num_values=2, keeps_d
 
 
 def moments(shard: InputShard) -> Statistics:
-    """Return the mean and the sum of squared deviations from it, of the local elements."""
+    """Return the mean of the local elements, and the sum of squared deviations from the mean."""
     mean = shard.x.mean(shard.dims, keepdim=True)
     return mean, (shard.x - mean).square().sum(shard.dims, keepdim=True)
 
 
 def combine_moments(means: Tensor, squares: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sum of squared deviations from it, of the elements of all shards.
+    """Return the mean of the elements of all shards, and the sum of squared deviations from the
+    mean.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
     variances" (1979), equation 2.1; unlike E[x²] - E[x]² it does not cancel.
 
     Args:
-        means, squares: these numbers of each shard, along dimension 0.
+        means, squares: mean and sum of squared deviations of each shard, along dimension 0.
         size: number of elements of a shard.
     """
     mean = means.mean(0)
@@ -137,12 +138,12 @@ def _variance_correction(arguments: Mapping[str, Any]) -> float:
 
 
 def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
-    """Return the combination for `amax` and for `max` of all elements or, unless `largest`, for
-    `amin` and `min`.
+    """Return the combination for `amax` and `max`, or for `amin` and `min` if not `largest`.
 
     Args:
         largest: whether the operator takes the largest element, not the smallest.
-        shared_by_nans: whether NaNs share the gradient of a NaN, as in `max` of all elements.
+        shared_by_nans: whether the gradient of a NaN result is distributed over all NaNs, as in
+            `max` of all elements.
     """
     reduce = torch.amax if largest else torch.amin
 
@@ -183,8 +184,8 @@ class _SplitGradientOverTies(torch.autograd.Function):
 
 
 def extreme_position(*, largest: bool, with_value: bool) -> Combination:
-    """Return the combination for `argmax` or, unless `largest`, `argmin`; with `with_value` for
-    `max` or `min` along a dimension. The first of equal elements wins."""
+    """Return the combination for `argmax`, or `argmin` if not `largest`; if `with_value`, for `max`
+    or `min` along a dimension. The first of equal elements wins."""
 
     def local(shard: InputShard) -> Statistics:
         rows, flat, shape = _flatten_dims(shard)
@@ -205,8 +206,8 @@ def extreme_position(*, largest: bool, with_value: bool) -> Combination:
 
 
 def _flatten_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
-    """Return the local sizes along `dims`, the local shard with these dimensions flattened into the
-    last, and its shape with size 1 in `dims`."""
+    """Return the local sizes of the combined dimensions, the local shard with these dimensions
+    flattened into the last, and the local shape with size 1 in these dimensions."""
     x, dims = shard.x, shard.dims
     other_dims = [dim for dim in range(x.ndim) if dim not in dims]
     shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
@@ -229,7 +230,7 @@ def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Ten
 
 
 def _mask_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
-    """Replace the statistics of this shard and of later ones by `neutral`."""
+    """Replace the statistics of this shard and of later shards by `neutral`."""
     numbers = torch.arange(shard.count, device=gathered.device)
     is_later = (numbers >= shard.number).view(-1, *(1,) * (gathered.ndim - 1))
     return gathered.masked_fill(is_later, neutral)
@@ -274,7 +275,7 @@ RMS_NORM = Combination(
 
 
 def combination_of(op: Op) -> Combination | None:
-    """Return the combination for `op`; None if the dimensions along which it works cannot be
+    """Return the combination for `op`; None if the dimensions that the operator combines cannot be
     sharded."""
     arguments, x = call_arguments(op), op.inputs[0]
     name = str(op.target).removeprefix("aten.").partition(".")[0]

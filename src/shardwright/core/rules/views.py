@@ -231,8 +231,8 @@ def diag_embed(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("tril", "triu"))
 def triangle_rule(op: Op) -> ShardingRule:
-    """Triangles of matrices, `b _ _ -> b _ _`: matrices cannot be sharded, as their blocks have
-    other diagonals."""
+    """Triangles of matrices (`tril`, `triu`), `b _ _ -> b _ _`: only batch dimensions can be
+    sharded, as blocks of a matrix have other diagonals."""
     dims = without(names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 

@@ -1,8 +1,9 @@
 """Operators whose windows slide along sharded dimensions: convolution, pooling, `unfold`, padding.
 
-A shard of a spatial dimension computes its block of the windows. It reads its neighbors' rows where
-windows cross its borders, the *halo*. Where they do not, as for patches, nothing is sent. The first
-and the last shard have the padding in place of a halo.
+A shard of a spatial dimension computes its block of the windows. Where windows cross the border of
+a shard, the shard reads rows of its neighbors, the *halo*. Windows that do not cross borders, such
+as patches, need no communication. At the outer borders of the first and the last shard, padding
+replaces the halo.
 
 If there is not one window for each `stride` rows, as in a convolution without padding, blocks of
 windows shift against blocks of rows from shard to shard: a shard in the middle then has rows of
@@ -208,7 +209,7 @@ class Windowed:
 
     @property
     def capacity(self) -> dict[str, int]:
-        """Capacity of each factor of `windows`."""
+        """The number that the shard count of each factor of `windows` must divide, by factor."""
         return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
@@ -316,7 +317,8 @@ class HaloExchange:
         window: window along the dimension.
         shards, index: number of shards, and index of this shard.
         padding_value: value of padding; None without.
-        previous, following: exchanges with the previous and with the next shard; None without.
+        previous, following: exchanges with the previous and with the next shard; None if no row of
+            that shard is read.
     """
 
     window: Sliding

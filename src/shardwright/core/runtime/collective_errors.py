@@ -112,8 +112,8 @@ def naming_redistributions() -> Iterator[None]:
         # Gloo's messages begin with a position in its own source.
         reason = re.sub(r"^\[[^\]]*\] ", "", str(root_cause)).partition("\n")[0]
         raise CommunicationError(
-            f"communication failed in {description}: {reason} (another rank has ended or does not "
-            "respond)"
+            f"communication failed in {description}, as another rank has ended or does not "
+            f"respond: {reason}\nsee the logs of the other ranks for the first error"
         ) from error
 
 

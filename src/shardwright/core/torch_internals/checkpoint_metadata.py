@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) not in _ALLOWED_OBJECTS:
             raise pickle.UnpicklingError(
-                f"the file refers to {module}.{name}, which the metadata of a checkpoint does not"
-                " need, and which could run code"
+                f"the file refers to {module}.{name}, which the metadata of a checkpoint never"
+                " contains and which could run code"
             )
         return _ALLOWED_OBJECTS[module, name]

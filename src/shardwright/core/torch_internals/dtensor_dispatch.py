@@ -170,7 +170,7 @@ def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
         if is_compiling() or type(tensor) is not DTensor:
             data.__set__(tensor, value)
         elif not isinstance(value, Tensor):
-            raise TypeError(f"`.data` of a tensor is assigned a {type(value).__name__}")
+            raise TypeError(f"`.data` must be a tensor, not a {type(value).__name__}")
         else:
             assign(tensor, value)
 

@@ -47,7 +47,7 @@ def treespec_loads(text: str) -> TreeSpec:
         _check_no_code_runs(structure)
         return _pytree.treespec_loads(text)
     except Exception as error:  # malformed text may cause any error
-        raise ValueError(f"the text is not a serialized `TreeSpec`: {error}") from error
+        raise ValueError(f"this is not a serialized `TreeSpec`: {error}") from error
 
 
 def _check_no_code_runs(structure: dict[str, Any]) -> None:
@@ -59,7 +59,9 @@ def _check_no_code_runs(structure: dict[str, Any]) -> None:
     if isinstance(context, dict) and "default_factory_name" in context:
         factory = context["default_factory_module"], context["default_factory_name"]
         if factory not in _ALLOWED_FACTORIES:
-            raise ValueError(f"the text refers to the function `{'.'.join(factory)}`")
+            raise ValueError(
+                f"the serialized `TreeSpec` calls `{'.'.join(factory)}`, which is not allowed"
+            )
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enum_is_imported)
     for child in structure["children_spec"]:
@@ -69,7 +71,10 @@ def _check_no_code_runs(structure: dict[str, Any]) -> None:
 def _check_enum_is_imported(context: dict[str, Any]) -> None:
     """Raise ValueError if a JSON object is an enumeration of a module that is not imported."""
     if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
-        raise ValueError(f"the text refers to the enumeration `{context['fqn']}`")
+        raise ValueError(
+            f"the serialized `TreeSpec` refers to `{context['fqn']}` of a module that is not "
+            "imported"
+        )
 
 
 def register_dataclasses(value: Any) -> None:

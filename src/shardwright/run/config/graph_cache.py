@@ -98,7 +98,7 @@ def _check_only_owner_writes(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} is ignored: it belongs to another user, or other users can write to it\n"
+            f"the cache {folder} is ignored, as another user owns it or can write to it\n"
             f"if it is yours, run: chmod 700 {folder}"
         )
 

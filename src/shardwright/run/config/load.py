@@ -63,7 +63,8 @@ def validate_config(content: Any, name: str) -> Config:
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
         raise ConfigError(
-            f"{name}: expected a mapping with the keys {valid}, got {_format_value(content)}"
+            f"{name}: the configuration must be a mapping, not {_format_value(content)}; its keys "
+            f"are {valid}"
         )
     try:
         return Config.model_validate(content)

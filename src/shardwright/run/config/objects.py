@@ -333,7 +333,10 @@ def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
         if not hasattr(target_object, name):
             close_matches = difflib.get_close_matches(name, dir(target_object), n=1)
             hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
-            raise ConfigError(f"{key}: module {module_name} has no attribute {attribute}{hint}")
+            raise ConfigError(
+                f"{key}: module {module_name} has no attribute {attribute}\n"
+                f"use `package.module:callable`{hint}"
+            )
         target_object = getattr(target_object, name)
     if not callable(target_object):
         raise ConfigError(

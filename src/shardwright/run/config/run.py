@@ -143,7 +143,7 @@ class Run:
         try:
             batches = self._load_batches(self.config.evaluation_data)
         except DataError as error:
-            raise DataError(f"train.evaluation: {error}") from None
+            raise DataError(f"cannot load the data of `train.evaluation`: {error}") from None
         return Evaluation(batches, section.every, section.batches)
 
     def check_data(self) -> None:

@@ -77,8 +77,10 @@ class ModelSection(Section, frozen=True):
         sources = {"target": self.target, "name": self.name, "sizes": self.sizes, "hf": self.hf}
         used_keys = [key for key, value in sources.items() if value is not None]
         if len(used_keys) != 1:
-            listed = " and ".join(f"`{key}`" for key in used_keys) or "none of them"
-            raise ValueError(f"set exactly one of `target`, `name`, `sizes`, `hf`, not {listed}")
+            listed = " and ".join(f"`{key}`" for key in used_keys) or "no source"
+            raise ValueError(
+                f"`model` has {listed}; set exactly one of `target`, `name`, `sizes`, `hf`"
+            )
         if self.lora is not None and self.target is not None:
             raise ValueError("the key `lora` needs a language model, by `name`, `sizes` or `hf`")
         if self.prefix is not None and self.lora is not None:
@@ -112,7 +114,9 @@ class DataSection(Section, frozen=True):
         if self.name is not None and self.target is not None:
             raise ValueError("set either `name` or `target`, not both")
         if self.arguments and self.target is None:
-            raise ValueError("the key `arguments` needs the key `target`")
+            raise ValueError(
+                "the key `arguments` needs the key `target`, for example `target: data:images`"
+            )
         if self.name == "tokens" and self.path is None:
             raise ValueError("`name: tokens` needs the key `path`, for example `path: train.bin`")
         if self.name in ("text", "tokens") and self.seq_length is None:
@@ -123,7 +127,7 @@ class DataSection(Section, frozen=True):
         for key, names in _DATASETS_BY_KEY.items():
             if getattr(self, key) is not None and name not in names:
                 valid = " or ".join(f"`name: {name}`" for name in names)
-                raise ValueError(f"the key `{key}` needs {valid}")
+                raise ValueError(f"the key `{key}` needs {valid}; remove the key, or change `name`")
         return self
 
 
@@ -323,7 +327,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
         if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
             conflict = "stages: auto" if self.stages == "auto" else "expert"
             raise ValueError(
-                f"the key `suggest_stages` needs a search with a number of stages, not `{conflict}`"
+                f"the key `suggest_stages` conflicts with `{conflict}`; remove one of the two"
             )
         return self
 
@@ -391,7 +395,7 @@ class Config(Section, frozen=True):
         if evaluation is not None:
             key = "arguments" if self.data.target is not None else "path"
             if not getattr(evaluation, key):
-                raise ValueError(f"`train.evaluation` needs the key `{key}` of the evaluation data")
+                raise ValueError(f"`train.evaluation` needs the key `{key}`, which names its data")
             try:
                 _ = self.evaluation_data
             except ValidationError as error:
@@ -408,7 +412,7 @@ class Config(Section, frozen=True):
     @model_validator(mode="after")
     def _check_keys_match_model(self) -> Self:
         if self.model.is_language_model and self.loss_name != "none":
-            raise ValueError("remove `loss`: a language model computes its own")
+            raise ValueError("a language model computes its own loss; remove the key `loss`")
         if self.parallel.expert is not None and not self.model.is_language_model:
             raise ValueError("`parallel.expert` needs a language model, not `model.target`")
         recompute = self.parallel.recompute

@@ -100,10 +100,10 @@ class Profile:
 def check_profiled_steps(profiled: int, steps: int) -> None:
     """Raise ConfigError unless `steps` allow one warm-up step and `profiled` profiled steps."""
     if steps <= profiled:
-        remedy = f"\nuse at most --profile {steps - 1}" if steps > 1 else ""
+        most = f"at most --profile {steps - 1}, or " if steps > 1 else ""
         raise ConfigError(
             f"--profile {profiled} needs {profiled + 1} steps, the first for warm-up, but only"
-            f" {steps} remain{remedy}"
+            f" {steps} remain\nuse {most}more `train.steps`"
         )
 
 
@@ -128,10 +128,9 @@ class RankTraining:
         """
         if plan.arrivals:
             raise PlanError(
-                "the plan's `dataset_strategy` expects each rank's own shard of a batch, but a"
-                " configured run passes the global batch to every rank\n"
-                "plan with `dataset_strategy='full_batch'`, or write a training loop with"
-                " `sw.dataloader`"
+                "the plan's `dataset_strategy` expects each rank's own shard of a batch, but a "
+                "configured run passes the global batch to every rank\nplan with "
+                "`dataset_strategy='full_batch'`, or write a training loop with `sw.dataloader`"
             )
         # A rehearsal on the meta device has no values to initialize.
         model = run.model_to_plan() if device.type == "meta" else run.deferred_model()

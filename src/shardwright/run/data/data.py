@@ -129,7 +129,9 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
         DataError: if scikit-learn is not installed, or `image_size` is below 8.
     """
     if image_size < DIGITS_SIZE:
-        raise DataError(f"image_size={image_size}: use at least {DIGITS_SIZE} pixels per side")
+        raise DataError(
+            f"image_size={image_size} is too small\nuse at least {DIGITS_SIZE} pixels per side"
+        )
     with needs_extra("run", "the digits dataset needs `scikit-learn`", DataError):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)

@@ -130,8 +130,8 @@ class DeviceRange:
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
             raise ConfigError(
-                f"--elastic {self.minimum}:{self.maximum}: expected MIN:MAX with 1 ≤ MIN ≤ MAX, for"
-                " example 2:8"
+                f"--elastic {self.minimum}:{self.maximum} is not a range of devices\n"
+                "use MIN:MAX with 1 ≤ MIN ≤ MAX, for example --elastic 2:8"
             )
 
     @staticmethod
@@ -143,7 +143,7 @@ class DeviceRange:
         """
         low, colon, high = text.partition(":")
         if not (colon and low.isdecimal() and high.isdecimal()):
-            raise ConfigError(f"--elastic {text}: expected MIN:MAX, for example 2:8")
+            raise ConfigError(f"--elastic {text} is not MIN:MAX\nuse for example --elastic 2:8")
         return DeviceRange(int(low), int(high))
 
 
@@ -188,8 +188,8 @@ def launch_elastic(
             restarts += not error.lost_ranks
             if remaining_devices < minimum:
                 raise RankFailedError(
-                    f"{error}\ndevices left: {remaining_devices}, fewer than the minimum of"
-                    f" {minimum} in --elastic"
+                    f"{error}\nonly {remaining_devices} devices remain, but --elastic needs "
+                    f"{minimum}: replace the failed devices, or use a smaller minimum"
                 ) from None
             if restarts > max_restarts:
                 raise

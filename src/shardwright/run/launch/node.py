@@ -119,7 +119,7 @@ def _parse_endpoint(text: str) -> tuple[str, int]:
             return url.hostname, url.port
     except ValueError:
         pass
-    raise ConfigError(f"--rdzv {text}: expected HOST:PORT, for example node0:29400")
+    raise ConfigError(f"--rdzv {text} is not HOST:PORT\nuse for example --rdzv node0:29400")
 
 
 def launch_node(
@@ -349,7 +349,8 @@ def _local_ip_address(node: Node) -> str:
             if node.rank == 0
             else ""
         )
-        raise ConfigError(f"--rdzv {node.endpoint}: {error.strerror}{hint}") from None
+        problem = f"cannot connect to this address: {error.strerror}"
+        raise ConfigError(f"--rdzv {node.endpoint}: {problem}{hint}") from None
 
 
 def _claim_node_rank(store: Store, node: Node) -> None:

@@ -134,9 +134,11 @@ def compare_measured(
         RankFailedError: if a plan failed to run; the message names the plan.
     """
     if devices < 2:
-        raise ConfigError(f"--devices {devices}: use at least 2 processes to measure a comparison")
+        raise ConfigError(
+            f"--devices {devices} is too few to compare plans\nuse at least --devices 2"
+        )
     if rounds < 2:
-        raise ConfigError(f"--rounds {rounds}: use at least 2 rounds to compute quartiles")
+        raise ConfigError(f"--rounds {rounds} is too few for quartiles\nuse at least --rounds 2")
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     calibrating = nested_progress(on_progress, "calibrating this machine")
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)

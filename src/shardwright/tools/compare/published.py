@@ -145,8 +145,8 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         product = f"{self.data_parallel} · {self.tensor_parallel} · {self.stages}"
         if self.devices != self.data_parallel * self.tensor_parallel * self.stages:
             raise ValueError(
-                f"`devices` is {self.devices}, not data_parallel · tensor_parallel · stages ="
-                f" {product}"
+                f"`devices` is {self.devices}, but must be data_parallel · tensor_parallel · stages"
+                f" = {product}"
             )
         samples = self.micro_batch * self.data_parallel
         if self.global_batch % samples:
@@ -204,7 +204,7 @@ def cluster_of(run: MeasuredRun) -> Cluster:
     try:
         return load_cluster(run.hardware)
     except ConfigError as error:
-        raise ConfigError(f"row {run.id}: hardware: {error}") from None
+        raise ConfigError(f"row {run.id}: cannot load the cluster `hardware`: {error}") from None
 
 
 def check_below_peak(run: MeasuredRun, cluster: Cluster) -> None:
@@ -275,7 +275,7 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
         rows_by_key.values()
     ):
         raise ConfigError(
-            f"{file}: expected a mapping with a non-empty list `rows` or `mindformers`"
+            f"{file}: the file has no rows\nwrite a mapping with a list `rows` or `mindformers`"
         )
     rows: list[Any] = rows_by_key[key]
     return rows
@@ -298,7 +298,7 @@ def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
         details = error.errors(include_url=False)[0]
         key = ".".join(str(entry) for entry in details["loc"])
         if details["type"] == "missing":
-            raise ConfigError(f"{location}: the key `{key}` is missing") from None
+            raise ConfigError(f"{location}: the key `{key}` is missing\nadd it") from None
         problem = details["msg"].removeprefix("Value error, ")
         got = f"{key}: {problem}, not {short_repr(details['input'])}" if key else problem
         raise ConfigError(f"{location}: {got}") from None
@@ -357,7 +357,7 @@ class PlannedRun:
         try:
             return self._plan_as_published()
         except ShardwrightError as error:
-            raise ConfigError(f"row {self.run.id}: {error}") from error
+            raise ConfigError(f"row {self.run.id} cannot be planned: {error}") from error
 
     def _plan_as_published(self) -> Candidate:
         run = self.run

@@ -117,7 +117,7 @@ class PlannedConfiguration:
                 model, graph, self.run.devices, cluster=self.cluster, memory_limit=NO_LIMIT
             )
         except ShardwrightError as error:
-            raise ConfigError(f"row {self.run.id}: {error}") from error
+            raise ConfigError(f"row {self.run.id} cannot be planned: {error}") from error
 
 
 def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, str]]:
@@ -181,7 +181,10 @@ def _planned_measurement(run: PublishedRun | ConfiguredRun, cluster: Cluster) ->
 def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
     path = next(_existing_config_paths(row.file, folder), None)
     if path is None:
-        raise ConfigError(f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}")
+        raise ConfigError(
+            f"{row.file}: no such file in {folder} or below {folder / 'mindformers'}\n"
+            "correct the key `file` of the row"
+        )
     configuration = Run.from_file(path).for_devices(row.devices)
     if not isinstance(configuration.foreign, MindFormersRun):
         raise ConfigError(

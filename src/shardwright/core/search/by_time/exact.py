@@ -239,8 +239,8 @@ class _JointTables:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
         if len(self._redistributions) + len(rows) * len(columns) > MAX_REDISTRIBUTIONS:
             raise TablesTooLargeError(
-                f"the tables need more than {MAX_REDISTRIBUTIONS:,} redistributions\n"
-                "use fewer devices for a joint optimum"
+                f"the exact search needs costs of more than {MAX_REDISTRIBUTIONS:,} "
+                "redistributions\nuse fewer devices for a joint optimum"
             )
         costs = np.array(
             [[weights.of(self._redistribution_cost(edge, a, b)) for b in columns] for a in rows]
