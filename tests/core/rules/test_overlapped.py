@@ -61,7 +61,7 @@ def test_what_is_exchanged_is_counted() -> None:
     found = rule_of(op)
     assert found is not None
     exchanges = found.reductions(op, {"s": 4})
-    assert [(each.kind, each.shape) for each in exchanges] == [
+    assert [(each.operation, each.shape) for each in exchanges] == [
         (NEXT, (1, 3, 1)),
         (PREVIOUS, (1, 3, 1)),
     ]
