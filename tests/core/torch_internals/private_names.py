@@ -220,6 +220,11 @@ TENSORS = (
         "`data_ptr()`, for storages with data",
     ),
     PrivateName(
+        "torch._dynamo.convert_frame.fullgraph_capture",
+        "traces a function by TorchDynamo, with its guards and side effects",
+        "`torch.export.export`, which refuses what the graph does not hold",
+    ),
+    PrivateName(
         "torch._guards.TracingContext",
         "whether this thread traces, while `torch.compiler.is_compiling()` is of the process",
     ),
