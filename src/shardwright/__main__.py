@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType, ModuleType
 
-HELP_ROOMS = ("cli", "errors", "text_files", "progress")
-"""Subpackages that `--help` imports; all others are imported only when a command runs."""
+from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.text_files import parse_yaml
+
+PACKAGE = Path(__file__).parent
+
+LIGHT_MODULES = ("cli", "errors", "text_files", "progress", "core.plan.text_columns")
+"""Modules and subpackages that `--help` and `init` import; all others are imported only when
+another command runs."""
+
+CONFIG_COMMANDS = ("plan", "report", "check", "train", "explain", "rehearse", "tune")
+"""Commands that take a configuration."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C."""
+
+INVALID_INPUT = 2
+"""Exit status for an invalid file."""
 
 LOADING_NOTE = "loading torch"
 
@@ -18,12 +39,67 @@ LOADING_NOTE = "loading torch"
 def run_command() -> None:
     """Run the command line.
 
-    Prints help without importing torch, which takes seconds. On a terminal or with `--progress`,
-    prints a note before importing torch for any other command.
+    Prints help, and runs `init`, without importing torch, which takes seconds. On a terminal or
+    with `--progress`, prints a note before importing torch for any other command. Ctrl-C ends the
+    process with status 130.
     """
-    arguments = sys.argv[1:]
+    # A traceback through an import would help nobody, and some imports swallow KeyboardInterrupt.
+    handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_interrupt:
+        signal.signal(signal.SIGINT, _exit_at_once)
+    problem = _unknown_keys(sys.argv[1:])
+    if problem:
+        sys.stderr.write(f"error: {problem}\n".replace("\n", "\n  ").rstrip() + "\n")
+        sys.exit(INVALID_INPUT)
+    main = _import_main(sys.argv[1:])
+    try:
+        if handles_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        main()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _unknown_keys(arguments: Sequence[str]) -> str:
+    """Return the unknown keys of the configuration files among the arguments, as a message.
+
+    All other mistakes are found when torch is imported.
+    """
+    messages = []
+    for file in _config_files(arguments):
+        # Files that do not exist or are invalid YAML are reported by the command.
+        with suppress(OSError, ValueError, ShardwrightError):
+            content = parse_yaml(file.read_text(encoding="utf-8"), str(file), ConfigError)
+            messages.append(_known_keys().unknown_keys(content, str(file)))
+    return "\n".join(filter(None, messages))
+
+
+def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
+    """Yield the YAML files among the arguments that are no values of options."""
+    if not arguments or arguments[0] not in CONFIG_COMMANDS:
+        return
+    for before, argument in pairwise(arguments):
+        if argument.endswith((".yaml", ".yml")) and not before.startswith("-"):
+            yield Path(argument)
+
+
+def _known_keys() -> ModuleType:
+    """Load the module without its package, which imports torch."""
+    spec = spec_from_file_location("known_keys", PACKAGE / "run" / "config" / "known_keys.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+def _import_main(arguments: Sequence[str]) -> Callable[[], None]:
+    """Import the command line, with a note if this takes seconds, and return its entry point."""
     note = ""
-    if not arguments or arguments == ["--version"] or _is_help_requested(arguments):
+    if _needs_no_torch(arguments):
         sys.meta_path.insert(0, EmptyModules())
     elif "--no-progress" in arguments:
         pass
@@ -34,28 +110,33 @@ def run_command() -> None:
         note = f"{0:6.1f} s  {LOADING_NOTE}\n"
     sys.stderr.write(note)
     sys.stderr.flush()
-    main = import_module("shardwright.cli").main
+    main: Callable[[], None] = import_module("shardwright.cli").main
     if note.endswith("\r"):
         # Overwrites the note.
         sys.stderr.write(f"{' ' * len(LOADING_NOTE)}\r")
-    main()
+    return main
 
 
-def _is_help_requested(arguments: Sequence[str]) -> bool:
+def _needs_no_torch(arguments: Sequence[str]) -> bool:
+    if not arguments or arguments[0] == "init" or arguments == ["--version"]:
+        return True
     return arguments[-1] == "--help" and len(arguments) <= 2
 
 
 class EmptyModules(MetaPathFinder, Loader):
-    """Import hook that replaces torch, and subpackages not in `HELP_ROOMS`, with empty modules."""
+    """Import hook that replaces torch, and all but `LIGHT_MODULES`, with empty modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, subpath = fullname.partition(".")
-        is_unused = package == "shardwright" and subpath.split(".")[0] not in HELP_ROOMS
-        if is_unused or package == "torch":
-            return ModuleSpec(fullname, self, is_package=True)
-        return None
+        package, _, rest = fullname.partition(".")
+        is_light = any(f"{rest}.".startswith(f"{light}.") for light in LIGHT_MODULES)
+        if package != "torch" and (package != "shardwright" or is_light):
+            return None
+        spec = ModuleSpec(fullname, self, is_package=True)
+        # Light modules are found inside of empty packages.
+        spec.submodule_search_locations = [str(PACKAGE.joinpath(*rest.split(".")))]
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _EmptyModule(spec.name)
@@ -66,8 +147,6 @@ class EmptyModules(MetaPathFinder, Loader):
 
 class _EmptyModule(ModuleType):
     """A module in which every name is an exception class, valid in `except` and annotations."""
-
-    __path__: MutableSequence[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> type[Exception]:
         if name.startswith("__"):

@@ -138,11 +138,12 @@ class PlanInterrupted(KeyboardInterrupt):
 
     Args:
         plan: function that returns the fastest fitting plan found so far.
+        candidate: the planner's candidate for this plan.
     """
 
-    def __init__(self, plan: Callable[[], Any]) -> None:
+    def __init__(self, plan: Callable[[], Any], candidate: Any = None) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self.candidate = plan, candidate
 
 
 def one_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 from json import dumps
 from pathlib import Path
+from signal import SIGINT
 from textwrap import wrap
 from typing import Annotated
 
@@ -118,11 +119,12 @@ def plan_command(
             on_progress("table")
             typer.echo(ranked.to_json() if json else str(ranked))
             return
+        interrupted = False
         try:
             plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         except PlanInterrupted as stopped:
             typer.echo("stopped: this is the fastest plan found so far that fits", err=True)
-            plan = stopped.plan()
+            plan, interrupted = stopped.plan(), True
         plan.derive(on_progress)
         on_progress("table")
         output = plan.to_json(memory=True) if json else plan_text(plan, full, every)
@@ -133,8 +135,11 @@ def plan_command(
     if json or not sys.stdout.isatty():
         typer.echo(output)
     else:
-        colored = _color_axes(output, plan)
-        Console(width=text_width(), highlight=False).print(colored, soft_wrap=True)
+        Console(width=text_width(), highlight=False).print(
+            _color_axes(output, plan), soft_wrap=True
+        )
+    if interrupted:
+        raise typer.Exit(128 + SIGINT)
 
 
 def _color_axes(text: str, plan: Plan) -> Text:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +17,12 @@ from shardwright.core.cost.cluster import LOCAL
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.micro_batches.batch_dims import other_sample_dims
+from shardwright.core.micro_batches.interpolated_graph import GraphsBySize
 from shardwright.core.parallel.train_step import check_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
-from shardwright.core.planner.best_candidate import best_candidate
-from shardwright.core.planner.candidate import Candidate, CapturedModel
+from shardwright.core.planner.best_candidate import best_candidate, raised_gc_threshold
+from shardwright.core.planner.candidate import Candidate, CapturedModel, PlanTask
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options
@@ -36,23 +34,6 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import MixedSamplesError, StrategyError
-from shardwright.progress import nested_progress
-
-GC_THRESHOLD = 20_000
-"""Threshold of Python's garbage collector during a search: new objects per collection of the
-youngest generation. A search creates millions of objects and hardly any cycles; with the default
-threshold, a seventh of the search time is garbage collection."""
-
-
-@contextmanager
-def _raised_gc_threshold() -> Iterator[None]:
-    before = gc.get_threshold()
-    if before[0]:  # 0 means that the caller has disabled the collector.
-        gc.set_threshold(max(GC_THRESHOLD, before[0]), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def plan_collectively(
@@ -105,7 +86,7 @@ def plan_model(
     return decide_model(options, net, args, kwargs).plan()
 
 
-@_raised_gc_threshold()
+@raised_gc_threshold()
 def decide_model(
     options: PlanOptions,
     net: nn.Module | Graph,
@@ -128,38 +109,48 @@ def decide_model(
     if isinstance(net, Pipeline):
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
-        return _best_candidate_for(options, net, args, kwargs, loss_reduction, ranking)
+        return best_candidate(
+            [plan_task(options, net, args, kwargs, loss_reduction, ranking)], ranking
+        )
     if isinstance(net, Graph):
         raise StrategyError(
             "micro_batches='auto' needs a model, as a graph is captured for one size of micro-batch"
             "\nplan the model, or pass the number of micro-batches: `micro_batches=4`"
         )
-    numbers = valid_num_micro_batches(pytree.tree_leaves((args, dict(kwargs or {}))))
+    leaves = pytree.tree_leaves((args, dict(kwargs or {})))
+    numbers = valid_num_micro_batches(leaves)
+    model, graphs = net, GraphsBySize()
 
-    def decided(number: int) -> Candidate:
-        phase = f"{number} micro-batches", numbers.index(number), len(numbers)
-        report = nested_progress(options.on_progress, *phase)
-        fixed = replace(options, micro_batches=number, on_progress=report)
-        return _best_candidate_for(fixed, net, args, kwargs, loss_reduction, ranking)
+    def prepare(number: int, captured: bool) -> PlanTask:
+        fixed = replace(options, micro_batches=number)
+        with graphs.deriving(not captured) as uses_derived:
+            task = plan_task(fixed, model, args, kwargs, loss_reduction, ranking, graphs)
+        return replace(task, is_derived=uses_derived())
 
-    return with_best_micro_batches(numbers, decided)
+    return with_best_micro_batches(numbers, prepare, ranking)
 
 
-def _best_candidate_for(
+def plan_task(
     options: PlanOptions,
     net: nn.Module | Graph,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    loss_reduction: str,
-    ranking: Ranking | None,
-) -> Candidate:
-    """Return the best candidate with a fixed number of micro-batches.
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    loss_reduction: str = "mean",
+    ranking: Ranking | None = None,
+    graphs: GraphsBySize | None = None,
+) -> PlanTask:
+    """Capture a model for a fixed number of micro-batches.
+
+    Args:
+        loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
+        ranking: records why a number of micro-batches is impossible.
+        graphs: graphs of the model for other numbers of micro-batches.
 
     Raises:
         ShardwrightError: see `plan`.
     """
     averages = options.num_micro_batches > 1 and loss_reduction == "mean"
-    graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages)
+    graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages, graphs)
     if graph.python is not None and graph.python.depends_on_calls:
         if options.num_micro_batches > 1 or options.stages not in (1, "auto"):
             raise MixedSamplesError(ONCE_PER_BATCH)
@@ -189,7 +180,7 @@ def _best_candidate_for(
         loss_reduction,
         batch_dims,
     )
-    return best_candidate(model, options, ranking)
+    return PlanTask(model, options)
 
 
 def _capture_micro_batch(
@@ -198,6 +189,7 @@ def _capture_micro_batch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     averages: bool,
+    graphs: GraphsBySize | None,
 ) -> tuple[Graph, SampleDims]:
     """Capture a model for one micro-batch.
 
@@ -207,6 +199,7 @@ def _capture_micro_batch(
         args, kwargs: example arguments with the global batch.
         averages: whether the losses of micro-batches must average or sum to the loss of the global
             batch.
+        graphs: graphs of the model for other numbers of micro-batches.
 
     Returns:
         The graph, and the batch dimension of each leaf of the call; () for a captured graph, or if
@@ -223,8 +216,11 @@ def _capture_micro_batch(
         def captured(leaves: list[Any]) -> Graph:
             return _capture_module(options, net, *pytree.tree_unflatten(leaves, spec))
 
+        def graph_of(leaves: list[Any]) -> Graph:
+            return captured(leaves) if graphs is None else graphs.graph(leaves, captured)
+
         micro_batch = MicroBatchCapture(
-            captured, leaves, options.num_micro_batches, averages, options.batch_norm
+            graph_of, leaves, options.num_micro_batches, averages, options.batch_norm
         )
         return micro_batch.graph(options.batch_dims)
     if options.compute_dtype is not None and net.compute_dtype != dtype:

@@ -12,7 +12,7 @@ tensors sent between stages that stay alive.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from math import prod
@@ -203,8 +203,9 @@ def memory(
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, trained_shards(chunks, tables))
-        moments = _memory_moments(order, dry_run_of, borders, state, pipeline.micro_batches)
-        stages_memory.append(_stage_memory(number, list(moments), state, chunks))
+        stock = _stock(dry_run_of.values(), pipeline.micro_batches)
+        moments = list(_memory_moments(order, dry_run_of, borders, state))
+        stages_memory.append(_stage_memory(number, stock, moments, state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
 
@@ -301,31 +302,51 @@ def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[Tr
 
 @dataclass(frozen=True)
 class _StepMoment:
-    """Memory at the peak of one action, without optimizer state.
+    """Memory of one action, relative to the bytes that are live before it.
 
     Args:
         name: name of the action for users.
-        bytes_by_category: bytes by category of tensor.
+        peak, change: changes in bytes by category, from the start of the action to its peak and to
+            its end. Actions of a pass type share these objects.
         chunk: index of the chunk.
         largest: (category of tensor, operator index, bytes) of the largest tensors.
     """
 
     name: str
-    bytes_by_category: BytesByCategory
+    peak: BytesByCategory
+    change: BytesByCategory
     chunk: int = 0
     largest: tuple[tuple[str, int, int], ...] = ()
 
-    @property
-    def total(self) -> int:
-        return sum(self.bytes_by_category.values())
-
 
 def _stage_memory(
-    number: int, moments: Sequence[_StepMoment], optimizer: OptimizerBytes, chunks: Sequence[Chunk]
+    number: int,
+    stock: BytesByCategory,
+    moments: Sequence[_StepMoment],
+    optimizer: OptimizerBytes,
+    chunks: Sequence[Chunk],
 ) -> StageMemory:
-    moment = max(moments, key=lambda each: each.total)
+    """Return the memory of a stage at its peak.
+
+    Args:
+        stock: bytes by category before the step.
+        moments: all actions in order.
+    """
+    totals = _peak_totals(stock, moments)
+    index = max(range(len(moments)), key=totals.__getitem__)
+    moment = moments[index]
+    # Most of the actions of a step are alike.
+    repeated: dict[int, tuple[BytesByCategory, int]] = {}
+    for earlier in moments[:index]:
+        change, repeats = repeated.get(id(earlier.change), (earlier.change, 0))
+        repeated[id(change)] = change, repeats + 1
+    changes = [
+        {category: repeats * size for category, size in change.items()}
+        for change, repeats in repeated.values()
+    ]
+    sizes = plus(stock, *changes, moment.peak)
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
-    curve, sizes = moments if len(moments) <= MAX_CURVE_PASSES else (), moment.bytes_by_category
+    curve = zip(moments, totals, strict=True) if len(moments) <= MAX_CURVE_PASSES else ()
     return StageMemory(
         stage=number,
         parameters=sizes.get(PARAMETERS, 0),
@@ -337,8 +358,28 @@ def _stage_memory(
         temporary=sizes.get(TEMPORARY, 0),
         moment=moment.name,
         largest=tuple((ops[op].name, what or "temporary", n) for what, op, n in moment.largest),
-        curve=tuple((each.name, each.total + optimizer.state) for each in curve),
+        curve=tuple((each.name, total + optimizer.state) for each, total in curve),
     )
+
+
+def _peak_totals(stock: BytesByCategory, moments: Sequence[_StepMoment]) -> list[int]:
+    """Return the bytes at the peak of each action, without optimizer state."""
+    sums: dict[int, int] = {}
+    live, totals = sum(stock.values()), []
+    for moment in moments:
+        for sizes in (moment.peak, moment.change):
+            if id(sizes) not in sums:
+                sums[id(sizes)] = sum(sizes.values())
+        totals.append(live + sums[id(moment.peak)])
+        live += sums[id(moment.change)]
+    return totals
+
+
+def _stock(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesByCategory:
+    """Return the bytes by category before a step."""
+    stock = plus({}, *(each.stock for each in dry_runs))
+    # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
+    return {**stock, BATCH: stock.get(BATCH, 0) * micro_batches}
 
 
 def _memory_moments(
@@ -346,30 +387,34 @@ def _memory_moments(
     dry_run_of: Mapping[int, DryRun],
     borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
-    micro_batches: int,
 ) -> Iterator[_StepMoment]:
-    live: BytesByCategory = plus({}, *(each.stock for each in dry_run_of.values()))
-    # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
-    live = {**live, BATCH: live.get(BATCH, 0) * micro_batches}
     for each in dry_run_of.values():
-        yield _StepMoment(BEGIN, plus(live, each.begin.peak_bytes))
-        live = plus(live, each.begin.change)
+        yield _StepMoment(BEGIN, each.begin.peak_bytes, each.begin.change)
+    changes: dict[tuple[int, str, bool], BytesByCategory] = {}
     done_actions: set[tuple[int, str]] = set()
+    activations = 0
     for action in order:
         each, key = dry_run_of[action.chunk], (action.chunk, action.pass_type)
         # The first backward pass allocates gradients, and later backward passes add to them.
-        phase = (each.later if key in done_actions else each.first)[action.pass_type]
-        name, peak_bytes = _action_name(action, len(dry_run_of)), plus(live, phase.peak_bytes)
-        yield _StepMoment(name, peak_bytes, action.chunk, phase.largest)
-        border_change = borders[action.chunk].border_change(action.pass_type, key in done_actions)
-        live = plus(live, phase.change, {ACTIVATIONS: border_change})
+        repeats = key in done_actions
+        phase = (each.later if repeats else each.first)[action.pass_type]
+        if (*key, repeats) not in changes:
+            border_change = borders[action.chunk].border_change(action.pass_type, repeats)
+            changes[*key, repeats] = plus(phase.change, {ACTIVATIONS: border_change})
+        change = changes[*key, repeats]
+        activations += change[ACTIVATIONS]
+        name = _action_name(action, len(dry_run_of))
+        yield _StepMoment(name, phase.peak_bytes, change, action.chunk, phase.largest)
         done_actions.add(key)
     for each in dry_run_of.values():
-        yield _StepMoment(END, plus(live, each.end.peak_bytes))
-        live = plus(live, each.end.change)
+        yield _StepMoment(END, each.end.peak_bytes, each.end.change)
+        activations += each.end.change.get(ACTIVATIONS, 0)
+    activations += sum(
+        each.stock.get(ACTIVATIONS, 0) + each.begin.change.get(ACTIVATIONS, 0)
+        for each in dry_run_of.values()
+    )
     # All tensors sent between stages are freed by the end of the step.
-    live = {**live, ACTIVATIONS: 0}
-    yield _StepMoment(UPDATE, plus(live, {TEMPORARY: optimizer.temporary}))
+    yield _StepMoment(UPDATE, {ACTIVATIONS: -activations, TEMPORARY: optimizer.temporary}, {})
 
 
 def _action_name(action: Action, num_chunks: int) -> str:

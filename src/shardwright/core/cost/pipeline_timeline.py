@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
@@ -195,23 +195,37 @@ class Timeline:
 
     Args:
         pipeline: simulated pipeline.
-        stages: spans of each stage, in execution order.
         chunks: seconds of each chunk, in model order.
+        ends: end of each step of `_passes`, in seconds.
     """
 
     pipeline: PipelineSpec
-    stages: tuple[tuple[Span, ...], ...]
     chunks: tuple[ChunkSeconds, ...]
+    ends: tuple[float, ...]
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Span, ...], ...]:
+        """Spans of each stage, in execution order."""
+        spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
+        for each, end in zip(_passes_of(self.pipeline), self.ends, strict=True):
+            action = each.action
+            start = end - self.chunks[action.chunk].of(action.pass_type)
+            spans[each.stage].append(Span(action, start, end))
+        return tuple(map(tuple, spans))
 
     @property
     def seconds(self) -> float:
         """Seconds from the first start to the last end on any stage."""
-        return max(spans[-1].end for spans in self.stages)
+        return max(self.ends)
 
-    @property
+    @cached_property
     def bubbles(self) -> tuple[float, ...]:
         """Fraction of the step for which each stage is idle."""
-        return tuple(1 - _busy_seconds(spans) / self.seconds for spans in self.stages)
+        busy = [0.0] * self.pipeline.stages
+        seconds = _seconds_of_actions(self.chunks)
+        for each in _passes_of(self.pipeline):
+            busy[each.stage] += seconds[each.action.pass_type][each.action.chunk]
+        return tuple(1 - each / self.seconds for each in busy)
 
     @property
     def bubble(self) -> float:
@@ -220,10 +234,6 @@ class Timeline:
 
     def __str__(self) -> str:
         return draw_timeline(self)
-
-
-def _busy_seconds(spans: Sequence[Span]) -> float:
-    return sum(span.end - span.start for span in spans)
 
 
 def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline:
@@ -241,60 +251,97 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
             f"got seconds of {len(chunks)} chunks, but the pipeline has {pipeline.num_chunks}\n"
             "pass the seconds of each chunk, in model order"
         )
+    seconds = _seconds_of_actions(chunks)
+    sends = [chunk.send for chunk in chunks]
+    ends: list[float] = []
+    for each in _passes_of(pipeline):
+        start = 0.0
+        if each.sender is not None:
+            start = ends[each.sender]
+            if each.border is not None:
+                start += sends[each.border]
+        if each.previous is not None:
+            start = max(start, ends[each.previous])
+        ends.append(start + seconds[each.action.pass_type][each.action.chunk])
+    return Timeline(pipeline, tuple(chunks), tuple(ends))
+
+
+def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
+    """Return the seconds of an action of each chunk, by pass type."""
+    pass_types = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    return {pass_type: [chunk.of(pass_type) for chunk in chunks] for pass_type in pass_types}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """An action, and what it waits for.
+
+    Args:
+        stage: index of the stage that runs the action.
+        previous: index of the pass that the stage runs before; None for the first.
+        sender: index of the pass that computes the inputs; None for inputs of the model.
+        border: index of the chunk whose outputs, or their gradients, are sent; None if nothing is
+            sent between stages.
+    """
+
+    action: Action
+    stage: int
+    previous: int | None
+    sender: int | None
+    border: int | None
+
+
+def _passes_of(pipeline: PipelineSpec) -> tuple[_Pass, ...]:
+    check_pipelining(pipeline)
+    # Assignments of operators to chunks are neither hashable nor needed.
+    return _passes(pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks)
+
+
+@lru_cache(maxsize=64)
+def _passes(stages: int, micro_batches: int, schedule: str, chunks: int) -> tuple[_Pass, ...]:
+    """Return all passes of a step, each after those that it waits for."""
+    pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders = actions(pipeline)
-    ends: dict[Action, float] = {}
-    stage_spans: list[list[Span]] = [[] for _ in orders]
+    passes: list[_Pass] = []
+    indices: dict[Action, int] = {}
+    last: list[int | None] = [None] * len(orders)
+    positions = [0] * len(orders)
     unfinished = set(range(len(orders)))
     # Each round runs each stage until it needs inputs that have not arrived from another stage.
     while unfinished:
-        num_done = len(ends)
+        num_done = len(passes)
         for stage in sorted(unfinished):
-            spans, order = stage_spans[stage], orders[stage]
-            while len(spans) < len(order):
-                action = order[len(spans)]
-                arrived = _arrival_seconds(pipeline, chunks, action, ends)
-                if arrived is None:
+            order = orders[stage]
+            while positions[stage] < len(order):
+                action = order[positions[stage]]
+                senders = _senders(pipeline, action)
+                sender = next((each for each in senders if each in indices), None)
+                if senders and sender is None:
                     break
-                start = max(arrived, spans[-1].end if spans else 0.0)
-                ends[action] = start + chunks[action.chunk].of(action.pass_type)
-                spans.append(Span(action, start, ends[action]))
-            if len(spans) == len(order):
+                border = None
+                if sender is not None and pipeline.stage_of(sender.chunk) != stage:
+                    border = min(action.chunk, sender.chunk)
+                sent_by = None if sender is None else indices[sender]
+                passes.append(_Pass(action, stage, last[stage], sent_by, border))
+                indices[action] = last[stage] = len(passes) - 1
+                positions[stage] += 1
+            if positions[stage] == len(order):
                 unfinished.discard(stage)
-        assert len(ends) > num_done, "deadlock: every stage waits for another one"
-    return Timeline(pipeline, tuple(map(tuple, stage_spans)), tuple(chunks))
+        assert len(passes) > num_done, "deadlock: every stage waits for another one"
+    return tuple(passes)
 
 
-def _arrival_seconds(
-    pipeline: PipelineSpec,
-    chunks: Sequence[ChunkSeconds],
-    action: Action,
-    ends: dict[Action, float],
-) -> float | None:
-    """Return the seconds at which the inputs of `action` have arrived, from the start of the step.
-
-    Args:
-        ends: end of each simulated action, in seconds from the start of the step.
-
-    Returns:
-        None if the action that sends the inputs is not simulated yet.
-    """
+def _senders(pipeline: PipelineSpec, action: Action) -> list[Action]:
+    """Return the actions of which one computes the inputs of `action`; [] for a model's inputs."""
     chunk, micro_batch = action.chunk, action.micro_batch
-
-    def arrival_from(sender: int, *pass_types: str) -> float | None:
-        times = [ends.get(Action(sender, pass_type, micro_batch)) for pass_type in pass_types]
-        end = next((seconds for seconds in times if seconds is not None), None)
-        if end is None or pipeline.stage_of(sender) == pipeline.stage_of(chunk):
-            return end
-        return end + chunks[min(chunk, sender)].send
-
     if action.pass_type == FORWARD:
-        return arrival_from(chunk - 1, FORWARD) if chunk else 0.0
+        return [Action(chunk - 1, FORWARD, micro_batch)] if chunk else []
     if action.pass_type == BACKWARD_WEIGHT:
-        return arrival_from(chunk, BACKWARD_INPUT)
+        return [Action(chunk, BACKWARD_INPUT, micro_batch)]
     # The last chunk computes the loss, from which its backward pass starts.
     if chunk == pipeline.num_chunks - 1:
-        return arrival_from(chunk, FORWARD)
-    return arrival_from(chunk + 1, BACKWARD, BACKWARD_INPUT)
+        return [Action(chunk, FORWARD, micro_batch)]
+    return [Action(chunk + 1, each, micro_batch) for each in (BACKWARD, BACKWARD_INPUT)]
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:

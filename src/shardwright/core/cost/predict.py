@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +36,8 @@ def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -
     if cluster is None:
         return timeline(pipeline, [_estimate_seconds_from_flops(chunk) for chunk in chunks])
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    return timeline(
-        pipeline, [seconds for _, seconds in _seconds_on_cluster(chunks, pipeline, model)]
-    )
+    times = chunk_times(partitioned, cluster)
+    return timeline(pipeline, list(_chunk_seconds(times, pipeline, model)))
 
 
 def _estimate_seconds_from_flops(chunk: Chunk) -> ChunkSeconds:
@@ -48,19 +47,35 @@ def _estimate_seconds_from_flops(chunk: Chunk) -> ChunkSeconds:
     return ChunkSeconds(forward, max(sum(each.backward_flops for each in work) / 1e9, forward))
 
 
-def _seconds_on_cluster(
-    chunks: Sequence[Chunk],
-    pipeline: PipelineSpec,
-    model: TimeModel,
-    blocking: bool = False,
-    orthogonalized: Collection[str] = (),
-) -> Iterator[tuple[StepTime, ChunkSeconds]]:
-    """Yield the seconds of each chunk in a step and in a micro-batch, on the cluster of `model`.
+@dataclass(frozen=True)
+class ChunkTime:
+    """Seconds of a chunk on a cluster, whatever the schedule.
 
     Args:
-        blocking: whether redistributions of activations do not overlap computation.
+        step: seconds in a step.
+        sent_bytes: bytes per micro-batch that a device sends to the next chunk; None for the last.
     """
+
+    step: StepTime
+    sent_bytes: int | None
+
+
+def chunk_times(
+    partitioned: Partitioned,
+    cluster: Cluster,
+    blocking: bool = False,
+    optimizer: str | torch.optim.Optimizer = "adamw",
+) -> tuple[ChunkTime, ...]:
+    """Return the seconds of each chunk, which schedules with equal chunks have in common.
+
+    Args:
+        blocking, optimizer: see `predict`.
+    """
+    pipeline, chunks = partitioned.pipeline, partitioned.chunks
+    model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
+    orthogonalized = orthogonalized_parameters(optimizer, partitioned.graph)
     cached_times: dict[object, StepTime] = {}
+    times = []
     for chunk in chunks:
         # Most chunks of a deep model differ only in names; these are predicted once.
         key = chunk_key(chunk) if len(chunks) > 1 else None
@@ -74,18 +89,29 @@ def _seconds_on_cluster(
                 overlaps=None if blocking else chunk.overlaps,
                 orthogonalized=orthogonalized,
             )
-        time, send = cached_times[key], 0.0
+        sent_bytes = chunk.border_bytes[0] if chunk.leaving else None
+        times.append(ChunkTime(cached_times[key], sent_bytes))
+    return tuple(times)
+
+
+def _chunk_seconds(
+    times: Sequence[ChunkTime], pipeline: PipelineSpec, model: TimeModel
+) -> Iterator[ChunkSeconds]:
+    """Yield the seconds of each chunk in a micro-batch."""
+    devices = model.mesh.num_devices
+    for number, time in enumerate(times):
+        send = 0.0
         # A rank sends to the rank with the same position in the device matrix of another stage, so
         # the link between the first ranks of two stages stands for all.
-        if chunk.leaving:
-            target, devices = pipeline.stage_of(chunk.number + 1), chunk.mesh.num_devices
-            link = model.links.cluster.level_between(chunk.stage * devices, target * devices)
-            send = link.call + link.latency + chunk.border_bytes[0] / link.rate
-        forward, backward = time.forward_seconds, time.backward_seconds
+        if time.sent_bytes is not None:
+            source, target = pipeline.stage_of(number), pipeline.stage_of(number + 1)
+            link = model.links.cluster.level_between(source * devices, target * devices)
+            send = link.call + link.latency + time.sent_bytes / link.rate
+        forward, backward = time.step.forward_seconds, time.step.backward_seconds
         if pipeline.stages > 1:
             overhead = model.device.pass_overhead
             forward, backward = forward + overhead, backward + overhead
-        yield time, ChunkSeconds(forward, backward, send=send)
+        yield ChunkSeconds(forward, backward, send=send)
 
 
 @dataclass(frozen=True)
@@ -135,6 +161,7 @@ def predict(
     cluster: Cluster,
     blocking: bool = False,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    times: Sequence[ChunkTime] | None = None,
 ) -> Predicted:
     """Return the predicted seconds of a training step.
 
@@ -147,27 +174,29 @@ def predict(
             that do not start them early.
         optimizer: name or instance of the optimizer; every optimizer is assumed to take the time of
             AdamW, except that Muon also orthogonalizes matrices.
+        times: result of `chunk_times`, if it is known.
 
     Raises:
         ConfigError: if the cluster has too few devices.
     """
-    pipeline, chunks = partitioned.pipeline, partitioned.chunks
+    pipeline = partitioned.pipeline
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
-    names = orthogonalized_parameters(optimizer, partitioned.graph)
-    times = list(_seconds_on_cluster(chunks, pipeline, model, blocking, names))
-    steps = tuple(step for step, _ in times)
+    if times is None:
+        times = chunk_times(partitioned, cluster, blocking, optimizer)
+    steps = tuple(time.step for time in times)
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)
-    stages = timeline(pipeline, [seconds for _, seconds in times])
+    seconds_of_chunks = list(_chunk_seconds(times, pipeline, model))
+    stages = timeline(pipeline, seconds_of_chunks)
     once_per_step = _shared_gradient_seconds(partitioned, model)
-    for chunk, step in zip(chunks, steps, strict=True):
-        once_per_step[chunk.stage] += step.exposed + step.update
+    for number, step in enumerate(steps):
+        once_per_step[pipeline.stage_of(number)] += step.exposed + step.update
     once_per_step = [seconds + model.device.step_overhead for seconds in once_per_step]
     # Where stages share a processor, an idle stage leaves it to the others. So the step takes the
     # mean of the seconds of all stages instead of the longest path.
     if model.shared:
         average_busy = (1 - stages.bubble) * stages.seconds
-        sent = 2 * pipeline.micro_batches * sum(seconds.send for _, seconds in times)
+        sent = 2 * pipeline.micro_batches * sum(chunk.send for chunk in seconds_of_chunks)
         seconds = average_busy + (sent + sum(once_per_step)) / pipeline.stages
         return Predicted(cluster, steps, stages, seconds)
     return Predicted(cluster, steps, stages, stages.seconds + max(once_per_step))

@@ -117,21 +117,60 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
         attempt: attempt whose plan needs the least memory.
         memory: memory of the plan of `attempt`.
     """
-    stage = max(memory.stages, key=lambda stage: stage.peak)
+    stage, options = memory.largest_stage, attempt.options
     on_stage = f" on stage {stage.stage}" if len(memory.stages) > 1 else ""
-    options = attempt.options
-    # `stages='auto'` compares predicted step times, and tries at most as many stages as there are
-    # micro-batches.
-    or_stages = ""
-    if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
-        or_stages = ", or stages='auto'"
-    message = (
+    count = options.num_micro_batches
+    with_count = f"{count} micro-batches, " if count > 1 else ""
+    text = (
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
-        f" ({memory.peak:,} bytes){on_stage}, with {attempt}: {_memory_breakdown(stage)}\n"
-        f"set a larger limit, or use more devices or more micro-batches{or_stages}"
+        f" ({memory.peak:,} bytes){on_stage}, with {with_count}{attempt}:"
+        f" {_memory_breakdown(stage)}\n"
+        f"set memory_limit={memory.peak}{_other_remedies(options, limit, stage)}"
     )
-    return MemoryLimitError(message, memory.peak)
+    return MemoryLimitError(text, memory.peak)
+
+
+MAX_DOUBLINGS = 10
+"""Maximum number of times that an error doubles the devices or the micro-batches."""
+
+
+def _other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
+    """Return what else would make a plan fit, each with an estimate of its memory.
+
+    Args:
+        stage: memory of the stage that needs the most, in the plan that needs the least.
+    """
+    # The inputs of all micro-batches are on the device throughout the step.
+    passing = stage.activations + stage.temporary
+    kept, remedies = stage.peak - passing, ""
+    devices, needed = _doubled(options.devices, 0, stage.peak, limit)
+    if needed <= limit:
+        remedies += f", or use {devices} devices (about {binary(needed)} each)"
+    # `stages='auto'` compares predicted step times, and tries at most as many stages as there are
+    # micro-batches.
+    if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
+        remedies += ", or try stages='auto'"
+    micro_batches, needed = _doubled(options.num_micro_batches, kept, passing, limit)
+    if needed <= limit:
+        return remedies + f", or use {micro_batches} micro-batches (about {binary(needed)})"
+    return (
+        f"{remedies}; more micro-batches are not enough, as parameters, gradients, optimizer"
+        f" state and inputs need {binary(kept)}"
+    )
+
+
+def _doubled(number: int, fixed: int, shared: int, limit: int) -> tuple[int, int]:
+    """Double `number` until `fixed` bytes and a share of `shared` bytes are within `limit`.
+
+    Returns:
+        The number and the bytes.
+    """
+    for doublings in range(1, MAX_DOUBLINGS + 1):
+        needed = fixed + (shared >> doublings)
+        if needed <= limit:
+            break
+    return number << doublings, needed
 
 
 def _memory_breakdown(stage: StageMemory) -> str:

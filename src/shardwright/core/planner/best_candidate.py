@@ -1,42 +1,77 @@
-"""Find the best candidate for a captured model, over numbers of stages and under a memory limit."""
+"""Find the best candidate for a captured model, over numbers of stages and of micro-batches and
+under a memory limit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
-from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
+from shardwright.core.planner.candidate import Candidate, PlanTask, candidates
 from shardwright.core.planner.choose_stages import suggest_stages, with_best_stages
 from shardwright.core.planner.device_limit import within_device_memory
 from shardwright.core.planner.fit_memory import within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
+from shardwright.core.planner.step_bound import StepBounds
+
+GC_THRESHOLD = 20_000
+"""Threshold of Python's garbage collector during a search: new objects per collection of the
+youngest generation. A search creates millions of objects and hardly any cycles; with the default
+threshold, a seventh of the search time is garbage collection."""
 
 
-def best_candidate(
-    model: CapturedModel, options: PlanOptions, ranking: Ranking | None = None
-) -> Candidate:
+@contextmanager
+def raised_gc_threshold() -> Iterator[None]:
+    """Context in which Python's garbage collector runs rarely, as during a search."""
+    before = gc.get_threshold()
+    if before[0]:  # 0 means that the caller has disabled the collector.
+        gc.set_threshold(max(GC_THRESHOLD, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@raised_gc_threshold()
+def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) -> Candidate:
     """Return the fastest candidate that fits into memory; without a cluster, the first that fits.
 
     Args:
-        ranking: records the fastest candidate of each kind of plan.
+        tasks: a model captured for one or more numbers of micro-batches, whose options differ in
+            this number only; several numbers need a cluster.
+        ranking: records the fastest candidate of each kind.
 
     Raises:
         StrategyError: if no operator can be sharded, or the requested stages are invalid.
         MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
             fits.
     """
+    models = {task.options.num_micro_batches: task.model for task in tasks}
+    options = tasks[0].options
 
     def decide(options: PlanOptions) -> Sequence[Candidate]:
-        return candidates(model, options)
+        return candidates(models[options.num_micro_batches], options)
 
-    def best(options: PlanOptions) -> Candidate:
-        if options.chooses_pipeline:
-            return with_best_stages(options, decide, ranking=ranking)
-        return within_memory(options, decide, ranking)
+    bounds = {count: StepBounds(model.graph) for count, model in models.items()}
+
+    def min_seconds(options: PlanOptions) -> float:
+        return bounds[options.num_micro_batches].min_seconds(options)
+
+    def best(changed: PlanOptions) -> Candidate:
+        """Return the best candidate for all tasks, with the memory limit of `changed`."""
+        limit = changed.memory_limit
+        requested = [replace(task.options, memory_limit=limit) for task in tasks]
+        if len(tasks) > 1 or options.chooses_pipeline:
+            return with_best_stages(requested, decide, min_seconds, ranking=ranking)
+        return within_memory(requested[0], decide, ranking)
 
     # Memory is that of a training step, which a model in eval mode does not run.
-    candidate = within_device_memory(options, best) if model.training else best(options)
+    is_trained = tasks[0].model.training
+    candidate = within_device_memory(options, best) if is_trained else best(options)
     # With `auto` the best number of stages has been chosen already.
     if options.suggest_stages and not options.chooses_pipeline:
-        suggest_stages(options, candidate, decide)
+        chosen = candidate.options.num_micro_batches
+        suggest_stages(replace(options, micro_batches=chosen), candidate, decide)
     return candidate

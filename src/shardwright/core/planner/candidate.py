@@ -17,7 +17,7 @@ from shardwright.core.constraints.recompute import recompute_of
 from shardwright.core.constraints.shard import Pins
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory, memory
-from shardwright.core.cost.predict import Predicted, predict
+from shardwright.core.cost.predict import ChunkTime, Predicted, chunk_times, predict
 from shardwright.core.cost.step_time import operator_seconds
 from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
@@ -62,8 +62,9 @@ class CapturedModel:
             of the search.
         divisions: cached assignments of operators to chunks, by the arguments of the search, the
             index of its result and the number of chunks.
-        predictions: cached (key, predicted step time) pairs, as searches with different arguments
-            often return the same cuts. A list, as decisions cannot be hashed.
+        chunk_times: cached (key, seconds of each chunk) pairs by numbers of stages and of chunks,
+            as searches with different arguments often return the same cuts, and schedules have
+            chunks in common. Lists, as decisions cannot be hashed.
     """
 
     graph: Graph
@@ -75,7 +76,9 @@ class CapturedModel:
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
     searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float]] = field(default_factory=dict)
     divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
-    predictions: list[tuple[tuple[object, ...], Predicted]] = field(default_factory=list)
+    chunk_times: dict[object, list[tuple[tuple[object, ...], Sequence[ChunkTime]]]] = field(
+        default_factory=dict
+    )
 
     @cached_property
     def recompute(self) -> Mapping[str, Recompute]:
@@ -123,16 +126,18 @@ class Candidate:
         """Predicted step time and its parts; None without a cluster."""
         if self.options.cluster is None:
             return None
-        cluster, cached = self.options.resolved_cluster, self.model.predictions
+        cluster, pipeline = self.options.resolved_cluster, self.pipeline
         optimizer = self.options.optimizer
-        key = (cluster, self.mesh, self.decisions, self.pipeline, optimizer)
+        key = (self.mesh, self.decisions, pipeline.chunk_of, cluster, optimizer)
+        counts = pipeline.stages, pipeline.chunks
+        cached = self.model.chunk_times.setdefault(counts, [])
         # Compared one by one, as decisions have dicts and cannot be hashed; few are cached.
-        predicted = next((value for cached_key, value in cached if cached_key == key), None)
-        if predicted is None:
+        times = next((value for cached_key, value in cached if cached_key == key), None)
+        if times is None:
             self._report_activity("step time")
-            predicted = predict(self.partitioned, cluster, optimizer=optimizer)
-            cached.append((key, predicted))
-        return predicted
+            times = chunk_times(self.partitioned, cluster, optimizer=optimizer)
+            cached.append((key, times))
+        return predict(self.partitioned, cluster, optimizer=optimizer, times=times)
 
     @cached_property
     def parameter_axes(self) -> int:
@@ -208,6 +213,20 @@ class Candidate:
             # Folding renames axes and changes no local shape, so memory is the same.
             plan.analysis.memory = self.measured
         return plan
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTask:
+    """A captured model, and the options to plan it with.
+
+    Args:
+        is_derived: whether the graph depends on graphs that were derived from those of other batch
+            sizes instead of captured.
+    """
+
+    model: CapturedModel
+    options: PlanOptions
+    is_derived: bool = False
 
 
 Decide = Callable[[PlanOptions], Sequence[Candidate]]

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
-from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.candidate import Candidate, Decide
-from shardwright.core.planner.fit_memory import StageOptions, fastest_within_memory
+from shardwright.core.planner.fit_memory import fastest_within_memory
+from shardwright.core.planner.memory_search import StageOptions
 from shardwright.core.planner.options import PlanOptions
-from shardwright.core.planner.ranking import Ranking, requested_kind
-from shardwright.errors import PlanError, PlanInterrupted, StrategyError, one_line
-from shardwright.progress import nested_progress
+from shardwright.core.planner.ranking import Ranking
+from shardwright.errors import PlanInterrupted
 
 log = logging.getLogger("shardwright.search")
 
 
 def with_best_stages(
-    options: PlanOptions,
+    requested: Sequence[PlanOptions],
     decide: Decide,
+    min_seconds: Callable[[PlanOptions], float] = lambda _: 0.0,
     best: Candidate | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
-    """Return the fastest candidate that fits into memory, over numbers of stages and schedules.
+    """Return the fastest candidate that fits into memory, over numbers of micro-batches and of
+    stages, and over schedules.
 
     A number of stages must divide the number of devices, be at most the number of micro-batches,
     and be possible with the schedule. Several schedules are tried only with `schedule="auto"`.
 
     Operators are sharded anew for each number of stages, and stages are balanced by time. One
-    best-first search under the memory limit covers all numbers of stages and schedules. The step
-    time without a memory limit is a lower bound for each combination.
+    best-first search under the memory limit covers all combinations. A lower bound on the step time
+    of a combination is `min_seconds`, then the step time without a memory limit.
 
     Args:
+        requested: options for each number of micro-batches, which differ in this number only.
         decide: function that searches with given options and returns candidates.
+        min_seconds: function that returns a lower bound on the step time, in seconds, from options
+            with a fixed number of stages and a fixed schedule.
         best: fastest candidate with one number of stages and schedule, which are not searched
             again; None to search all combinations.
         ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
@@ -46,35 +50,27 @@ def with_best_stages(
             limit with which a plan fits.
         PlanError, StrategyError: if the model cannot be planned with any number of stages.
     """
-    stage_options: list[StageOptions] = []
-    errors: list[PlanError | StrategyError] = []
-    all_options = list(_with_stage_counts(options))
-    new_options = [each for each in all_options if best is None or not _has_stages_of(best, each)]
-    numbers = sorted({_num_stages(each) for each in all_options})
-    log.info("searching pipeline stages in 1 … %d: %s", max_stages(options), numbers)
-    # One search for each without a memory limit gives a lower bound on its step time.
-    for index, staged in enumerate(new_options):
-        report = nested_progress(options.on_progress, "", index, len(new_options))
-        try:
-            candidates = decide(replace(_options_of_lower_bound(staged), on_progress=report))
-            min_seconds = min(candidate.aligned.seconds for candidate in candidates)
-        except (PlanError, StrategyError) as error:
-            errors.append(error)
-            log.info("%s: %s", _stages_text(staged), error)
-            if ranking is not None:
-                ranking.leave_out(requested_kind(staged), LeftOut.because(one_line(error)))
-            continue
-        stage_options.append(StageOptions(staged, min_seconds))
-        log.info("%s: at least %.4g s per step", _stages_text(staged), min_seconds)
-    if not stage_options and best is None:
-        raise errors[0]
+    all_options = [each for options in requested for each in _with_stage_counts(options)]
+    stage_options = [
+        StageOptions(each, min_seconds(each), _options_of_lower_bound(each))
+        for each in all_options
+        if best is None or not _has_stages_of(best, each)
+    ]
+    if len(stage_options) == 1:
+        # Nothing to compare the bound with.
+        stage_options[0].relaxed = None
+    log.info(
+        "searching stages in %s with micro-batches in %s",
+        sorted({_num_stages(each) for each in all_options}),
+        [options.num_micro_batches for options in requested],
+    )
     # Candidates slower than `best` are not needed.
     below = float("inf") if best is None else best.seconds
     fastest = best
     if stage_options:
         fastest = fastest_within_memory(stage_options, decide, below, ranking) or best
     assert fastest is not None
-    log.info("%s: %.4g s per step", _stages_text(fastest.options), fastest.seconds)
+    log.info("%s: %.4g s per step", fastest.options.in_words(), fastest.seconds)
     return fastest
 
 
@@ -100,14 +96,11 @@ def _num_stages(options: PlanOptions) -> int:
     return options.stages
 
 
-def _stages_text(options: PlanOptions) -> str:
-    schedule = "" if options.schedule == "1f1b" or options.stages == 1 else f", {options.schedule}"
-    return f"{options.stages} stages{schedule}"
-
-
-def _options_of_lower_bound(options: PlanOptions) -> PlanOptions:
+def _options_of_lower_bound(options: PlanOptions) -> PlanOptions | None:
     """Return `options` relaxed so that their predicted step time is a lower bound for `options`
-    with any memory limit."""
+    with any memory limit; None without a limit, as the search for the bound would take as long."""
+    if options.limit is None:
+        return None
     # All changes that save memory slow a step down, except sharding the optimizer state, with which
     # each device updates fewer parameters. So the optimizer state is sharded here.
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
@@ -149,7 +142,7 @@ def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> N
         return
     searched = replace(options, stages=AUTO)
     try:
-        best = with_best_stages(searched, decide, chosen)
+        best = with_best_stages([searched], decide, best=chosen)
     except KeyboardInterrupt:
         raise PlanInterrupted(chosen.plan) from None
     if best.pipeline.stages != chosen.pipeline.stages:

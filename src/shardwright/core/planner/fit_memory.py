@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
+from math import inf
 
 from shardwright.core.planner.attempts import attempt_phases
 from shardwright.core.planner.candidate import Candidate, Decide
-from shardwright.core.planner.memory_search import MemorySearch
+from shardwright.core.planner.memory_search import MemorySearch, QueuedOptions, StageOptions
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
 from shardwright.errors import PlanInterrupted
-
-
-@dataclass(frozen=True)
-class StageOptions:
-    """Options with a fixed number of stages and a fixed schedule.
-
-    Args:
-        min_seconds: lower bound on the step time in seconds, for any memory limit.
-    """
-
-    options: PlanOptions
-    min_seconds: float = 0.0
 
 
 def within_memory(
@@ -85,7 +74,7 @@ def fastest_within_memory(
         if not fitting:
             raise
         best = min(fitting, key=lambda candidate: candidate.seconds)
-        raise PlanInterrupted(best.plan) from None
+        raise PlanInterrupted(best.plan, best) from None
 
 
 def _search_phases(
@@ -94,15 +83,19 @@ def _search_phases(
     below: float,
     ranking: Ranking | None,
 ) -> Candidate | None:
-    on_progress = search.count_entries(stage_options[0].options.on_progress)
+    search.num_options = len(stage_options)
+    on_progress = search.count_options(stage_options[0].options.on_progress)
     phases_by_stages = [
         attempt_phases(replace(each.options, on_progress=on_progress)) for each in stage_options
     ]
+    for each in stage_options:
+        if each.relaxed is not None:
+            each.relaxed = replace(each.relaxed, on_progress=on_progress)
     # Phase by phase, so that all numbers of stages compete in each phase.
     for phase in zip_longest(*phases_by_stages, fillvalue=()):
         for each, groups in zip(stage_options, phase, strict=True):
-            if groups:
-                search.add(each.min_seconds, groups)
+            if groups and each.min_seconds < inf:
+                search.add(each.min_seconds, QueuedOptions(each, groups))
         fitted = search.run(below)
         if fitted is not None and ranking is not None:
             search.rank(fitted, ranking)
@@ -111,6 +104,10 @@ def _search_phases(
     # With a finite `below` the caller has a plan already, so that no error is needed.
     if below < float("inf"):
         return None
+    if search.resume_postponed():
+        fitted = search.run(below)
+        if fitted is not None:
+            return fitted
     search.measure_dropped()
     fitted = search.run(below)
     if fitted is not None or search.queue:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 from shardwright.core.cost.memory import Memory, binary, least_memory
 from shardwright.core.plan.ranked import LeftOut, PlanKind
@@ -28,6 +29,7 @@ from shardwright.core.planner.queued_candidate import (
     memory_and_time_key,
 )
 from shardwright.core.planner.ranking import Ranking, requested_kind
+from shardwright.core.planner.slow_search import ReportTimes
 from shardwright.core.search.recompute.search import MeasuredDecisions, RecomputeSearch
 from shardwright.errors import PlanError, ShardwrightError, StrategyError, one_line
 from shardwright.progress import OnProgress, nested_progress
@@ -45,6 +47,31 @@ with the recomputation that an estimate of its memory requires."""
 
 
 @dataclass
+class StageOptions:
+    """Options with fixed numbers of stages and micro-batches and a fixed schedule.
+
+    Args:
+        min_seconds: lower bound on the step time in seconds, for any memory limit.
+        relaxed: options whose step time without a memory limit is a tighter lower bound; None if
+            they have been searched, or if their search does not pay.
+        may_fit: whether a lower bound on the memory of a candidate was within the limit.
+    """
+
+    options: PlanOptions
+    min_seconds: float = 0.0
+    relaxed: PlanOptions | None = None
+    may_fit: bool = False
+
+
+@dataclass(frozen=True)
+class QueuedOptions:
+    """Attempts with equal `stage_options`, of which the first group is searched next."""
+
+    stage_options: StageOptions
+    groups: AttemptGroups
+
+
+@dataclass
 class MemorySearch:
     """The priority queue of attempts and candidates, and the results of the search so far.
 
@@ -56,13 +83,16 @@ class MemorySearch:
             not fit.
         dropped: candidates with a lower bound or an estimate of memory above the limit, for any
             recomputation or for recomputation of blocks at one depth.
+        postponed: options that are searched only if nothing else fits.
         recompute_cache: recomputation levels that candidates share.
         errors: options with which the model cannot be planned, each with the error.
         smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.
         entry_keys: keys of the candidates that were queued or dropped.
-        num_processed: number of entries taken from the queue.
         queue: heap of (lower bound in seconds, own lower bound in seconds, entry number, entry).
         entry_numbers: numbers that break ties, as entries cannot be compared.
+        num_options: number of `StageOptions` of the search.
+        examined: ids of the `StageOptions` that were searched.
+        report_times: when to report the best candidate so far.
     """
 
     limit: int | None
@@ -70,18 +100,21 @@ class MemorySearch:
     strict: bool
     smallest: tuple[Memory, Attempt] | None = None
     dropped: list[QueuedCandidate] = field(default_factory=list)
+    postponed: list[QueuedOptions] = field(default_factory=list)
     recompute_cache: RecomputeCache = field(default_factory=RecomputeCache)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     smallest_peaks: dict[PlanKind, int] = field(default_factory=dict)
     entry_keys: set[object] = field(default_factory=set)
-    num_processed: int = 0
-    queue: list[tuple[float, float, int, QueuedCandidate | AttemptGroups]] = field(
+    queue: list[tuple[float, float, int, QueuedCandidate | QueuedOptions]] = field(
         default_factory=list
     )
     entry_numbers: Iterator[int] = field(default_factory=count)
+    num_options: int = 1
+    examined: set[int] = field(default_factory=set)
+    report_times: ReportTimes = field(default_factory=ReportTimes)
 
     def add(
-        self, bound: float, entry: QueuedCandidate | AttemptGroups, seconds: float = 0.0
+        self, bound: float, entry: QueuedCandidate | QueuedOptions, seconds: float = 0.0
     ) -> None:
         """Queue an entry with the lower bound `max(bound, seconds)` on its step time.
 
@@ -91,14 +124,16 @@ class MemorySearch:
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
-    def count_entries(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback so that it also reports how many queue entries there are and
-        were processed."""
+    def count_options(self, on_progress: OnProgress) -> OnProgress:
+        """Wrap a progress callback to report how many of all options were searched.
+
+        The total is known from the start. A search may end before it is reached, as options that
+        cannot be faster are not searched.
+        """
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
-            # One more than in the queue, from which the entry that is being examined was taken.
-            total = self.num_processed + 1 + len(self.queue)
-            nested_progress(on_progress, "", self.num_processed, total)(doing, done, of)
+            searched = min(len(self.examined), self.num_options - 1)
+            nested_progress(on_progress, "", searched, self.num_options)(doing, done, of)
 
         return report
 
@@ -109,15 +144,39 @@ class MemorySearch:
             bound, _, _, entry = front = heappop(self.queue)
             try:
                 if not isinstance(entry, QueuedCandidate):
-                    self._search_attempts(bound, entry)
+                    self._examine_options(bound, entry)
                 elif (fitted := self._examine_candidate(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
                 # `known_to_fit` reads the queue after Ctrl-C.
                 heappush(self.queue, front)
                 raise
-            self.num_processed += 1
+            seconds = self.report_times.due()
+            if seconds is not None:
+                self._report_best(seconds)
         return None
+
+    def _report_best(self, seconds: float) -> None:
+        """Log the fastest candidate that is known to fit.
+
+        Args:
+            seconds: seconds that the search has taken.
+        """
+        fitting = self.known_to_fit()
+        bound = self.queue[0][0] if self.queue else 0.0
+        if not fitting:
+            text = "no plan is known to fit yet"
+        else:
+            best = min(fitting, key=lambda candidate: candidate.seconds)
+            words = best.options.pipeline_in_words(), best.options.in_words()
+            text = (
+                f"the best plan so far takes {best.seconds:.4g} s per step"
+                f" ({', '.join(words)}); Ctrl-C ends the search with it"
+            )
+        log.warning(
+            "the search has taken %.0f s and goes on: %s; no plan takes less than %.4g s",
+            *(seconds, text, bound),
+        )
 
     def known_to_fit(self) -> list[Candidate]:
         """Return queued candidates that are known to fit, with full recomputation where necessary.
@@ -170,27 +229,68 @@ class MemorySearch:
             attempts = (
                 [entry.attempt]
                 if isinstance(entry, QueuedCandidate)
-                else [attempt for group in entry for attempt in group]
+                else [attempt for group in entry.groups for attempt in group]
             )
             for attempt in attempts:
                 yield bound, requested_kind(attempt.options)
 
-    def _search_attempts(self, bound: float, groups: AttemptGroups) -> None:
-        """Queue the candidates of the first group of attempts, and the remaining groups as one
-        entry.
+    def _examine_options(self, bound: float, queued: QueuedOptions) -> None:
+        """Search with `queued.stage_options.relaxed` for a tighter bound, or queue the candidates
+        of the first group of attempts, and the remaining groups as one entry.
 
         Args:
-            bound: lower bound in seconds on the step time of all attempts in `groups`.
+            bound: lower bound in seconds on the step time of all attempts.
         """
-        min_seconds = bound
-        candidates = (queued for attempt in groups[0] for queued in self._new_candidates(attempt))
-        for index, queued in enumerate(candidates):
-            seconds = max(bound, queued.candidate.seconds)
-            min_seconds = min(min_seconds, seconds) if index else seconds
-            self.add(seconds, queued)
+        stage_options, groups = queued.stage_options, queued.groups
+        self.examined.add(id(stage_options))
+        if stage_options.relaxed is not None:
+            if self._tighten_bound(stage_options):
+                self.add(max(bound, stage_options.min_seconds), queued)
+            return
+        min_seconds, num_queued, num_dropped = bound, 0, len(self.dropped)
+        for attempt in groups[0]:
+            for candidate in self._new_candidates(attempt):
+                seconds = max(bound, candidate.candidate.seconds)
+                min_seconds = min(min_seconds, seconds) if num_queued else seconds
+                num_queued += 1
+                stage_options.may_fit = True
+                self.add(seconds, candidate)
+        log.debug(
+            "%s, mem_coeff=%g: at least %.4g s per step",
+            stage_options.options.pipeline_in_words(),
+            groups[0][0].options.fixed_mem_coeff,
+            min_seconds,
+        )
+        if len(groups) == 1:
+            return
+        remaining = QueuedOptions(stage_options, groups[1:])
+        # What a device stores at the last ZeRO level hardly depends on `mem_coeff`. If even that is
+        # too much, larger values are tried only if nothing else fits.
+        shards_all = any(attempt.options.shards_all for attempt in groups[0])
+        if shards_all and len(self.dropped) > num_dropped and not stage_options.may_fit:
+            self.postponed.append(remaining)
+            return
         # The next group is searched only if no candidate that is clearly faster fits.
-        if len(groups) > 1:
-            self.add(max(bound, NEXT_MEM_COEFF_BOUND * min_seconds), groups[1:])
+        self.add(max(bound, NEXT_MEM_COEFF_BOUND * min_seconds), remaining)
+
+    def _tighten_bound(self, stage_options: StageOptions) -> bool:
+        """Set the bound of `stage_options` to the step time without a memory limit.
+
+        Returns:
+            False if the model cannot be planned with these options.
+        """
+        relaxed, stage_options.relaxed = stage_options.relaxed, None
+        assert relaxed is not None
+        try:
+            relaxed_candidates = self.decide(relaxed)
+            seconds = min(candidate.aligned.seconds for candidate in relaxed_candidates)
+        except (PlanError, StrategyError) as error:
+            self.errors.append((relaxed, error))
+            stage_options.min_seconds = inf
+            return False
+        stage_options.min_seconds = max(stage_options.min_seconds, seconds)
+        log.info("%s: at least %.4g s per step", relaxed.pipeline_in_words(), seconds)
+        return True
 
     def _new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
         """Yield new candidates of `attempt` that may fit; record candidates that cannot fit."""
@@ -335,6 +435,14 @@ class MemorySearch:
         self.smallest_peaks[plan_kind] = min(peak_bytes, measured.memory.peak)
         if self.smallest is None or measured.memory.peak < self.smallest[0].peak:
             self.smallest = measured.memory, attempt
+
+    def resume_postponed(self) -> bool:
+        """Queue the options that were postponed; return whether there are any."""
+        postponed, self.postponed = self.postponed, []
+        for queued in postponed:
+            queued.stage_options.may_fit = True
+            self.add(queued.stage_options.min_seconds, queued)
+        return bool(postponed)
 
     def measure_dropped(self) -> None:
         """Measure dropped candidates that may need less memory than the smallest measured so far.

@@ -24,7 +24,7 @@ from shardwright.core.constraints import DatasetStrategy, check_dataset_strategy
 from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.micro_batches.batch_norms import BATCH_NORMS, WHOLE_BATCH
-from shardwright.core.partition.decisions import BUCKET_BYTES, OptimizerParallel
+from shardwright.core.partition.decisions import BUCKET_BYTES, LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.requirement import (
@@ -229,6 +229,12 @@ class PlanOptions(KeywordOptions):
         ]
         return ", ".join(word for word in words if word) or "as requested"
 
+    def pipeline_in_words(self) -> str:
+        """Return the numbers of micro-batches and stages and the schedule, such as
+        `8 micro-batches, 2 stages, gpipe`."""
+        words = [f"{self.micro_batches} micro-batches", f"{self.stages} stages"]
+        return ", ".join(words if self.stages == 1 else [*words, self.schedule])
+
     @property
     def chooses_pipeline(self) -> bool:
         """Whether the planner chooses the number of stages or the schedule."""
@@ -297,6 +303,13 @@ class PlanOptions(KeywordOptions):
         """The requested `mem_coeff`, which must not be 'auto'."""
         assert not isinstance(self.mem_coeff, str)
         return self.mem_coeff
+
+    @property
+    def shards_all(self) -> bool:
+        """Whether parameters, gradients and optimizer state are sharded over all devices that
+        replicate them (ZeRO-3)."""
+        sharding = self.sharding
+        return sharding is not None and sharding.level == LEVELS[-1] and sharding.shard_size == -1
 
     @property
     def search_options(self) -> dict[str, Any]:

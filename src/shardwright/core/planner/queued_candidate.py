@@ -11,7 +11,11 @@ import torch
 from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.rules.rule import Cuts
-from shardwright.core.search.recompute.blocks import DEFAULT_PRICES, RecomputePrices
+from shardwright.core.search.recompute.blocks import (
+    DEFAULT_PRICES,
+    RecomputeBlocks,
+    RecomputePrices,
+)
 from shardwright.core.search.recompute.levels import RecomputeLevels
 from shardwright.core.search.recompute.search import RecomputeSearch, max_peak_ratio
 
@@ -55,26 +59,34 @@ class RecomputeCache:
     """Recomputation levels shared by candidates, and ratios of measured to estimated memory.
 
     Args:
-        levels_by_cuts: recomputation levels, by device matrix, cuts, number of stages and schedule.
-        depths_by_chunks: groups of depths of the module tree (`RecomputeBlocks.depths`), by number
-            of chunks.
-        measured_ratios: largest ratio of measured to estimated peak memory so far, by number of
-            stages, schedule and ZeRO level.
+        levels_by_cuts: recomputation levels, by device matrix, cuts, numbers of micro-batches and
+            stages, and schedule.
+        blocks_by_cuts: blocks that may be recomputed, by device matrix, cuts and chunks.
+        depths_by_chunks: groups of depths of the module tree (`RecomputeBlocks.depths`), by numbers
+            of micro-batches and chunks.
+        measured_ratios: largest ratio of measured to estimated peak memory so far, by numbers of
+            micro-batches and stages, schedule and ZeRO level.
     """
 
     levels_by_cuts: dict[object, RecomputeLevels] = field(default_factory=dict)
-    depths_by_chunks: dict[int, Sequence[Sequence[int]]] = field(default_factory=dict)
+    blocks_by_cuts: dict[object, RecomputeBlocks] = field(default_factory=dict)
+    depths_by_chunks: dict[tuple[int, int], Sequence[Sequence[int]]] = field(default_factory=dict)
     measured_ratios: dict[object, float] = field(default_factory=dict)
 
     def recompute_levels(self, candidate: Candidate) -> RecomputeLevels:
         """Return the recomputation levels of a candidate, which do not depend on the ZeRO level."""
         graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
-        key = candidate.mesh, _hashable_cuts(cuts), pipeline.stages, pipeline.schedule
+        cuts_key = candidate.mesh, _hashable_cuts(cuts)
+        key = cuts_key, _pipeline_key(candidate)
         if key not in self.levels_by_cuts:
             options, prices = candidate.options, DEFAULT_PRICES
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
                 prices = RecomputePrices.on(options.resolved_cluster, dtype)
+            chunks_key = pipeline.micro_batches, pipeline.num_chunks
+            # Schedules with equal chunks on each stage share blocks.
+            v_shaped = pipeline.schedule_spec.v_shaped
+            blocks_key = cuts_key, chunks_key, pipeline.stages, v_shaped
             # All cuts with as many chunks share depths, as each depth takes an estimate to find.
             recompute_levels = RecomputeLevels(
                 graph,
@@ -82,9 +94,11 @@ class RecomputeCache:
                 candidate.decisions,
                 pipeline,
                 prices,
-                self.depths_by_chunks.get(pipeline.num_chunks),
+                self.depths_by_chunks.get(chunks_key),
+                self.blocks_by_cuts.get(blocks_key),
             )
-            self.depths_by_chunks[pipeline.num_chunks] = recompute_levels.depths
+            self.blocks_by_cuts[blocks_key] = recompute_levels.blocks
+            self.depths_by_chunks[chunks_key] = recompute_levels.depths
             self.levels_by_cuts[key] = recompute_levels
         return self.levels_by_cuts[key]
 
@@ -96,9 +110,9 @@ class RecomputeCache:
             limit: memory limit in bytes per device.
         """
         candidate = queued.candidate
-        pipeline, sharding = candidate.pipeline, candidate.decisions.sharding
+        sharding = candidate.decisions.sharding
         level = None if sharding is None else sharding.level
-        ratio_key = pipeline.stages, pipeline.schedule, level
+        ratio_key = _pipeline_key(candidate), level
         ratio = self.measured_ratios.get(ratio_key)
         stages = self.recompute_levels(candidate).at_depth(depth)
         recompute_search = RecomputeSearch(
@@ -122,8 +136,12 @@ def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
     # A ZeRO level that shards no parameter, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None
     storage = tuple(sorted(decisions.storage.items())), level
-    pipeline = candidate.pipeline.stages, candidate.pipeline.schedule
-    return storage, _hashable_cuts(decisions.cuts), pipeline, attempt.recompute
+    return storage, _hashable_cuts(decisions.cuts), _pipeline_key(candidate), attempt.recompute
+
+
+def _pipeline_key(candidate: Candidate) -> object:
+    pipeline = candidate.pipeline
+    return pipeline.micro_batches, pipeline.stages, pipeline.schedule
 
 
 def _hashable_cuts(cuts: Mapping[str, Cuts]) -> object:

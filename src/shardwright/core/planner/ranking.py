@@ -3,11 +3,11 @@ no plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.core.plan.ranked import LeftOut, PlanKind, RankedPlans
-from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.candidate import Candidate, CapturedModel
 from shardwright.core.planner.options import PlanOptions
 from shardwright.errors import StrategyError
 
@@ -61,16 +61,17 @@ class Ranking:
         have one.
 
         Args:
-            plan_kinds: kinds of plans with equal numbers of micro-batches.
+            plan_kinds: kinds of plans of one search.
         """
+        plan_kinds = list(plan_kinds)
         # A candidate may have been found with recomputation although its kind was queued without.
         open_kinds = [plan_kind for plan_kind in plan_kinds if not self._has_candidate(plan_kind)]
         if not open_kinds:
             return False
-        # Per number of micro-batches: the searches are independent, and the fastest kinds of one
-        # may be slower than all kinds of another.
-        micro_batches = open_kinds[0].micro_batches
-        return sum(each.micro_batches == micro_batches for each in self.fastest) < self.top
+        # Of the numbers of micro-batches of one search: searches are independent, and the fastest
+        # kinds of one may be slower than all kinds of another.
+        counts = {each.micro_batches for each in plan_kinds}
+        return sum(each.micro_batches in counts for each in self.fastest) < self.top
 
     def leave_out(self, plan_kind: PlanKind, reason: LeftOut) -> None:
         """Record why a kind of plan has no candidate, unless a reason that sorts before `reason` is
@@ -79,12 +80,33 @@ class Ranking:
         if recorded is None or reason < recorded:
             self.left_out[plan_kind] = reason
 
-    def ranked(self) -> RankedPlans:
-        """Return the `top` fastest plans, and for each other kind of plan the reason why it is left
-        out."""
-        order = sorted(
+    def best(self) -> list[Candidate]:
+        """Return the `top` fastest candidates, each of another kind."""
+        return [candidate for _, candidate in self._ordered()[: self.top]]
+
+    def clear(self) -> None:
+        """Forget all candidates, for a search that is repeated."""
+        self.fastest.clear()
+        self.left_out.clear()
+
+    def replace_models(self, models: Mapping[int, CapturedModel]) -> None:
+        """Replace the models of all candidates by equal ones.
+
+        Args:
+            models: model by number of micro-batches.
+        """
+        for plan_kind, candidate in self.fastest.items():
+            model = models.get(plan_kind.micro_batches, candidate.model)
+            self.fastest[plan_kind] = replace(candidate, model=model)
+
+    def _ordered(self) -> list[tuple[PlanKind, Candidate]]:
+        return sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
+
+    def ranked(self) -> RankedPlans:
+        """Return the `top` fastest plans, and for each other kind the reason why it is left out."""
+        order = self._ordered()
         left_out = {
             key: reason for key, reason in self.left_out.items() if not self._has_candidate(key)
         }

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwright.errors import ConfigError
+from shardwright.run.config.known_keys import key_hint
 from shardwright.run.config.schema import Config
 from shardwright.text_files import parse_yaml, read_text, short_repr
 
@@ -105,10 +106,7 @@ def _valid_key_hint(path: tuple[int | str, ...]) -> str:
             if isinstance(member, type) and issubclass(member, BaseModel)
         )
     keys = [field.alias or name for name, field in section.model_fields.items()]
-    close_matches = difflib.get_close_matches(str(path[-1]), keys, n=1)
-    return (
-        f"did you mean {close_matches[0]}?" if close_matches else f"valid keys: {', '.join(keys)}"
-    )
+    return key_hint(str(path[-1]), keys)
 
 
 def _did_you_mean(value: object, valid: str) -> str:

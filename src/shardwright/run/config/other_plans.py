@@ -58,9 +58,7 @@ class AlternativePlanner:
         Raises:
             ShardwrightError: see `Run.plan`.
         """
-        unplanned, run = run, run.for_devices(devices).with_micro_batches(devices)
-        model, graph = run.capture()
-        return cls(unplanned, run, model, graph, run.plan_graph(model, graph, devices))
+        return cls(run, *run.for_devices(devices).planned(devices))
 
     def what_if_plans(self) -> Iterator[tuple[str, Plan | str]]:
         """Plan `run` with half the memory, twice the devices, and half and twice the batch size.

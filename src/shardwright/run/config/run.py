@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.api import WithLoss
-from shardwright.core.api.decide import decide_model, plan_model
+from shardwright.core.api.decide import plan_model, plan_task
 from shardwright.core.api.save_graphs import SavedGraphs
 from shardwright.core.capture.annotations import module_tags
 from shardwright.core.capture.capture import capture
@@ -24,10 +24,12 @@ from shardwright.core.constraints.load_strategies import load_strategies
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.deferred import no_init_parameters
 from shardwright.core.graph.graph import Graph
+from shardwright.core.micro_batches.interpolated_graph import GraphsBySize
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
-from shardwright.core.planner.candidate import Candidate
+from shardwright.core.planner.best_candidate import best_candidate
+from shardwright.core.planner.candidate import Candidate, PlanTask
 from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
@@ -38,7 +40,7 @@ from shardwright.core.runtime.micro_batches import (
 )
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models.expert_sharding import pin_expert
-from shardwright.progress import OnProgress, ignore_progress, nested_progress
+from shardwright.progress import OnProgress, ignore_progress
 from shardwright.run.config.checkpointing import CheckpointPolicy
 from shardwright.run.config.formats import ForeignRun, foreign_run
 from shardwright.run.config.graph_cache import cached_graph
@@ -200,11 +202,16 @@ class Run:
     def _plan_and_save(self, devices: int, files: SavedGraphs | None) -> Plan:
         # The graph is saved before the search, so that it can be inspected if the search fails.
         try:
-            run = self.with_micro_batches(devices)
-            model, graph = run.capture()
-            if files is not None:
-                files.graph(graph)
-            plan = run.plan_graph(model, graph, devices)
+            if self.config.parallel.chooses_micro_batches:
+                candidate = self._search_candidate(devices)
+                if files is not None:
+                    files.graph(candidate.model.graph)
+                plan = candidate.plan()
+            else:
+                model, graph = self.capture()
+                if files is not None:
+                    files.graph(graph)
+                plan = self.plan_graph(model, graph, devices)
         except ShardwrightError as error:
             if files is not None:
                 files.error(error)
@@ -212,6 +219,19 @@ class Run:
         if files is not None:
             files.plan(plan)
         return plan
+
+    def planned(self, devices: int) -> tuple[Run, nn.Module, Graph, Plan]:
+        """Return the run with its number of micro-batches, its model, the graph and the plan.
+
+        Raises:
+            ShardwrightError: see `plan`.
+        """
+        if not self.config.parallel.chooses_micro_batches:
+            model, graph = self.capture()
+            return self, model, graph, self.plan_graph(model, graph, devices)
+        candidate = self._search_candidate(devices)
+        run = self._with_num_micro_batches(candidate.pipeline.micro_batches)
+        return run, run.annotated_model(), candidate.model.graph, candidate.plan()
 
     def with_micro_batches(self, devices: int) -> Run:
         """Return the run with the fastest number of micro-batches if the planner chooses it.
@@ -247,36 +267,49 @@ class Run:
             The fastest candidate.
         """
 
-        def search(run: Run) -> Candidate:
-            model, graph = run.capture()
+        def task_of(run: Run, graphs: GraphsBySize | None = None) -> PlanTask:
+            model, graph = run.capture(graphs)
             options = run._plan_options(model, devices)
             options = options if ranking is None else options_to_rank(options)
-            return decide_model(options, graph, ranking=ranking)
-
-        def search_with(num_micro_batches: int) -> Candidate:
-            phase = f"{num_micro_batches} micro-batches"
-            index = choices.index(num_micro_batches)
-            report = nested_progress(self.on_progress, phase, index, len(choices))
-            run = self._with_num_micro_batches(num_micro_batches)
-            return search(replace(run, on_progress=report))
+            return plan_task(options, graph, ranking=ranking)
 
         if not self.config.parallel.chooses_micro_batches:
-            return search(self)
+            return best_candidate([task_of(self)], ranking)
+        graphs = GraphsBySize()
+
+        def prepare(num_micro_batches: int, captured: bool) -> PlanTask:
+            with graphs.deriving(not captured) as uses_derived:
+                task = task_of(self._with_num_micro_batches(num_micro_batches), graphs)
+            return replace(task, is_derived=uses_derived())
+
         choices = valid_num_micro_batches(self._with_num_micro_batches(1).micro_batch_to_plan())
-        return with_best_micro_batches(choices, search_with)
+        return with_best_micro_batches(choices, prepare, ranking)
 
     def _with_num_micro_batches(self, num_micro_batches: int) -> Run:
         parallel = self.config.parallel.model_copy(update={"micro_batches": num_micro_batches})
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
-    def capture(self) -> tuple[nn.Module, Graph]:
+    def capture(self, graphs: GraphsBySize | None = None) -> tuple[nn.Module, Graph]:
         """Build the model, attach the strategies of the configuration to it, and capture its graph.
+
+        Args:
+            graphs: graphs of the model for other numbers of micro-batches.
 
         Raises:
             ShardwrightError: if the model cannot be built or captured, or the configuration does
                 not match it.
         """
-        model, batch = self.model_to_plan(), self.micro_batch_to_plan()
+        model = self.annotated_model()
+        return model, self.capture_graph(model, self.micro_batch_to_plan(), graphs)
+
+    def annotated_model(self) -> nn.Module:
+        """Build the model for capture, and attach the strategies and recomputation of the
+        configuration to it.
+
+        Raises:
+            ShardwrightError: if the model cannot be built, or the configuration does not match it.
+        """
+        model = self.model_to_plan()
         parallel = self.config.parallel
         if parallel.strategies is not None:
             load_strategies(model, self.folder / parallel.strategies)
@@ -285,25 +318,35 @@ class Run:
                 pin_expert(model, **parallel.expert.model_dump(exclude={"layers"}))
             if parallel.recompute is not None and not parallel.recomputes_as_needed:
                 mark_recomputed(model, parallel.recompute)
-        return model, self.capture_graph(model, batch)
+        return model
 
-    def capture_graph(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Graph:
+    def capture_graph(
+        self, model: nn.Module, batch: tuple[Tensor, ...], graphs: GraphsBySize | None = None
+    ) -> Graph:
         """Capture the graph of `model`, or read it from the cache, with current module tags.
 
         Tags are the strategies and recomputation that users attached to modules.
 
         Args:
             batch: one micro-batch; only shapes and dtypes matter.
+            graphs: graphs of the model for other numbers of micro-batches.
 
         Raises:
             CaptureError: if the model cannot be captured.
         """
-        graph = self._capture_or_load_graph(model, batch)
+
+        def graph_of(leaves: Sequence[Tensor]) -> Graph:
+            if graphs is None:
+                return self._capture_or_load_graph(model, leaves)
+            graph = graphs.graph(leaves, lambda leaves: self._capture_or_load_graph(model, leaves))
+            return replace(graph, module_tags=module_tags(model))
+
+        graph = graph_of(batch)
         # Captures with other numbers of samples too, to find what depends on the batch size.
         return with_whole_batch(
             graph,
             self.config.parallel.num_micro_batches,
-            lambda count: self._capture_or_load_graph(model, of_micro_batches(batch, count)),
+            lambda count: graph_of(of_micro_batches(batch, count)),
             self.config.parallel.batch_norm,
         )
 

@@ -113,13 +113,16 @@ class RecomputeBlocks:
         self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
         self._free_ops = [op for op in graph.ops if op.name not in decisions.recompute]
         self._cached_operations: dict[object, float] = {}
+        self._cached_blocks: dict[int, tuple[RecomputeBlock, ...]] = {}
 
     def blocks(self, depth: int) -> tuple[RecomputeBlock, ...]:
         """Return the blocks of all stages at a depth of the module tree.
 
         Operators that the user recomputes belong to no block.
         """
-        return self._blocks_with_options(self._block_of_ops(depth))
+        if depth not in self._cached_blocks:
+            self._cached_blocks[depth] = self._blocks_with_options(self._block_of_ops(depth))
+        return self._cached_blocks[depth]
 
     @cached_property
     def depths(self) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardwright.core.cost.pipeline_timeline import actions, alive
 from shardwright.core.graph.graph import Graph, Op
@@ -203,6 +203,7 @@ class RecomputeLevels:
         prices: floating-point operations that a byte moved or sent counts as.
         depths: groups of depths of the module tree at which modules may be blocks; None for
             `RecomputeBlocks.depths`.
+        blocks: blocks of another plan with equal sharding and equal operators in each stage.
     """
 
     def __init__(
@@ -213,10 +214,11 @@ class RecomputeLevels:
         pipeline: PipelineSpec,
         prices: RecomputePrices = DEFAULT_PRICES,
         depths: Sequence[Sequence[int]] | None = None,
+        blocks: RecomputeBlocks | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._recompute_blocks = RecomputeBlocks(graph, mesh, decisions, self._stage_of_op, prices)
-        self.depths = self._recompute_blocks.depths if depths is None else depths
+        self.blocks = blocks or RecomputeBlocks(graph, mesh, decisions, self._stage_of_op, prices)
+        self.depths = self.blocks.depths if depths is None else depths
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 
     def at_depth(self, depth: int) -> tuple[StageLevels, ...]:
@@ -224,7 +226,7 @@ class RecomputeLevels:
         tree as blocks."""
         if depth not in self._by_depth:
             blocks, in_flight = (
-                self._recompute_blocks.blocks(depth),
+                self.blocks.blocks(depth),
                 _micro_batches_in_flight(self._pipeline),
             )
             self._by_depth[depth] = tuple(
@@ -286,8 +288,8 @@ class RecomputeLevels:
         """Bytes that a device of each stage saves for the backward pass of a micro-batch, without
         recomputation."""
         saved_bytes = [0] * self._pipeline.stages
-        operators = self._recompute_blocks.graph.by_name
-        for name, size in self._recompute_blocks.saved_without_blocks.items():
+        operators = self.blocks.graph.by_name
+        for name, size in self.blocks.saved_without_blocks.items():
             # Inputs, buffers and constants have no operator and are not freed by recomputation.
             if name in operators:
                 saved_bytes[self._stage_of_op(operators[name])] += size
@@ -297,13 +299,24 @@ class RecomputeLevels:
         return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
 
 
-def _micro_batches_in_flight(pipeline: PipelineSpec) -> list[int]:
+def _micro_batches_in_flight(pipeline: PipelineSpec) -> tuple[int, ...]:
     """Return for each stage the maximum number of micro-batches whose activations exist at the same
     time, as a mean over the chunks of the stage."""
-    return [
+    # Assignments of operators to chunks are neither hashable nor needed.
+    return _counts_in_flight(
+        pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks
+    )
+
+
+@cache
+def _counts_in_flight(
+    stages: int, micro_batches: int, schedule: str, chunks: int
+) -> tuple[int, ...]:
+    pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
+    return tuple(
         max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))
         for order in actions(pipeline)
-    ]
+    )
 
 
 def with_recompute(

@@ -1,0 +1,224 @@
+"""Derives the graph of a model for one batch size from its graphs for two other sizes.
+
+Capturing a deep model takes far longer than comparing two of its graphs, and a planner needs one
+graph for each number of micro-batches. Sizes in a graph are `fixed + slope * rows` for most models,
+so that two graphs determine a third:
+
+    rows 128: reshape(x, [1048576, 64])      rows 64: reshape(x, [524288, 64])
+    rows  32: reshape(x, [ 262144, 64])
+
+Two graphs do not prove that a third batch size is captured alike (`if len(x) < 40`). So derived
+graphs only serve to compare plans, and the graph of a chosen plan is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.graph.graph import Graph, Op, Value
+
+
+class NotInterpolableError(Exception):
+    """Two graphs differ in more than sizes that are linear in the number of rows."""
+
+
+@dataclass
+class GraphsBySize:
+    """The graphs of one model by the sizes of its inputs, each captured or derived once.
+
+    Args:
+        derive: whether graphs may be derived from two captured graphs.
+        captured: captured graphs by the shapes of the leaves.
+        num_derived: number of times that a derived graph was returned.
+    """
+
+    derive: bool = True
+    captured: dict[tuple[Any, ...], Graph] = field(default_factory=dict)
+    num_derived: int = 0
+    _derived: dict[tuple[Any, ...], Graph] = field(default_factory=dict)
+
+    def graph(self, leaves: Sequence[Any], capture: Callable[[list[Any]], Graph]) -> Graph:
+        """Return the graph for `leaves`.
+
+        Args:
+            leaves: the leaves of the arguments of a call.
+            capture: captures the model, given the leaves.
+
+        Raises:
+            CaptureError: if the model cannot be captured.
+        """
+        key = tuple(_description(leaf) for leaf in leaves)
+        if key in self.captured:
+            return self.captured[key]
+        if self.derive and key not in self._derived and len(self.captured) > 1:
+            graph = self._derive(key)
+            if graph is not None:
+                self._derived[key] = graph
+        if self.derive and key in self._derived:
+            self.num_derived += 1
+            return self._derived[key]
+        self.captured[key] = capture(list(leaves))
+        return self.captured[key]
+
+    @contextmanager
+    def deriving(self, derive: bool) -> Iterator[Callable[[], bool]]:
+        """Context in which graphs may be derived or not; yields a function that returns whether a
+        derived graph was used in the context."""
+        before, self.derive = self.derive, derive
+        start = self.num_derived
+        try:
+            yield lambda: self.num_derived > start
+        finally:
+            self.derive = before
+
+    def _derive(self, key: tuple[Any, ...]) -> Graph | None:
+        (key_a, graph_a), (key_b, graph_b), *_ = self.captured.items()
+        try:
+            rows = _rows(key_a, key_b, key)
+            return _Interpolation(graph_a, graph_b, *rows).graph()
+        except NotInterpolableError:
+            return None
+
+
+def _description(leaf: Any) -> Any:
+    """Return what identifies the graph for a leaf: shape and kind of a tensor, or the object."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf if isinstance(leaf, (int, float, str, bool)) else id(leaf)
+    return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+
+
+def _rows(key_a: Sequence[Any], key_b: Sequence[Any], key: Sequence[Any]) -> tuple[int, int, int]:
+    """Return the batch sizes of three calls whose arguments differ only in the batch size."""
+    if not len(key_a) == len(key_b) == len(key):
+        raise NotInterpolableError
+    rows: set[tuple[int, int, int]] = set()
+    for a, b, wanted in zip(key_a, key_b, key, strict=True):
+        if a[1:] != b[1:] or a[1:] != wanted[1:]:
+            raise NotInterpolableError
+        if a[0] == b[0] == wanted[0]:
+            continue
+        shapes = (a[0], b[0], wanted[0])
+        if not all(isinstance(s, tuple) for s in shapes) or len({*map(len, shapes)}) > 1:
+            raise NotInterpolableError
+        rows |= {sizes for sizes in zip(*shapes, strict=True) if len({*sizes}) > 1}
+    if len(rows) != 1:
+        raise NotInterpolableError
+    (found,) = rows
+    if found[0] == found[1]:
+        raise NotInterpolableError
+    return found
+
+
+class _Interpolation:
+    """Derives the graph for a batch of `rows` rows from those for `rows_a` and `rows_b` rows."""
+
+    def __init__(self, a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> None:
+        self._a, self._b = a, b
+        self._rows_a, self._rows_b, self._rows = rows_a, rows_b, rows
+        self._values: dict[Value, tuple[Value, Value]] = {}
+        """For each value of `a`, that of `b` and that of the derived graph."""
+
+    def graph(self) -> Graph:
+        """Return the derived graph.
+
+        Raises:
+            NotInterpolableError: if the graphs differ in more than sizes.
+        """
+        a, b = self._a, self._b
+        if a.python is not None or b.python is not None or len(a.ops) != len(b.ops):
+            raise NotInterpolableError
+        self._pair_equal(a.parameters, b.parameters)
+        self._pair_equal(a.buffers, b.buffers)
+        self._pair_equal(tuple(a.constants), tuple(b.constants))
+        for mine, other in zip(a.constants.values(), b.constants.values(), strict=True):
+            if mine.is_meta or other.is_meta or not torch.equal(mine, other):
+                raise NotInterpolableError
+        inputs = self._paired_inputs(a.inputs, b.inputs)
+        ops = tuple(self._op(*pair) for pair in zip(a.ops, b.ops, strict=True))
+        named = ("tied", "frozen", "compute_dtype", "attributes", "autocast_on", "whole_batch")
+        if any(getattr(a, name) != getattr(b, name) for name in named):
+            raise NotInterpolableError
+        derived = {
+            each.name: self._argument(getattr(a, each.name), getattr(b, each.name))
+            for each in fields(Graph)
+            if each.name in ("outputs", "updates", "loss", "other_losses")
+        }
+        return replace(a, ops=ops, inputs=inputs, capture_seconds=0.0, **derived)
+
+    def _pair_equal(self, values: Sequence[Value], others: Sequence[Value]) -> None:
+        """Pair values that do not depend on the batch size, which the derived graph shares."""
+        if len(values) != len(others):
+            raise NotInterpolableError
+        for value, other in zip(values, others, strict=True):
+            if _facts(value) != _facts(other) or value.shape != other.shape:
+                raise NotInterpolableError
+            self._values[value] = other, value
+
+    def _paired_inputs(self, leaves: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+        if len(leaves) != len(others):
+            raise NotInterpolableError
+        for leaf, other in zip(leaves, others, strict=True):
+            if isinstance(leaf, Value) and isinstance(other, Value):
+                self._value(leaf, other)
+        return tuple(map(self._argument, leaves, others))
+
+    def _value(self, value: Value, other: Value) -> Value:
+        """Pair a new value of each graph, and return that of the derived graph."""
+        if _facts(value) != _facts(other) or len(value.shape) != len(other.shape):
+            raise NotInterpolableError
+        made = replace(value, shape=tuple(map(self._number, value.shape, other.shape)))
+        self._values[value] = other, made
+        return made
+
+    def _op(self, op: Op, other: Op) -> Op:
+        facts = ("name", "target", "module", "source", "flattened", "calls")
+        if any(getattr(op, name) != getattr(other, name) for name in facts):
+            raise NotInterpolableError
+        if len(op.outputs) != len(other.outputs):
+            raise NotInterpolableError
+        args, kwargs = self._argument(op.args, other.args), self._argument(op.kwargs, other.kwargs)
+        outputs = tuple(map(self._value, op.outputs, other.outputs))
+        return replace(op, args=args, kwargs=kwargs, outputs=outputs)
+
+    def _argument(self, mine: Any, other: Any) -> Any:
+        """Return an argument of the derived graph, given that of each graph."""
+        if isinstance(mine, Value):
+            if mine not in self._values or self._values[mine][0] is not other:
+                raise NotInterpolableError
+            return self._values[mine][1]
+        if type(mine) is not type(other):
+            raise NotInterpolableError
+        if isinstance(mine, (list, tuple)):
+            if len(mine) != len(other):
+                raise NotInterpolableError
+            items = map(self._argument, mine, other)
+            return list(items) if isinstance(mine, list) else tuple(items)
+        if isinstance(mine, dict):
+            if mine.keys() != other.keys():
+                raise NotInterpolableError
+            return {key: self._argument(item, other[key]) for key, item in mine.items()}
+        if type(mine) is int:
+            return self._number(mine, other)
+        if mine is not other and mine != other:
+            raise NotInterpolableError
+        return mine
+
+    def _number(self, mine: int, other: int) -> int:
+        if mine == other:
+            return mine
+        slope, rest = divmod(mine - other, self._rows_a - self._rows_b)
+        fixed = mine - slope * self._rows_a
+        # A negative fixed part is a sign of a number that grows faster than the batch.
+        if rest or fixed < 0:
+            raise NotInterpolableError
+        return fixed + slope * self._rows
+
+
+def _facts(value: Value) -> tuple[object, ...]:
+    return tuple(getattr(value, each.name) for each in fields(Value) if each.name != "shape")

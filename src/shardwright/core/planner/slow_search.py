@@ -1,0 +1,31 @@
+"""When a search that takes long reports the best plan that it has found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+FIRST_REPORT_SECONDS = 120.0
+"""Seconds after which a search first reports its best plan; further reports follow when the search
+has taken two, four, eight, ... times as long."""
+
+
+class ReportTimes:
+    """The moments at which a search reports its best plan so far.
+
+    Args:
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._start = clock, clock()
+        self._next = FIRST_REPORT_SECONDS
+
+    def due(self) -> float | None:
+        """Return the seconds that the search has taken if a report is due, else None."""
+        seconds = self._clock() - self._start
+        if seconds < self._next:
+            return None
+        while self._next <= seconds:
+            self._next *= 2
+        return seconds

@@ -1,0 +1,93 @@
+"""Finds unknown keys of a configuration file without importing its schema.
+
+The schema needs torch, whose import takes seconds. So the keys of each section are read from the
+source of the schema: the annotated fields of its classes.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).parents[2]
+
+SOURCES = ("run/config/schema.py", "core/planner/options.py")
+"""Files with the classes of the schema."""
+
+SectionKeys = Mapping[str, "str | None"]
+"""For each key of a section the class of the section below it; None for a key without sections."""
+
+
+def unknown_keys(content: Any, file: str) -> str:
+    """Return a message with a line for each unknown key, or "" if there are none.
+
+    Files of other frameworks have top-level keys that resemble none of the schema; they have no
+    unknown keys.
+
+    Args:
+        content: the parsed YAML.
+        file: name of the file.
+    """
+    keys = section_keys()["Config"]
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        return ""
+    if not all(key in keys or close_keys(key, keys) for key in content):
+        return ""
+    return "\n".join(f"{file}: {line}" for line in _unknown_in(content, "Config", ""))
+
+
+def key_hint(key: str, keys: SectionKeys | list[str]) -> str:
+    """Return the closest of the valid `keys`, or all of them, as the end of a message."""
+    close = close_keys(key, keys)
+    return f"did you mean {close[0]}?" if close else f"valid keys: {', '.join(keys)}"
+
+
+def close_keys(key: str, keys: SectionKeys | list[str]) -> list[str]:
+    """Return the valid key that `key` may be a misspelling of, or []."""
+    return difflib.get_close_matches(key, keys, n=1)
+
+
+def _unknown_in(content: Mapping[Any, Any], section: str, prefix: str) -> Iterator[str]:
+    keys = section_keys()[section]
+    for key, value in content.items():
+        if key not in keys:
+            yield f"{prefix}{key}: unknown key; {key_hint(str(key), keys)}"
+            continue
+        below = keys[key]
+        if below is not None and isinstance(value, Mapping):
+            yield from _unknown_in(value, below, f"{prefix}{key}.")
+
+
+@cache
+def section_keys() -> Mapping[str, SectionKeys]:
+    """Return the keys of each section, by name of its class."""
+    classes: dict[str, ast.ClassDef] = {}
+    for source in SOURCES:
+        for node in ast.parse((PACKAGE / source).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+    return {name: dict(_keys_of(name, classes)) for name in classes}
+
+
+def _keys_of(name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, str | None]]:
+    node = classes[name]
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name) and base.id in classes:
+            yield from _keys_of(base.id, classes)
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            names = (part.id for part in ast.walk(field.annotation) if isinstance(part, ast.Name))
+            sections = [each for each in names if each.endswith("Section")]
+            yield _alias(field) or field.target.id, sections[0] if sections else None
+
+
+def _alias(field: ast.AnnAssign) -> str | None:
+    """Return the key of a field whose name differs, as `async` is no name in Python."""
+    if not isinstance(field.value, ast.Call):
+        return None
+    aliases = (each.value for each in field.value.keywords if each.arg == "alias")
+    return next((str(each.value) for each in aliases if isinstance(each, ast.Constant)), None)
