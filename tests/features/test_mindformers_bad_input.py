@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "experts that are chosen in groups": (
         {"moe_config__expert_num": 8, "moe_config__topk_method": "group_limited_greedy"},
         8,
-        "moe_config.topk_method: the router has no expert groups",
+        "moe_config.topk_method: the router has no groups of experts",
     ),
     # The model.
     "an unknown model": (

@@ -130,8 +130,8 @@ def _read_unfrozen_patterns(section: Keys) -> list[str]:
     names = {**dict.fromkeys(_EMBEDDING_NAMES, "embed_tokens"), **_LAYER_NAMES}
     merged = [each for each in patterns if any(n in each for n in names if names[n] == _MERGED_QKV)]
     if merged:
-        problem = (
-            f"{merged[0]!r} is three layers here\nuse separate patterns for wq, wk and wv instead"
+        raise section.error(
+            "freeze_exclude",
+            f"{merged[0]!r} is three layers here\nuse separate patterns for wq, wk and wv instead",
         )
-        raise section.error("freeze_exclude", problem)
     return [re.sub(r"\w+", lambda m: names.get(m.group(), m.group()), each) for each in patterns]

@@ -52,8 +52,9 @@ def read_architecture(arch: Keys) -> tuple[str, Positions, str]:
         return _ARCHITECTURES[name]
     remedy = "build the model yourself, or with `transformers`, and call `shardwright.parallelize`"
     if name in _UNSUPPORTED_TASKS:
-        problem = (
-            f"{_UNSUPPORTED_TASKS[name]}, but only causal language models on text are supported"
+        raise arch.error(
+            "type",
+            f"{name} {_UNSUPPORTED_TASKS[name]}, but only causal language models on text are"
+            f" supported\n{remedy}",
         )
-        raise arch.error("type", f"{name} {problem}\n{remedy}")
     raise arch.error("type", f"{name!r} is not supported\nuse one of {valid}; for others, {remedy}")

@@ -60,12 +60,16 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
     shared = section.integer("shared_expert_num", 0, minimum=0)
     normalized = section.flag("norm_topk_prob", True)
     if section.integer("first_k_dense_replace", 0, minimum=0):
-        raise section.error("first_k_dense_replace", "all layers have experts\nset it to 0")
+        raise section.error(
+            "first_k_dense_replace", "Mixtral and Qwen have no dense layers\nset it to 0"
+        )
     if section.string("topk_method", "greedy") != "greedy":
-        raise section.error("topk_method", "the router has no expert groups\nset it to greedy")
+        raise section.error("topk_method", "the router has no groups of experts\nset it to greedy")
     if shared and not (has_qkv_bias and section.flag("use_shared_expert_gating", False)):
-        problem = "needs qkv_has_bias and use_shared_expert_gating, as in Qwen\nset these to True"
-        raise section.error("shared_expert_num", problem)
+        raise section.error(
+            "shared_expert_num",
+            "needs qkv_has_bias and use_shared_expert_gating, as in Qwen\nset these to True",
+        )
     if not shared and (has_qkv_bias or not normalized):
         name = "norm_topk_prob" if not normalized else "shared_expert_num"
         raise section.error(name, "Mixtral has another value\nfor Qwen, set shared_expert_num")
@@ -79,8 +83,9 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
 def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     """Read DeepSeek-V2's latent attention, shared experts and leading dense layers."""
     if section.flag("norm_topk_prob", True):
-        problem = "DeepSeek-V2 does not normalize expert weights\nset it to False"
-        raise section.error("norm_topk_prob", problem)
+        raise section.error(
+            "norm_topk_prob", "DeepSeek-V2 does not normalize expert weights\nset it to False"
+        )
     if section.flag("use_shared_expert_gating", False):
         raise section.error("use_shared_expert_gating", "DeepSeek-V2 has no gate\nset it to False")
     method = section.string("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))

@@ -168,8 +168,9 @@ def _read_mem_coeff(config: Keys) -> float | str:
     try:
         return config.number("mem_coeff", 0.1, above=0)
     except ConfigError:
-        problem = f"{value!r} is neither a positive number nor 'auto'\nset it to 'auto'"
-        raise config.error("mem_coeff", problem) from None
+        raise config.error(
+            "mem_coeff", f"{value!r} is neither a positive number nor 'auto'\nset it to 'auto'"
+        ) from None
 
 
 def _read_pipeline_schedule(config: Keys) -> str:

@@ -72,7 +72,7 @@ def test_stages_are_cut_automatically() -> None:
                 "stage_config": {"one": 0, "two": 1},
                 "schedule": "zero_bubble_v",
             },
-            "(?s)run through stages 0, 1 .*'zero_bubble_v' the order must be 0, 1, 1, 0",
+            "(?s)run through stages 0, 1 .*'zero_bubble_v' runs in the order 0, 1, 1, 0",
         ),
     ],
 )

@@ -94,12 +94,12 @@ def test_stages_may_come_back_as_a_v(graph: Graph) -> None:
         (
             {"one": 0, "block.0": 1, "block.2": 0, "last": 1},
             "zero_bubble_v",
-            "(?s)run through stages 0, 1, 0, 1 .*'zero_bubble_v' the order must be 0, 1, 1, 0",
+            "(?s)run through stages 0, 1, 0, 1 .*'zero_bubble_v' runs in the order 0, 1, 1, 0",
         ),
         (
             {"one": 0, "block": 1, "last": 0},
             "interleaved_1f1b",
-            "(?s)run through stages 0, 1, 0 .*'interleaved_1f1b' the order must be 0, 1",
+            "(?s)run through stages 0, 1, 0 .*'interleaved_1f1b' runs in the order 0, 1",
         ),
     ],
 )

@@ -11,6 +11,6 @@ from shardwright.errors import StrategyError
 
 
 def test_an_unknown_pin_is_refused_with_the_nearest_names() -> None:
-    match = r"not in the model: layr2, nosuch\nnames like 'layr2' are layer2"
+    match = r"not in the model: layr2, nosuch\nfor 'layr2', use one of layer2"
     with pytest.raises(StrategyError, match=match):
         SearchRequest(case_a(), prime_mesh(8), pinned={"layr2": {}, "nosuch": {}})

@@ -91,7 +91,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "parallel: {mode: semi_auto, expert: {}}",
-            "`parallel.expert` needs a language model, not `model.target`",
+            "`parallel.expert` needs a language model; remove it, or set `model.name`",
         ),
         (
             "parallel: {recompute: {}}",

@@ -125,7 +125,7 @@ def trace_tags(twin: nn.Module, root: nn.Module) -> None:
 
 @contextmanager
 def tagging(tag: Any) -> Iterator[None]:
-    """Return a context that tags the operators captured in it.
+    """Return a context that tags the operators which are captured in the context.
 
     The tag replaces a tag of the same type from an outer context.
     """
@@ -156,7 +156,7 @@ def tags_of(node: fx.Node) -> tuple[Any, ...]:
 
 
 def retag(node: fx.Node, old: Any, new: Any = None) -> None:
-    """Replace the tag `old` of a traced operator by `new`; None removes it."""
+    """Replace the tag `old` of a traced operator by `new`, or remove the tag if `new` is None."""
     custom = {key: tag for key, tag in node.meta.get("custom", {}).items() if tag is not old}
     if new is not None:
         custom[f"{_KEY}.{type(new).__name__}"] = new

@@ -35,7 +35,7 @@ from shardwright.core.torch_internals.tensors import storage_id, version
 from shardwright.errors import CaptureError
 
 MISSING = "<no such attribute>"
-"""Sentinel for the value of an attribute that a module lacks, as in `getattr` with a default."""
+"""Sentinel that represents the value of a missing attribute."""
 
 SET = "<set by forward>"
 """Recorded value of an attribute that `forward` sets before it reads the attribute."""
@@ -82,7 +82,7 @@ def content(value: Any) -> Hashable:
 
 
 def _only_replaces_none(before: Any, after: Any) -> bool:
-    """Whether the only change to an object is that attributes that were None got plain values.
+    """Whether an object changed only in attributes that were None and now have plain values.
 
     Example: the first call sets `problem_type` in configurations of `transformers`.
     """
@@ -135,7 +135,8 @@ def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
 
 
 def plain_text(value: Any) -> str:
-    """Return the `repr` of a number, string, None or tuple of these; `""` for other values."""
+    """Return the `repr` of a plain value (number, string, None, or tuple of plain values); `""` for
+    other values."""
     items = value if isinstance(value, tuple) else (value,)
     return repr(value) if all(isinstance(item, _PLAIN) for item in items) else ""
 

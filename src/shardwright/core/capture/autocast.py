@@ -2,7 +2,7 @@
 
 Autocast on the CPU casts other operators than autocast on accelerators. For a model that runs on an
 accelerator, the autocast kernels of the CPU are replaced while an autocast region is traced. The
-lists of operators are those of PyTorch's documentation ("CUDA Ops that can autocast").
+lists of operators are from PyTorch's documentation ("CUDA Ops that can autocast").
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class TracedRegions:
             enter: PyTorch's `__enter__`.
 
         Raises:
-            CaptureError: for an accelerator whose operator lists differ from those of CUDA.
+            CaptureError: for an accelerator whose operator lists differ from the lists of CUDA.
         """
         (named, _), stack = region_of(region), ExitStack()
         self._entered.append((region_of(region), stack))

@@ -1,14 +1,15 @@
 """Custom autograd functions (`torch.autograd.Function`), captured with the gradients of their
 `backward`.
 
-Export traces the operators of `forward` only, and would differentiate those instead of calling
-`backward`. A trial on random numbers finds which of two methods gives the gradients of `backward`:
+Export traces only the operators of `forward`, and would differentiate these operators instead of
+calling `backward`. A trial on random numbers finds which of two methods gives the gradients of
+`backward`:
 
 - **Factor.** The gradient of an input is the gradient of the output times an elementwise factor, as
   for activations, straight-through estimators and gradient reversal. The captured expression
   `y + (x - x.detach()) * factor` has the value `y` and this gradient.
 - **Operators.** `backward` computes the derivative of `forward`, for example with less memory. Then
-  the operators of `forward` are differentiated like those of the rest of the model.
+  the operators of `forward` are differentiated like other operators of the model.
 
 If neither method applies, every device computes the function in full (`functions_in_full`).
 Functions that change an input in place, or take objects with parameters, raise CaptureError.

@@ -37,7 +37,7 @@ def capture(
     on_progress: OnProgress = ignore_progress,
     autocast: Autocast = ON_CPU,
 ) -> Graph:
-    """Capture `module(*args, **kwargs)` for the shapes of these arguments.
+    """Capture `module(*args, **kwargs)` for the shapes of `args` and `kwargs`.
 
     The module is neither run nor modified, and no memory is allocated for weights: parameters and
     arguments may be real tensors or on the meta device. `module.training` is respected. Models of

@@ -1,6 +1,6 @@
 """Decomposition of operators without sharding rules into ATen operators that have rules.
 
-`torch._foreach_*` becomes one operator per tensor of the list, so that each tensor can have its own
+`torch._foreach_*` becomes one operator per tensor of the list, so that each tensor can have another
 layout. The mean of `scatter_reduce` becomes a sum divided by a count: partial sums can be
 all-reduced, partial means cannot.
 """

@@ -25,7 +25,7 @@ def static_ctc_loss(
 ) -> Tensor:
     """Compute `torch.nn.functional.ctc_loss` by an operator with shapes independent of the lengths.
 
-    Arguments and result are those of `ctc_loss`.
+    Arguments and result are the same as for `ctc_loss`.
     """
     lengths = (
         _lengths_as_tensor(input_lengths, targets),
@@ -69,7 +69,7 @@ def keep_rows_of_targets(graph: fx.Graph) -> None:
 
 
 def _erase_with_users(node: fx.Node) -> None:
-    """Erase a node and all nodes that depend on it."""
+    """Erase a node and all nodes that depend on the node."""
     for user in list(node.users):
         _erase_with_users(user)
     node.graph.erase_node(node)

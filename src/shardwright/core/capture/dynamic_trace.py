@@ -32,7 +32,7 @@ class DynamicTrace:
 
     Args:
         call: the module and example arguments.
-        compute_dtype: as for `capture`.
+        compute_dtype: dtype of the computation with float32 parameters and inputs, see `capture`.
         varying: (leaf index, dimension) of each symbolic size in the arguments of the call.
 
     Raises:
@@ -83,7 +83,7 @@ def _substitute_sizes(traced: Trace, inputs: Mapping[fx.Node, Any], mode: FakeTe
     Args:
         traced: trace with symbolic sizes.
         inputs: fake tensors or plain values of the placeholders.
-        mode: mode of these fake tensors.
+        mode: the `FakeTensorMode` of the fake tensors.
     """
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     with torch.no_grad(), mode:

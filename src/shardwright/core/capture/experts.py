@@ -136,7 +136,7 @@ def _check_operands(
     """
     if up.ndim not in (3, 4) or (up.ndim == 4 and up.shape[1] != 2):
         raise ValueError(
-            f"`up` has the wrong shape {list(up.shape)}\n"
+            f"`up` has shape {list(up.shape)}, which is not supported\n"
             "pass [experts, inner, hidden], or with a gate [experts, 2, inner, hidden]"
         )
     if ids.is_floating_point() or ids.dtype == torch.bool:

@@ -301,9 +301,9 @@ class RecordedEffects(TorchFunctionMode):
 
     - Reads of `tensor.data` become `detach`, and writes a copy into the detached tensor.
     - `torch.autograd.grad` becomes operators; hooks on tensors raise CaptureError.
-    - Functions that read values are replaced by static ones (`STATIC`).
+    - Functions that read values are replaced by functions that do not (`STATIC`).
     - `mixture_of_experts`, `local_map` and grouped matrix products become one operator each.
-    - A new seed of PyTorch's random numbers raises CaptureError, also if it is undone later.
+    - Seeding PyTorch's random generator raises CaptureError, even if the state is restored later.
     """
 
     def __enter__(self) -> Any:

@@ -45,8 +45,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the result of `torch.autograd.grad` while a model is traced.
 
-    Arguments are those of `torch.autograd.grad`; a gradient has the shape of its input, and is None
-    if `allow_unused` and the outputs do not depend on it.
+    Arguments are the same as for `torch.autograd.grad`. Each gradient has the shape of its input;
+    it is None if `allow_unused` is set and no output depends on the input.
 
     Raises:
         CaptureError: if calling the operators between `inputs` and `outputs` again could give

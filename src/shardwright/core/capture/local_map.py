@@ -149,7 +149,7 @@ class LocalMapTag(ModuleTag):
 
 
 def _check_buffer_names(module: nn.Module, names: Sequence[str]) -> frozenset[str]:
-    """Check the names of changed buffers and return them as a set.
+    """Check the names of changed buffers, and return the set of names.
 
     Raises:
         StrategyError: if the module has no buffer of that name.

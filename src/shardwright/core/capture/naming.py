@@ -100,7 +100,8 @@ def _replaces_children(target: object) -> bool:
 
 
 def _make_unique(name: str, used: Counter[str]) -> str:
-    """Return `name`, or `name` with the next unused number, as in `path.add_1`."""
+    """Return `name` if it is unused, otherwise `name` with the next unused number, as in
+    `path.add_1`."""
     candidate = name
     while candidate in used:
         candidate = f"{name}_{used[name]}"

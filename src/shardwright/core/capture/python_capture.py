@@ -156,7 +156,7 @@ class _CallResult:
         spec: the structure of the return value.
         effects: indices of the outputs of Dynamo's graph that are assigned to Python objects.
         buffers: indices of the outputs of Dynamo's graph that are assigned to buffers, by name.
-        outputs: as in `PythonCall`.
+        outputs: for each output of Dynamo's graph, its use, as in `PythonCall`.
     """
 
     leaves: tuple[Any, ...]

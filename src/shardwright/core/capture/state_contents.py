@@ -72,7 +72,7 @@ def contents_of(value: Any) -> Parts:
 
 
 def attributes_of(value: Any) -> Parts:
-    """Return the attributes of an object, including those in slots."""
+    """Return the attributes of an object, including attributes in slots."""
     held: Parts = {}
     for base in type(value).__mro__:
         for name, slot in vars(base).items():

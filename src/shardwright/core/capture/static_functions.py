@@ -16,7 +16,8 @@ from shardwright.errors import CaptureError
 
 
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Compute `torch.bincount` for numbers below `minlength`; `scatter_add` rejects others.
+    """Compute `torch.bincount` for numbers below `minlength`; `scatter_add` raises an error for
+    larger numbers.
 
     Returns:
         Counts `[minlength]`.

@@ -289,7 +289,8 @@ def check_static(graph: fx.Graph, hint: str) -> None:
         hint: text to append to an error about values.
 
     Raises:
-        CaptureError: if a number or shape depends on values, or as in `check_node`.
+        CaptureError: if a number or shape depends on values, or if an operator cannot run on
+            shards.
     """
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:

@@ -1,8 +1,8 @@
 """Rewrite that moves reshapes that flatten leading dimensions behind row-wise operators.
 
 `linear(x.reshape(b * s, k))` becomes `linear(x).reshape(b * s, j)`, and so on, until the reshape
-meets its inverse or a loss that does not need it. Then each leading dimension can be sharded on its
-own.
+meets its inverse, or a loss that accepts the unflattened tensor. Then each leading dimension can be
+sharded separately.
 """
 
 from __future__ import annotations

@@ -228,13 +228,16 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
             f"{file}: cannot be read as {file_format}: {reason}\nsave or download the file again"
         ) from None
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"{file}: not a state_dict\nsave `model.state_dict()` instead")
+        raise CheckpointError(
+            f"{file}: not a state_dict\nsave it anew: torch.save(net.state_dict(), path)"
+        )
     return content
 
 
 def _check_suffix(path: Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise CheckpointError(
-            f"{path}: unknown suffix {path.suffix!r}\nuse one of {', '.join(SUFFIXES)}"
+            f"{path}: unknown suffix {path.suffix!r}\nuse a path that ends in "
+            f"{' or '.join(SUFFIXES)}"
         )
     return path

@@ -231,7 +231,8 @@ class Graph:
         updates: pairs of a buffer, or of a parameter changed under `no_grad`, and its value after
             the forward pass.
         tied: maps the other names of a tied parameter or buffer to the name of its value.
-        loss: the differentiable scalar that a training step minimizes, or None.
+        loss: the differentiable scalar that a training step minimizes; None if there is no such
+            output.
         other_losses: other differentiable scalar outputs, for which the caller may run a backward
             pass.
         frozen: names of the parameters that require no gradient.

@@ -78,7 +78,7 @@ def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if spec != graph.in_spec:
         raise CaptureError(
             f"the model was captured for arguments of structure {graph.in_spec}, but called with"
-            f" {spec}\ncall it with the captured structure, or capture it again"
+            f" {spec}\npass arguments of the captured structure, or capture the model again"
         )
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if isinstance(value, Value):

@@ -36,7 +36,8 @@ log = logging.getLogger("shardwright.cost")
 
 
 ForkGenerators = Callable[[], AbstractContextManager[Callable[[int], object]]]
-"""Makes a context that restores the random generators, and yields a function that seeds them."""
+"""Function that makes a context; the context restores the random generators on exit, and yields a
+function that seeds the generators."""
 
 
 class Body(Protocol):
@@ -147,7 +148,7 @@ class ModuleBody:
         path: path of the module in the model.
         names: all names of each parameter and buffer in the module, parameters first; several names
             for a tied tensor.
-        parameters: number of parameters in `names`; the rest are buffers.
+        parameters: number of parameters in `names`; all later names are names of buffers.
         description: class and submodules of the module.
     """
 
@@ -218,7 +219,7 @@ class LocalCall:
         constants: (index, leaf) of the leaves of the arguments that are not tensors.
         results: global shape and dtype of each result, then of each changed buffer.
         changed: indices of the buffers that the code changes, in the state.
-        autocast: dtype of the autocast region around the call; None outside of one.
+        autocast: dtype of the autocast region around the call; None outside of autocast regions.
         random: whether the code draws random numbers.
         flops: floating-point operations of a forward pass of the full batch, declared by the user;
             None to count them on `sample`.

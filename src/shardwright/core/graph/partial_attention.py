@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, as an opaque operator whose results can be merged.
+"""Attention to some of the keys, as an opaque operator whose results can be merged.
 
 The full result is the sum of the results for parts of the keys, each weighted by the exponential of
 the log-sum-exp of its scores, divided by the sum of the weights (Milakov and Gimelshein, "Online
@@ -79,7 +79,7 @@ def partial_attention_backward(
     diagonal: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the contribution of a part of the keys to the gradients of query, key and value.
+    """Compute the contribution of some of the keys to the gradients of query, key and value.
 
     Args:
         gradient: gradient of the merged result.

@@ -1,8 +1,8 @@
 """Serialize a graph to JSON, for the same version of Shardwright. Loading runs no code.
 
-Numbers, strings and None are written directly; everything else is a list that starts with its
-type: `["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A `Value` is
-written in full at its first occurrence, and by its index at later ones.
+Numbers, strings and None are written directly; everything else is a list that starts with its type:
+`["tuple", 1, 2]`, `["dtype", "float32"]`, `["operator", "aten.mean.dim"]`. A `Value` is written in
+full at its first occurrence, and as an index at later occurrences.
 
 A header line with the format version and a SHA-256 digest precedes the JSON, so that a damaged file
 is an error and not another model.

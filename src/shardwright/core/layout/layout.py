@@ -162,7 +162,7 @@ class Layout:
         return TensorLayout(self, ((),) * ndim)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the layout as JSON data, without `rank_list` if it is None."""
+        """Return the layout as JSON data; `rank_list` is omitted if it is None."""
         data: dict[str, Any] = {
             "device_matrix": list(self.device_matrix),
             "alias_names": list(self.alias_names),

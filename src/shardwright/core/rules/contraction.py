@@ -124,8 +124,8 @@ def inner(op: Op) -> ShardingRule:
 
 @rule_for(aten.tensordot.default)
 def tensordot(op: Op) -> ShardingRule:
-    """Tensor contraction, `b s t, s t u -> b u`: all dimensions can be sharded, also the contracted
-    ones."""
+    """Tensor contraction, `b s t, s t u -> b u`: all dimensions can be sharded, including
+    contracted dimensions."""
     return _tensor_product_rule(
         op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other"))
     )

@@ -2,7 +2,7 @@
 
 Each row of a resized image is a weighted sum of a few rows around its position in the original
 (linear, cubic), or of all rows that it covers (with antialiasing). A shard computes its block of
-the rows, and gets the rows of its neighbors that it reads.
+the resized rows, and receives the original rows of its neighbors that these depend on.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ NEAREST = {
 
 @dataclass(frozen=True)
 class Resized:
-    """One resized dimension; a `Sliding` of `windowed`.
+    """Resizing of one dimension of an image, as a `Sliding` of `windowed`.
 
     Args:
         dim: the dimension of the image.
         factor: factor of the dimension.
-        size, count: number of rows before and after.
-        step: number of original rows for each resized one.
+        size, count: number of original rows and of resized rows.
+        step: number of original rows per resized row.
         from_corners: whether the first and the last row keep their positions.
         cubic: whether weights are cubic, of 4 rows, instead of linear, of 2.
         antialias: whether a resized row covers all rows that it replaces.
@@ -67,8 +67,8 @@ class Resized:
     antialias: bool
 
     def taps(self, j: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the original rows that resized rows read, and their weights, both of shape
-        (number of rows that one reads, len(j)).
+        """Return the original rows that resized rows read, and their weights, both of shape (number
+        of original rows per resized row, len(j)).
 
         Args:
             j: indices of the resized rows, in the dtype in which PyTorch computes positions.
@@ -108,12 +108,12 @@ class Resized:
         return rows.amin(0), rows.amax(0)
 
     def before(self, shards: int) -> int:
-        """Return the number of rows that a shard reads of the previous one."""
+        """Return the number of rows that a shard reads of the previous shard."""
         first = self._reads[0].view(shards, -1).amin(1)
         return max(0, int((torch.arange(shards) * (self.size // shards) - first).max()))
 
     def after(self, shards: int) -> int:
-        """Return the number of rows that a shard reads of the next one."""
+        """Return the number of rows that a shard reads of the next shard."""
         last = self._reads[1].view(shards, -1).amax(1)
         end = (torch.arange(shards) + 1) * (self.size // shards)
         return max(0, int((last + 1 - end).max()))
@@ -123,7 +123,7 @@ class Resized:
         return self.before(shards) + self.size // shards + self.after(shards)
 
     def halo_start(self, index: Any, shards: int) -> int:
-        """Return 0: no row of the halo is cut off."""
+        """Return 0, as resizing reads the halo from its first row."""
         return 0
 
     @cached_property
@@ -161,7 +161,8 @@ def _cubic(x: Tensor, a: float) -> Tensor:
 
 
 def interpolation_rule(num_spatial: int) -> RuleMaker:
-    """Make a builder of the rules of linear and cubic resizing."""
+    """Make a builder of rules `b c s t -> b c s t` for linear and cubic resizing, whose shards
+    exchange halos."""
 
     def rule(op: Op) -> ShardingRule:
         axes = _axes_of(op, num_spatial)

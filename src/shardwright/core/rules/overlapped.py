@@ -1,7 +1,7 @@
 """Operators whose windows add to sharded dimensions: transposed convolution and `fold`.
 
-The counterpart of `windowed`: each shard writes its block of the windows. Rows that they write of a
-neighbor's block are sent to the neighbor, which adds them to its own.
+The counterpart of `windowed`: each shard writes its block of the windows. Rows of a neighbor's
+block that these windows write are sent to the neighbor, which adds the rows to its block.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Overlapped:
-    """The rows that shards of an operator on images write of their neighbors.
+    """Exchange of the rows that a shard of an operator on images computes for its neighbors.
 
     Args:
-        windows: windows along spatial dimensions of the output; a window's rows are those of the
-            output, and the windows are the rows of the input.
+        windows: windows along spatial dimensions of the output; rows of a window are rows of the
+            output, and each row of the input is one window.
         dims: factor of each dimension of the output.
         replace: returns the arguments that differ on a shard from those of the operator.
     """
@@ -41,7 +41,7 @@ class Overlapped:
 
     @property
     def capacity(self) -> dict[str, int]:
-        """Capacity of each factor of `windows`."""
+        """The number that the shard count of each factor of `windows` must divide, by factor."""
         return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
@@ -118,13 +118,13 @@ class Overlapped:
 
 @dataclass(frozen=True)
 class _WrittenHalo:
-    """The rows of one sharded dimension that a shard writes of its neighbors.
+    """Exchange, in one sharded dimension, of the rows that a shard computes for its neighbors.
 
     Args:
         window: window along the dimension.
         shards, index: number of shards, and index of this shard.
         following, previous: exchanges that return the rows that the next and the previous shard
-            write of this one; None without.
+            write of this shard; None without such rows.
     """
 
     window: Window

@@ -64,8 +64,8 @@ def dtype_cast(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("prelu", "_prelu_kernel"))
 def prelu(op: Op) -> ShardingRule:
-    """PReLU, `b c s, c -> b c s`: the weight has one element per channel (dimension 1), or only
-    one."""
+    """PReLU, `b c s, c -> b c s`: the weight has one element per channel (dimension 1), or a single
+    element."""
     x, weight = op.inputs
     dims = names(x)
     if len(weight.shape) == len(x.shape):

@@ -60,7 +60,7 @@ def positions(arguments: Mapping[str, Any]) -> int:
 
 def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     """Return the collectives of ring attention: the ring and, if causal attention is balanced,
-    swaps of queries and of keys and values before it, and of outputs after it."""
+    swaps of queries, keys and values before the ring, and of outputs after the ring."""
     arguments = call_arguments(op)
     query, key, value = (arguments[name].shape for name in ("query", "key", "value"))
     devices, pair_size = shard_counts["ring"], key[3] + value[3]

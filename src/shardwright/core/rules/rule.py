@@ -200,15 +200,15 @@ class ShardingRule:
             factor's size; for a dimension that a view splits, the size of the leading part.
         reduced: factors that an output lacks and that can be sharded: the local outputs are then
             partial sums.
-        complete: factors that the kernel reduces itself (`reductions`): outputs that lack them are
-            replicated over the axes of the factor, not partial sums.
+        complete: factors over which the kernel reduces (`reductions`): an output without such a
+            factor is replicated over its axes, not a partial sum.
         main: the factors among which the search chooses by cost; None if the operator follows the
             cuts of its neighbors.
         kernel: builder of the local computation; None for `op.target` itself on local tensors.
         reductions: function that returns the collectives inside the kernel, given the operator and
             the shard count of each factor.
         sizes: index of the positional argument that holds the sizes of the output (`view`,
-            `expand`), which the program replaces by the local sizes; None without one.
+            `expand`), which the program replaces by the local sizes; None without such an argument.
         random: whether the operator draws random numbers, so that the program seeds it.
         joined: inner factor by outer factor, where `outer` also shards the dimensions of `inner`;
             with both, `inner` subdivides the shards of `outer`. Searches shard by only one of both.

@@ -1,6 +1,7 @@
 """Operators that move the rows of a sharded dimension: `unfold`, `fold`, padding, cyclic shifts.
 
-Each is a window that slides along the dimension: of `roll` and of padding, one of a single row.
+All are described by windows that slide along the dimension; for `roll` and padding a window is one
+row.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def unfold(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("constant_pad_nd", "pad"))
 def constant_padding(op: Op) -> ShardingRule:
-    """Padding with a constant, `b s -> b s`: the first and the last shard have the padding.
+    """Padding with a constant, `b s -> b s`: the first and the last shard add the padding.
 
-    Padded dimensions cannot be sharded in the other modes of padding.
+    With another mode of padding, padded dimensions cannot be sharded.
     """
     # `pad` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "pad")
@@ -114,8 +115,8 @@ def windows_of_images(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("col2im"))
 def images_of_windows(op: Op) -> ShardingRule:
-    """Windows to image, `b c s -> b c s _`: channels and rows can be sharded; shards add what their
-    windows write of a neighbor's rows."""
+    """Windows to image, `b c s -> b c s _`: channels and rows can be sharded; rows that a shard's
+    windows write of a neighbor's block are sent to the neighbor and added."""
     image = op.output.shape
     windows, dims, flat = _planes(op, image)
     overlapped = Overlapped(windows, dims, replace=partial(_written_rows, windows[0]))
@@ -131,7 +132,8 @@ def images_of_windows(op: Op) -> ShardingRule:
 
 
 def _planes(op: Op, image: Sequence[int]) -> tuple[tuple[Window, ...], Dims, Dims]:
-    """Return the windows of images, and the factors of images and of their windows."""
+    """Return the window of each spatial dimension, the factors of the image, and the factors of the
+    tensor of windows."""
     sizes = call_arguments(op)["kernel_size"]
     # Counts are derived below, from windows without a count.
     unknown = spatial_windows(op, sizes, image, (0, 0))
@@ -165,7 +167,8 @@ def _rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
 
 
 def _rule(op: Op, windowed: Windowed, outputs: tuple[Dims, ...]) -> ShardingRule:
-    """Return the rule of an operator with windows along dimensions, sharded where they can be."""
+    """Return the rule of an operator with sliding windows; each dimension with windows is sharded
+    if its window allows."""
     fixed = {window.factor for window in windowed.windows if window.capacity == 1}
 
     def shardable(dims: Dims) -> Dims:

@@ -6,8 +6,8 @@ as patches, need no communication. At the outer borders of the first and the las
 replaces the halo.
 
 If there is not one window for each `stride` rows, as in a convolution without padding, blocks of
-windows shift against blocks of rows from shard to shard: a shard in the middle then has rows of
-both neighbors, and each shard cuts the rows of its windows out of them.
+windows shift against blocks of rows from shard to shard: a shard in the middle then receives rows
+of both neighbors, and each shard selects the rows of its windows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ SPACE = ("s", "t", "u")
 
 
 def largest_count(size: int, is_valid: Callable[[int], bool]) -> int:
-    """Return the largest divisor of `size` of which every divisor above 1 is a valid number of
-    shards."""
+    """Return the largest divisor of `size` whose divisors are all valid numbers of shards."""
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
     divisors = {*small, *(size // n for n in small)}
     valid = {n for n in divisors if n == 1 or is_valid(n)}
@@ -43,9 +42,9 @@ def largest_count(size: int, is_valid: Callable[[int], bool]) -> int:
 class Sliding(Protocol):
     """A window or a resizing (`interpolation`) that slides along one dimension of an image.
 
-    `dim` and `factor` are those of the dimension, and the number of shards must divide `capacity`.
-    A shard has `before` rows of the previous shard and `after` rows of the next one, or of padding,
-    and reads `num_rows` of them from `halo_start`.
+    `dim` and `factor` identify the dimension, and the number of shards must divide `capacity`. The
+    halo of a shard has `before` rows of the previous shard and `after` rows of the next shard, or
+    of padding; of its rows with halo the shard reads `num_rows`, beginning at `halo_start`.
     """
 
     @property
@@ -109,7 +108,8 @@ class Window:
     def capacity(self) -> int:
         """The number that the shard count must divide; 1 if the dimension cannot be sharded.
 
-        It divides rows and windows, and a halo has to fit into one shard.
+        The number divides the numbers of rows and of windows, and is small enough that a halo fits
+        into one shard.
         """
         return largest_count(
             gcd(self.size, self.count),
@@ -162,13 +162,14 @@ def spatial_windows(
 
 
 def per_dim(value: int | Sequence[int], num_dims: int) -> list[int]:
-    """Return one number for each spatial dimension, from one number for all or one for each."""
+    """Return one number for each spatial dimension, given a list of one number for each or of one
+    number for all."""
     values = [value] if isinstance(value, int) else list(value)
     return values * num_dims if len(values) == 1 else values
 
 
 def sharded_space(windows: Sequence[Sliding]) -> Dims:
-    """Return the factor of each spatial dimension; None where it cannot be sharded."""
+    """Return the factor of each spatial dimension; None for a dimension that cannot be sharded."""
     return tuple(window.factor if window.capacity > 1 else None for window in windows)
 
 
@@ -193,11 +194,13 @@ class Windowed:
     Args:
         windows: windows along spatial dimensions.
         dims: factor of each dimension of the image.
-        padding_value: value of padding; None if the first and the last row are adjacent.
-        pads_all: whether the kernel pads dimensions that are not sharded too, instead of the
-            operator.
+        padding_value: value of padding; None if the first row follows the last, as in a cyclic
+            shift.
+        pads_all: whether the kernel, instead of the operator, also pads dimensions that are not
+            sharded.
         replace: returns the arguments that differ on a shard from those of the operator.
-        finish: returns a function of the operator's local output that returns the kernel's.
+        finish: returns a function from the local output of the operator to the output of the
+            kernel.
     """
 
     windows: tuple[Sliding, ...]
@@ -291,7 +294,7 @@ class Windowed:
 
 @dataclass(frozen=True)
 class _Padding:
-    """The padding of one dimension that is not sharded.
+    """Padding of one dimension that is not sharded.
 
     Args:
         window: window along the dimension.

@@ -294,7 +294,7 @@ def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]
     nearest = get_close_matches(unmatched[0], list(valid_names), n=3, cutoff=0.0)
     raise StrategyError(
         f"stage_config: no module is named {_abbreviate_names(list(map(repr, unmatched)))}\n"
-        f"names like {unmatched[0]!r} are {', '.join(nearest)}; the modules of the model are"
+        f"use names such as {', '.join(nearest)}; the modules of the model are"
         f" {_abbreviate_names(list(valid_names))}"
     )
 
@@ -372,7 +372,7 @@ def _assign_chunks(
     if order != required:
         raise StrategyError(
             f"stage_config: the modules run through stages {_abbreviate_stages(order)} in the order"
-            f" of execution\nfor schedule {schedule.name!r} the order must be"
+            f" of execution\nassign stages that schedule {schedule.name!r} runs in the order"
             f" {_abbreviate_stages(required)}"
         )
     return {op.name: chunk for chunk, (_, ops) in enumerate(runs) for op in ops}, (

@@ -99,7 +99,7 @@ class SearchRequest:
             more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
             raise StrategyError(
                 f"pinned operators are not in the model: {', '.join(unknown[:10])}{more}\n"
-                f"names like {unknown[0]!r} are {', '.join(nearest)}"
+                f"for {unknown[0]!r}, use one of {', '.join(nearest)}"
             )
 
 

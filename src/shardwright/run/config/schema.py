@@ -414,7 +414,9 @@ class Config(Section, frozen=True):
         if self.model.is_language_model and self.loss_name != "none":
             raise ValueError("a language model computes its own loss; remove the key `loss`")
         if self.parallel.expert is not None and not self.model.is_language_model:
-            raise ValueError("`parallel.expert` needs a language model, not `model.target`")
+            raise ValueError(
+                "`parallel.expert` needs a language model; remove it, or set `model.name`"
+            )
         recompute = self.parallel.recompute
         names_blocks = recompute is not None and not recompute.auto and recompute.modules is None
         if names_blocks and not self.model.is_language_model:

@@ -349,8 +349,9 @@ def _local_ip_address(node: Node) -> str:
             if node.rank == 0
             else ""
         )
-        problem = f"cannot connect to this address: {error.strerror}"
-        raise ConfigError(f"--rdzv {node.endpoint}: {problem}{hint}") from None
+        raise ConfigError(
+            f"--rdzv {node.endpoint}: cannot use this address: {error.strerror}{hint}"
+        ) from None
 
 
 def _claim_node_rank(store: Store, node: Node) -> None:
