@@ -26,6 +26,12 @@ add less than 0.1 ms. The storage and a flag of each of 291 parameters are read,
 and as they are known then, the step need not read them from their modules; to start one collective
 of gloo alone takes 0.05 ms and more.
 
+Derived files (plans, calibrations, weights of `save_pretrained`, tokens) have a
+bit changed too. Checkpoints from strangers have right checksums, and metadata that set attributes,
+name files outside, or are links and pipes. Names with control characters are in every file that a
+command reads. Another user of the machine writes to all ports of a run. Goal: one error or warning,
+nothing raw on the terminal, and a run with the losses of one that nobody disturbed.
+
 Checksums are computed while a checkpoint is written, and verified when it is loaded, each file by
 one rank.
 """
@@ -44,13 +50,17 @@ from torch import nn
 
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT, flip_bits
+from benchmarks.derived_files import SAME, WARNED, flip_derived_files
 from benchmarks.kills import MOMENTS, VICTIMS, kill_at_random
+from benchmarks.local_users import train
 from benchmarks.page import ROOT
 from benchmarks.program_ranks import ENDS, EXACT, WRONG
 from benchmarks.programs import PROGRAMS
 from benchmarks.programs.outcomes import outcomes
 from benchmarks.size import Size
+from benchmarks.strangers import ATTACKS, attack
 from benchmarks.table import Table
+from benchmarks.terminals import cases, control_characters
 from benchmarks.torchrun import python, torchrun
 from shardwright.core.checkpoint.manifest import FileChecksum, find_damage
 
@@ -66,7 +76,8 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
         operator_samples(size.of(50, full=10)),
     ]
     breaks = [bit_flips(size.of(90, full=500)), kills(size.of(3, full=100))]
-    return [*inputs, *breaks, guards(), checksum_speed()]
+    hostile = [derived_files(size.of(25, full=200)), strangers(), terminals(), local_users()]
+    return [*inputs, *breaks, *hostile, guards(), checksum_speed()]
 
 
 def user_programs(every: int) -> Table:
@@ -144,6 +155,60 @@ def bit_flips(flips: int) -> Table:
     table.add(flips, ends[REFUSED], ends[SILENT], ends[RAW])
     if ends[REFUSED] != flips:
         table.missed.append(f"of {flips} changed bits {flips - ends[REFUSED]} were not refused")
+    return table
+
+
+def derived_files(flips: int) -> Table:
+    """One changed bit in each kind of derived file, many times."""
+    title = f"Derived files with one changed bit, {flips} of each kind"
+    table = Table(title, ("file", REFUSED, WARNED, SAME, SILENT, RAW))
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, ends in flip_derived_files(Path(folder), flips).items():
+            table.add(kind, *(ends[end] for end in (REFUSED, WARNED, SAME, SILENT, RAW)))
+            if ends[SILENT] or ends[RAW]:
+                table.missed.append(f"changed bits in {kind}: {dict(ends)}")
+    return table
+
+
+def strangers() -> Table:
+    """Checkpoints that a stranger has planted, with right checksums."""
+    table = Table("Checkpoints from strangers", ("what", "ended"))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ATTACKS:
+            end = attack(name, Path(folder) / "run")
+            table.add(name, end)
+            if end != REFUSED:
+                table.missed.append(f"a checkpoint with {name}: {end}")
+    return table
+
+
+def terminals() -> Table:
+    """Control characters that commands print."""
+    table = Table("Control characters", ("in", "printed raw"))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arguments in cases(Path(folder)).items():
+            printed = control_characters(Path(folder), arguments)
+            table.add(name, len(printed))
+            if printed:
+                table.missed.append(f"{name}: {sorted(map(ascii, printed))}")
+    return table
+
+
+def local_users() -> Table:
+    """A run on 2 processes beside another user of the machine."""
+    table = Table(
+        "Another user of the machine", ("run", "exit status", "steps", "losses", "opened")
+    )
+    outcomes_of = {}
+    for name in ("undisturbed", "attacked"):
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes_of[name] = train(Path(folder), attacked=name == "attacked")
+    calm = outcomes_of["undisturbed"]
+    for name, outcome in outcomes_of.items():
+        equal = "equal" if outcome.losses == calm.losses else "different"
+        table.add(name, outcome.status, len(outcome.losses), equal, len(outcome.opened))
+        if outcome.status or equal == "different" or outcome.opened:
+            table.missed.append(f"the run that was {name}: {outcome.status}, {outcome.opened}")
     return table
 
 

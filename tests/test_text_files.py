@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import resource
+import stat
+import warnings
+from pathlib import Path
+
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.text_files import parse_yaml
+from shardwright.text_files import (
+    EditedFileWarning,
+    content_digest,
+    parse_yaml,
+    warn_if_edited,
+    write_text,
+)
 
 
 def test_numbers_with_an_exponent_are_numbers_and_anchors_are_followed() -> None:
@@ -29,3 +41,41 @@ def test_numbers_with_an_exponent_are_numbers_and_anchors_are_followed() -> None
 def test_mistakes_are_named_with_their_place(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_yaml(text, "run.yaml", ConfigError)
+
+
+def test_integers_beyond_64_bits_with_a_sign_are_refused() -> None:
+    limits = {"a": 2**63 - 1, "b": -(2**63)}
+    assert parse_yaml(f"a: {2**63 - 1}\nb: {-(2**63)}\n", "run.yaml", ConfigError) == limits
+    for text in (f"a: [{2**63}]", f"a: [{-(2**63) - 1}]"):
+        with pytest.raises(ConfigError, match=r"run\.yaml: a\[0\]: integers must be from -2\^63"):
+            parse_yaml(text, "run.yaml", ConfigError)
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_text(path, "first")
+    path.chmod(0o640)
+    write_text(path, "second")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("second", 0o640)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_text(path, "x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("plan.json", "second")
+    ]
+
+
+def test_an_edit_is_noticed_and_another_layout_of_the_file_is_not() -> None:
+    data = {"a": [1, 0.1, None], "b": {"c": "é"}}
+    written = {**data, "digest": content_digest(data)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_edited(json.loads(json.dumps(written, indent=4)), "x.json")
+        warn_if_edited(data, "x.json")
+    with pytest.warns(EditedFileWarning, match=r"x\.json was edited or damaged"):
+        warn_if_edited({**written, "a": [1, 0.1, 0]}, "x.json")

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from forked import TIMEOUT, forked
-from shardwright.run.launch.rank_processes import rank_environments, serve_store
+from shardwright.run.launch.rank_processes import rank_environments
+from shardwright.run.launch.rendezvous_store import serve_store
 
 
 def torchrun(script: Path, processes: int, *arguments: str, timeout: float = TIMEOUT) -> str:

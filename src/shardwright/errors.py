@@ -3,6 +3,7 @@
 The first line of a message says what is wrong and where; the second line, if any, what to do.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,43 @@ _OMISSION = "… and more"
 class ShardwrightError(Exception):
     """Base class of all errors that Shardwright raises, except `CommunicationError`.
 
-    `str(error)` has at most 2,000 characters; `error.args[0]` is the full message.
+    `str(error)` has at most 2,000 characters and no control characters; `error.args[0]` is the full
+    message.
     """
 
     def __str__(self) -> str:
-        return _shorten_message(super().__str__())
+        return printable(_shorten_message(super().__str__()))
+
+
+_UNPRINTABLE = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e"
+    "\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000110bd\U000110cd"
+    "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0001\U000e0020-\U000e007f]"
+)
+"""Characters of the Unicode categories Cc (but tab and newline), Cf, Cs, Zl and Zp: a terminal
+executes them, changes the order of the text, or does not show them."""
+
+_WITH_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x08\x0b", "\x1f", 1))
+
+
+def printable(text: str, lines: bool = True) -> str:
+    r"""Escape control characters, so that a name in a file cannot control the terminal.
+
+    The escapes are those of JSON, so that printed JSON keeps its meaning.
+
+    Args:
+        text: text to print.
+        lines: whether the text may have several lines and tabs.
+
+    >>> printable("net\x1b[2J.first")
+    'net\\u001b[2J.first'
+    """
+    return (_UNPRINTABLE if lines else _WITH_LINES).sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 def _shorten_message(message: str, limit: int = MAX_MESSAGE) -> str:
@@ -56,6 +89,10 @@ def _omit_middle(text: str, limit: int) -> str:
     stops = [stop for separator in ("\n", ", ") if (stop := tail.find(separator, 0, last)) >= 0]
     stop = min(stops, default=tail.find(" ", 0, last))
     return (head[:start] or head) + _OMISSION + tail[max(stop, 0) :]
+
+
+class ShardwrightWarning(UserWarning):
+    """Base class of warnings about files and checkpoints."""
 
 
 class LayoutError(ShardwrightError, ValueError):

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ShardwrightError, ShardwrightWarning
 
 ErrorType = type[ShardwrightError]
+
+DIGEST = "digest"
+"""Key of the digest of a derived file, such as a plan."""
 
 MAX_DEPTH = 100
 """Maximum nesting depth of mappings and lists, far below Python's recursion limit."""
@@ -28,8 +35,14 @@ MAX_VALUES = 100_000
 """Maximum number of values in a YAML file with aliases expanded: a few lines of aliases can expand
 to billions of values."""
 
-INTEGERS = range(-(2**63), 2**64)
-"""Supported integers: 64 bits, signed or unsigned."""
+INTEGERS = range(-(2**63), 2**63)
+"""Supported integers: those of 64 bits with a sign, which NumPy and C++ store.
+
+All readers of files check this range, so that no integer overflows deep inside a call."""
+
+
+class EditedFileWarning(ShardwrightWarning):
+    """Warning that a plan or a calibration has changed since it was written."""
 
 
 class _ShortRepr(reprlib.Repr):
@@ -79,6 +92,57 @@ def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[No
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise error_type(f"{path}: {reason}") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file. A failure, such as a full disk, leaves an existing file as it was.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():  # Such as /dev/stdout.
+        target.write_text(text, encoding="utf-8")
+        return
+    target = target.resolve()
+    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            partial.chmod(stat.S_IMODE(target.stat().st_mode))
+        partial.replace(target)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            # The name of the user's file, which is the one that could not be written.
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def content_digest(data: Mapping[str, Any]) -> str:
+    """Return a digest of plain data without its key `digest`, whatever its layout in the file."""
+    content = {key: value for key, value in data.items() if key != DIGEST}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def warn_if_edited(data: Mapping[str, Any], location: str) -> None:
+    """Warn if plain data differ from those that were written. Data without a digest are accepted.
+
+    Args:
+        location: name of the file.
+    """
+    if data.get(DIGEST) not in (None, content_digest(data)):
+        warnings.warn(
+            f"{location} was edited or damaged after it was written: its digest differs\n"
+            f"if you have edited it, remove the entry `{DIGEST}`; otherwise write the file again",
+            EditedFileWarning,
+            stacklevel=3,
+        )
 
 
 def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
@@ -184,7 +248,7 @@ def _format_value_path(path: _ValuePath) -> str:
 
 def _problem_of_value(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
-        return f"integers may have at most 64 bits, not {value.bit_length()}"
+        return "integers must be from -2^63 to 2^63 - 1"
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
         return "the string has an unpaired surrogate"
     return ""

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import platform
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -13,7 +19,7 @@ from typer.core import TyperGroup
 
 from shardwright import __version__, errors
 from shardwright.core.torch_internals.modules import set_log_level
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ShardwrightError, ShardwrightWarning, printable
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
 USER_PATH = (
@@ -42,10 +48,21 @@ app = typer.Typer(
 )
 
 
+def echo(text: str, err: bool = False) -> None:
+    """Print text without control characters: names in plans and other files may have any.
+
+    All commands print by this function, or by a `PrintableConsole`.
+
+    Args:
+        err: print to stderr.
+    """
+    typer.echo(printable(text), err=err)
+
+
 def _print_version(requested: bool) -> None:
     if requested:
         python = platform.python_version()
-        typer.echo(f"shardwright {__version__} (torch {version('torch')}, Python {python})")
+        echo(f"shardwright {__version__} (torch {version('torch')}, Python {python})")
         raise typer.Exit
 
 
@@ -75,7 +92,14 @@ def main() -> None:
     # successful capture they do not matter.
     set_log_level(logging.ERROR)
     try:
-        app()
+        with _printable_messages():
+            status = app(standalone_mode=False)
+        raise SystemExit(status if isinstance(status, int) else 0)
+    except _USAGE_ERROR as error:
+        _exit_with_usage(error)
+    except typer.Abort:
+        echo("Aborted.", err=True)
+        raise SystemExit(1) from None
     except ShardwrightError as error:
         _exit_with_error(str(error), 2)
     except RankFailedError as error:
@@ -93,10 +117,57 @@ def main() -> None:
         )
     except StoppedError as error:
         _exit_with_error(str(error), 128 + error.signal_number)
+    except Exception:
+        sys.excepthook = _print_traceback
+        raise
+
+
+# Typer has a copy of Click, or uses Click, depending on its version.
+_USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _exit_with_usage(error: Any) -> None:
+    """Print how a command is used, and what is wrong, and exit."""
+    text = io.StringIO()
+    error.show(text)
+    echo(text.getvalue().rstrip("\n"), err=True)
+    raise SystemExit(error.exit_code)
+
+
+def _print_traceback(*error: Any) -> None:
+    echo("".join(traceback.format_exception(*error)).rstrip("\n"), err=True)
+
+
+@contextmanager
+def _printable_messages() -> Iterator[None]:
+    """Context in which warnings and log messages are printed without control characters."""
+    format_warning, handler = warnings.formatwarning, logging.lastResort
+
+    def format_printable(message: Any, category: Any, *where: Any, **options: Any) -> str:
+        if issubclass(category, ShardwrightWarning):
+            text = str(message).replace("\n", "\n  ")
+            return printable(f"warning: {text}\n")
+        return printable(format_warning(message, category, *where, **options))
+
+    formatter = handler.formatter if handler is not None else None
+    warnings.formatwarning = format_printable
+    if handler is not None:
+        handler.setFormatter(_PrintableFormatter())
+    try:
+        yield
+    finally:
+        warnings.formatwarning = format_warning
+        if handler is not None:
+            handler.setFormatter(formatter)
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _exit_with_error(message: str, status: int) -> None:
     """Print `message`, with its remedy indented, and exit with `status`."""
     indented = message.replace("\n", "\n  ") if status == 2 else message
-    typer.echo(f"error: {indented}", err=True)
+    echo(f"error: {indented}", err=True)
     raise SystemExit(status)

@@ -9,14 +9,14 @@ from statistics import quantiles
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.cost.memory import binary
+from shardwright.core.plan.text_columns import PrintableConsole
 from shardwright.errors import ConfigError
 from shardwright.progress import nested_progress
 from shardwright.run.launch.log_folder import LogFolder
@@ -105,9 +105,9 @@ def compare_command(
         data = [{**asdict(each), "speed_up": each.speed_up} for each in comparisons]
         for each in data:
             each["ways"] = each.pop("alternatives")
-        typer.echo(dumps(data, indent=1))
+        echo(dumps(data, indent=1))
     else:
-        console = Console(width=TABLE_WIDTH)
+        console = PrintableConsole(width=TABLE_WIDTH)
         console.print(comparison_table(comparisons))
         for comparison in comparisons:
             if comparison.too_large:
@@ -121,9 +121,9 @@ def _print_measured_comparisons(comparisons: list[RealComparison], json: bool) -
         data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
         for run in (run for each in data for run in each["runs"]):
             run["ways"] = run.pop("names")
-        typer.echo(dumps(data, indent=1))
+        echo(dumps(data, indent=1))
         return
-    console = Console(width=TABLE_WIDTH)
+    console = PrintableConsole(width=TABLE_WIDTH)
     for comparison in comparisons:
         console.print(measured_table(comparison))
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import shardwright
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.core.plan.text_columns import GAP, MIN_WIDTH, wrapped
 from shardwright.errors import ConfigError
 
@@ -92,7 +92,7 @@ def init_command(
                 "my.yaml"
             )
         for line in listing_lines(files):
-            typer.echo(line)
+            echo(line)
         return
     file = files.get(tiny_config_of_family(name, files) or name)
     if file is None:
@@ -106,4 +106,4 @@ def init_command(
             stream.write(file.read_bytes())
     except FileExistsError:
         raise ConfigError(f"{target} already exists\nchoose another file with --out") from None
-    typer.echo(f"written to {target}")
+    echo(f"written to {target}")

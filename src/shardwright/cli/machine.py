@@ -9,20 +9,21 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
-from shardwright.core.cost.cluster import cluster_to_yaml
+from shardwright.core.cost.cluster import cluster_file_text, cluster_to_yaml
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.local_cluster import cache_file
+from shardwright.core.plan.text_columns import PrintableConsole
 from shardwright.errors import ConfigError
 from shardwright.models import MODELS, build
 from shardwright.run.launch.launch import launch
 from shardwright.run.launch.log_folder import LogFolder
+from shardwright.text_files import write_text
 from shardwright.tools.compare.fit_cluster import fit_cluster
 from shardwright.tools.compare.measure_processes import calibrate
 from shardwright.tools.compare.published_config import planned_runs
@@ -107,8 +108,8 @@ def calibrate_command(
             raise typer.BadParameter("--cluster and --out need --from\nadd --from RUNS.json")
         with show_progress(progress) as on_progress:
             measured = calibrate(devices or 2, on_progress)
-        typer.echo(cluster_to_yaml(measured).rstrip())
-        typer.echo(f"# saved in {cache_file()}")
+        echo(cluster_to_yaml(measured).rstrip())
+        echo(f"# saved in {cache_file()}")
         return
     if out is None or devices is not None:
         raise typer.BadParameter(
@@ -125,19 +126,19 @@ def calibrate_command(
         )
     base = planned[0].cluster
     for why in left_out.values():
-        typer.echo(f"left out: {why}")
+        echo(f"left out: {why}")
     with show_progress(progress) as on_progress:
         fitted = fit_cluster(planned, base, on_progress)
     sources = sorted({f"#   {each.run.source}" for each in planned})
     header = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
-    content = "\n".join([header, *sources, cluster_to_yaml(fitted.cluster)])
+    content = "\n".join([header, *sources, cluster_file_text(fitted.cluster)])
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(content, encoding="utf-8")
+    write_text(out, content)
     off = f"predicted {fitted.error:.1%} off in the median"
-    typer.echo(f"{len(planned)} runs on {base.name}, {off}")
+    echo(f"{len(planned)} runs on {base.name}, {off}")
     for name, ratio in fitted.unexplained.items():
-        typer.echo(f"not explained: {name}, predicted time is {ratio:.2f} of the measured time")
-    typer.echo(f"written to {out}")
+        echo(f"not explained: {name}, predicted time is {ratio:.2f} of the measured time")
+    echo(f"written to {out}")
 
 
 @app.command("models")
@@ -152,7 +153,7 @@ def models_command(
         entries = [
             {"name": name, "parameters": counts[name], **asdict(MODELS[name])} for name in names
         ]
-        typer.echo(dumps(entries, indent=1))
+        echo(dumps(entries, indent=1))
         return
     table = Table()
     table.add_column("model.name")
@@ -161,9 +162,9 @@ def models_command(
     for name in names:
         sizes = (str(getattr(MODELS[name], key)) for key in TITLES_BY_FIELD)
         table.add_row(name, f"{counts[name]:,}", *sizes)
-    Console(width=TABLE_WIDTH, highlight=False).print(table)
+    PrintableConsole(width=TABLE_WIDTH, highlight=False).print(table)
     if not tiny:
-        typer.echo("each model has a tiny variant for tests, NAME_tiny: see --tiny")
+        echo("each model has a tiny variant for tests, NAME_tiny: see --tiny")
 
 
 def parameter_count(name: str) -> int:

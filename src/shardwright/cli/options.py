@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from shardwright.cli.app import echo
 from shardwright.core.planner.options import NO_LIMIT
 from shardwright.core.planner.requirement import parse_bytes
 from shardwright.errors import ConfigError, ShardwrightError
@@ -145,17 +146,17 @@ def _print_ignored_keys(run: Run, config: Path) -> None:
     if run.foreign is None or is_launched():
         return
     for note in run.foreign.notes:
-        typer.echo(f"{config}: {note}", err=True)
+        echo(f"{config}: {note}", err=True)
     if run.foreign.unused:
         count, names = len(run.foreign.unused), ", ".join(run.foreign.unused)
         keys = "key is" if count == 1 else "keys are"
-        typer.echo(f"{config}: {count} {keys} ignored: {names}", err=True)
+        echo(f"{config}: {count} {keys} ignored: {names}", err=True)
 
 
 def print_batch_formula(run: Run, config: Path, devices: int) -> None:
     """Print the global batch size and its formula to stderr, for another framework's file."""
     if run.foreign is not None and not is_launched():
-        typer.echo(f"{config}: {run.foreign.batch_formula(devices)}", err=True)
+        echo(f"{config}: {run.foreign.batch_formula(devices)}", err=True)
 
 
 ProgressOption = Annotated[

@@ -14,10 +14,9 @@ from textwrap import wrap
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.cli.options import (
     ClusterOption,
     ConfigArgument,
@@ -37,7 +36,13 @@ from shardwright.core.plan import Plan
 from shardwright.core.plan.diff import Difference, differences
 from shardwright.core.plan.measured import Measured
 from shardwright.core.plan.table import plan_text
-from shardwright.core.plan.text_columns import GAP, MIN_WIDTH, at_dots, text_width
+from shardwright.core.plan.text_columns import (
+    GAP,
+    MIN_WIDTH,
+    PrintableConsole,
+    at_dots,
+    text_width,
+)
 from shardwright.errors import ConfigError, PlanError, PlanInterrupted
 from shardwright.progress import OnProgress
 from shardwright.run.config.other_plans import AlternativePlanner
@@ -117,13 +122,13 @@ def plan_command(
         if top is not None:
             ranked = run.best_plans(devices, top)
             on_progress("table")
-            typer.echo(ranked.to_json() if json else str(ranked))
+            echo(ranked.to_json() if json else str(ranked))
             return
         interrupted = False
         try:
             plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
         except PlanInterrupted as stopped:
-            typer.echo("stopped: this is the fastest plan found so far that fits", err=True)
+            echo("stopped: this is the fastest plan found so far that fits", err=True)
             plan, interrupted = stopped.plan(), True
         plan.derive(on_progress)
         on_progress("table")
@@ -133,11 +138,10 @@ def plan_command(
         plan.save(out)
     print_batch_formula(run, config, devices)
     if json or not sys.stdout.isatty():
-        typer.echo(output)
+        echo(output)
     else:
-        Console(width=text_width(), highlight=False).print(
-            _color_axes(output, plan), soft_wrap=True
-        )
+        console = PrintableConsole(width=text_width(), highlight=False)
+        console.print(_color_axes(output, plan), soft_wrap=True)
     if interrupted:
         raise typer.Exit(128 + SIGINT)
 
@@ -173,7 +177,7 @@ def explain_command(
     else:
         run = run_of(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
         plan = run.plan(devices)
-    typer.echo(plan.explain(name))
+    echo(plan.explain(name))
 
 
 def _check_planning_options(source: Path, devices: int | None, planning: Sequence[object]) -> None:
@@ -208,7 +212,7 @@ def check_command(
     run = run_of(config, mem_coeff).for_devices(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     summary = f"{devices} simulated ranks vs. one device, float64\n{result}"
-    typer.echo(dumps(asdict(result), indent=1) if json else summary)
+    echo(dumps(asdict(result), indent=1) if json else summary)
     if not result.passes():
         raise typer.Exit(1)
 
@@ -296,7 +300,7 @@ def report_command(
         page = out or page
         page.parent.mkdir(parents=True, exist_ok=True)
         plan.report(page, other_plans, measured)
-    typer.echo(str(page))
+    echo(str(page))
 
 
 def _load_or_search_plan(
@@ -325,11 +329,11 @@ def diff_command(
     """
     changes = differences(Plan.load(first), Plan.load(second), every)
     if json:
-        typer.echo(dumps([asdict(change) for change in changes], indent=1))
+        echo(dumps([asdict(change) for change in changes], indent=1))
     elif changes:
-        typer.echo(differences_text(changes, first.name, second.name))
+        echo(differences_text(changes, first.name, second.name))
     else:
-        typer.echo("the plans make the same decisions")
+        echo("the plans make the same decisions")
     if changes:
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.table import Table
 
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.cli.options import (
     ClusterOption,
     ConfigArgument,
@@ -76,7 +76,7 @@ def rehearse_command(
     print_batch_formula(run, config, devices)
     used_plan = saved_plan or run.plan(devices)
     result = rehearse_run(run, used_plan, rank or (), torch.device(device))
-    typer.echo(dumps(asdict(result), indent=1) if json else rehearsal_text(result))
+    echo(dumps(asdict(result), indent=1) if json else rehearsal_text(result))
     if not result.passes():
         raise typer.Exit(1)
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shardwright import __version__
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.cli.options import (
     LOG_DIR,
     ConfigArgument,
@@ -33,6 +32,7 @@ from shardwright.core.checkpoint.manifest import CheckpointWarning
 from shardwright.core.checkpoint.position import Position
 from shardwright.core.plan import Plan
 from shardwright.core.plan.measured import PROFILE_FILE, Measured
+from shardwright.core.plan.text_columns import PrintableConsole
 from shardwright.errors import ConfigError, LayoutError, PlanError, StrategyError
 from shardwright.run.config import Run
 from shardwright.run.config.training import Profile, check_profiled_steps, train_rank
@@ -272,7 +272,7 @@ def _load_or_search_plan(
         new = run.plan(devices)
         strategies = run.save_strategies(new)
         if strategies is not None:
-            typer.echo(f"the strategies of the plan are saved in {strategies}", err=True)
+            echo(f"the strategies of the plan are saved in {strategies}", err=True)
         return new
 
     return run, plan() if world.size == 1 else plan
@@ -313,6 +313,8 @@ class _LocalRanks:
 
             def on_restart(number: int) -> None:
                 log = f"{self.logs.run}/rank.*/stderr.attempt-{number - 1}"
+                if not self.logs.plan.exists():
+                    self.save_plan(plan)
                 progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {log}")
 
             launch(
@@ -327,8 +329,13 @@ class _LocalRanks:
 
     def command(self, plan: Plan, resume: bool) -> list[str]:
         """Save the plan, and return the arguments of `python` on each rank."""
-        plan.save(self.logs.plan)
+        self.save_plan(plan)
         return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
+
+    def save_plan(self, plan: Plan) -> None:
+        """Save the plan for the ranks, also after the log folder was deleted during the run."""
+        self.logs.run.mkdir(parents=True, exist_ok=True)
+        plan.save(self.logs.plan)
 
     def replan(self, remaining: int, minimum: int) -> tuple[list[str], int]:
         """Plan for the largest number of remaining devices over which the model can be sharded.
@@ -354,7 +361,9 @@ class _LocalRanks:
     @contextmanager
     def progress(self) -> Iterator[LiveProgress]:
         """Context that prints the output and the training steps of rank 0 as they are written."""
-        with LiveProgress(Console(), self.run.num_steps, len(self.run.batches)) as progress:
+        with LiveProgress(
+            PrintableConsole(), self.run.num_steps, len(self.run.batches)
+        ) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
                 self.logs.steps(0): lambda line: progress.step(StepRecord.from_json(line)),
@@ -389,7 +398,9 @@ def _train_one_rank(
         return
     settings = run.config.train
     with ExitStack() as stack:
-        progress = stack.enter_context(LiveProgress(Console(), run.num_steps, len(run.batches)))
+        progress = stack.enter_context(
+            LiveProgress(PrintableConsole(), run.num_steps, len(run.batches))
+        )
         writers: list[Callable[[StepRecord], object]] = []
 
         def on_start(start: Position) -> None:

@@ -7,10 +7,10 @@ from json import dumps
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
-from shardwright.cli.app import app
+from shardwright.cli.app import app, echo
 from shardwright.cli.options import (
     ClusterOption,
     ConfigArgument,
@@ -21,6 +21,7 @@ from shardwright.cli.options import (
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan.rows import seconds_text
+from shardwright.core.plan.text_columns import PrintableConsole
 from shardwright.tools.compare.tune import Trial, Tuning, tune_mem_coeff
 
 TABLE_WIDTH = 120
@@ -46,9 +47,9 @@ def tune_command(
         tuning = tune_mem_coeff(run, devices)
     if json:
         best = None if tuning.best is None else tuning.best.mem_coeff
-        typer.echo(dumps({**asdict(tuning), "best": best}, indent=1))
+        echo(dumps({**asdict(tuning), "best": best}, indent=1))
     else:
-        Console(width=TABLE_WIDTH, highlight=False).print(
+        PrintableConsole(width=TABLE_WIDTH, highlight=False).print(
             Group(
                 tuning_table(tuning),
                 *_plan_lines(tuning),

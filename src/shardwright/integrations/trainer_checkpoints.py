@@ -93,4 +93,4 @@ def _saved_tensor_names(folder: Path) -> set[str]:
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:
             names.update(content.keys())
-    return value_of_rank(names)
+    return set(value_of_rank(sorted(names)))

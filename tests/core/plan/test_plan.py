@@ -1,6 +1,7 @@
 """Plans as data: saved, loaded, printed, explained, and refused where they do not fit."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama, mlp, network
+from shardwright.text_files import EditedFileWarning
 
 
 def plan_of_network(devices: int = 8) -> sw.Plan:
@@ -246,3 +248,29 @@ def test_what_takes_long_can_be_derived_with_progress() -> None:
     assert (plan.memory, plan.gap) == (again.memory, again.gap)
     plan.derive(lambda doing, done=0, of=0: heard.append(doing))
     assert heard == ["memory", "gap"], "it is cached"
+
+
+def test_a_plan_that_was_edited_warns_and_is_loaded_as_one_without_a_digest_is(
+    tmp_path: Path,
+) -> None:
+    plan = sw.plan(nn.Linear(8, 8), (torch.zeros(4, 8),), devices=2)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sw.Plan.load(path) == plan
+        earlier = {key: value for key, value in data.items() if key != "digest"}
+        path.write_text(json.dumps(earlier))
+        assert sw.Plan.load(path) == plan
+    path.write_text(json.dumps({**data, "fingerprint": "edited"}))
+    with pytest.warns(EditedFileWarning, match=r"plan\.json was edited or damaged"):
+        assert sw.Plan.load(path).fingerprint == "edited"
+
+
+def test_a_name_of_several_lines_in_a_plan_is_refused() -> None:
+    text = sw.plan(nn.Linear(8, 8), (torch.zeros(4, 8),), devices=2).to_json()
+    data = json.loads(text)
+    data["operators"][0]["name"] = "a\nerror: forged"
+    with pytest.raises(sw.PlanError, match=r"the name 'a\\nerror: forged' has control characters"):
+        sw.Plan.from_json(json.dumps(data))

@@ -313,6 +313,10 @@ DISTRIBUTED = (
     ),
     PrivateName("torch.distributed.distributed_c10d._resolve_process_group", "a group by its name"),
     PrivateName(
+        "torch.distributed.distributed_c10d._get_object_coll_device",
+        "the device for collectives of Python values",
+    ),
+    PrivateName(
         "torch.distributed.distributed_c10d._new_group_with_tag",
         "counts and times process groups: all that make one call it",
     ),
@@ -433,8 +437,6 @@ CHECKPOINTS = (
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "may occur in the pickled metadata of a checkpoint",
     ),
-    PrivateName("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "the same"),
-    PrivateName("torch.serialization._get_layout", "the same"),
 )
 
 PRIVATE_NAMES = (

@@ -11,7 +11,7 @@ import torch
 
 from shardwright.errors import DataError
 from shardwright.run import Batches
-from shardwright.run.data.token_files import token_sequences
+from shardwright.run.data.token_files import token_sequences, write_tokens
 
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 1000)
 ROWS = torch.tensor([3, 0, 60])
@@ -120,3 +120,21 @@ def test_what_is_no_file_of_tokens_is_one_clear_error(tmp_path: Path) -> None:
     wide.with_suffix(".idx").write_bytes(b"something else")
     with pytest.raises(DataError, match=r"wide\.idx: not the index"):
         token_sequences(wide, 16)
+
+
+def test_damage_of_a_file_that_was_written_with_checksums_is_named_where_it_is_read(
+    tmp_path: Path,
+) -> None:
+    path, size = tmp_path / "tokens.bin", 3 * 2**20
+    write_tokens(path, (np.arange(size // 2) % 50_000).astype(np.uint16))
+    sequences, _ = token_sequences(path, 16)
+    expected = sequences[torch.tensor([0, len(sequences) - 1])]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    sequences, _ = token_sequences(path, 16)
+    assert torch.equal(sequences[torch.tensor([0])], expected[:1])
+    with pytest.raises(DataError, match=r"tokens\.bin is damaged: .* from 2097152 on differs"):
+        sequences[torch.tensor([len(sequences) - 1])]
+    with pytest.raises(DataError, match="uint16 or uint32 tokens, got int64"):
+        write_tokens(path, np.arange(4))

@@ -3,16 +3,17 @@ tensors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.agreement.content_hash import content_hash, memory_of, text_hash
-from shardwright.core.torch_internals.distributed import FAKE
+from shardwright.core.torch_internals.distributed import FAKE, device_of_objects
 from shardwright.errors import PlanError
 
 Sent = TypeVar("Sent")
@@ -34,28 +35,52 @@ def is_rank_0() -> bool:
 def value_of_rank(value: Sent, rank: int = 0) -> Sent:
     """Broadcast a Python value from `rank` to all ranks. Collective.
 
+    Values travel as JSON, not as pickles, with which a peer could run code.
+
     Args:
-        value: this rank's value, which can be pickled; ignored on ranks other than `rank`.
+        value: this rank's value, of JSON types; ignored on ranks other than `rank`. Other ranks
+            receive tuples as lists.
         rank: global rank that sends its value.
     """
-    box = [value]
-    if has_other_ranks():
-        dist.broadcast_object_list(box, src=rank)
-    return box[0]
+    if not has_other_ranks():
+        return value
+    device = device_of_objects(None)
+    own = _to_bytes(value if dist.get_rank() == rank else None, device)
+    size = torch.tensor(len(own), device=device)
+    dist.broadcast(size, rank)
+    content = own if dist.get_rank() == rank else own.new_empty(int(size))
+    dist.broadcast(content, rank)
+    return value if dist.get_rank() == rank else cast("Sent", _from_bytes(content))
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
     """All-gather a Python value over `group`, in the order of ranks. Collective.
 
     Args:
-        value: this rank's value, which can be pickled.
+        value: this rank's value, of JSON types. Tuples become lists.
         group: process group; None for all ranks.
     """
     if not has_other_ranks():
         return [value]
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    device, ranks = device_of_objects(group), dist.get_world_size(group)
+    own = _to_bytes(value, device)
+    sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor(len(own), device=device), group=group)
+    padded = own.new_zeros(max(map(int, sizes)))
+    padded[: len(own)] = own
+    contents = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(contents, padded, group=group)
+    pairs = zip(contents, sizes, strict=True)
+    return [cast("Sent", _from_bytes(content[: int(size)])) for content, size in pairs]
+
+
+def _to_bytes(value: object, device: torch.device) -> Tensor:
+    content = bytearray(json.dumps(value).encode())
+    return torch.frombuffer(content, dtype=torch.uint8).to(device)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    return json.loads(content.cpu().numpy().tobytes())
 
 
 def gathered(tensor: Tensor) -> Tensor:

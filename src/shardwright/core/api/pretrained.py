@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.api.parallelize import parallelize
+from shardwright.core.checkpoint.file_checksum import write_checksum
 from shardwright.core.checkpoint.state_dict_file import load_state_dict
 from shardwright.core.deferred import no_init_parameters
 from shardwright.core.parallel.whole import whole
@@ -24,7 +25,8 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write a planned model by its method `save_pretrained`, as on one device. Collective.
 
     Models of `transformers` are written with their configuration, models of `peft` as adapters
-    only. Rank 0 needs CPU memory for the full model.
+    only. Rank 0 needs CPU memory for the full model. Each file of weights gets a file with its
+    checksums, `NAME.checksum`, which loading verifies.
 
     Args:
         net: the planned model.
@@ -47,6 +49,9 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
             try:
                 with unchanged_configurations(model):
                     save(str(folder), **options)
+                for file in sorted(Path(folder).iterdir()):
+                    if file.suffix in (".safetensors", ".bin"):
+                        write_checksum(file)
             except Exception as error:  # Any error must reach the other ranks, which wait below.
                 error_text = f"{folder}: {type(error).__name__}: {error}"
     error_text = value_of_rank(error_text)

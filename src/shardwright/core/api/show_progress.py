@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from shardwright.core.plan.text_columns import PrintableConsole
+from shardwright.errors import printable
 from shardwright.progress import OnProgress, RemainingTime, ignore_progress
 
 
@@ -39,7 +41,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
         yield ignore_progress
     elif bar:
         # The current `sys.stderr`: a capture replaces it by a silent stream, and reports progress.
-        console = Console() if notebook else Console(file=sys.stderr)
+        console = PrintableConsole() if notebook else PrintableConsole(file=sys.stderr)
         with _progress_bar(console) as on_progress:
             yield on_progress
     else:
@@ -70,7 +72,7 @@ def _line_reporter() -> OnProgress:
         remaining = _remaining_text(time_left.seconds(done, of))
         count = f" ({done + 1} of {of}{remaining and ', '}{remaining})" if of else ""
         elapsed = time.monotonic() - start
-        print(f"{elapsed:6.1f} s  {doing}{count}", file=stream, flush=True)
+        print(printable(f"{elapsed:6.1f} s  {doing}{count}"), file=stream, flush=True)
 
     return on_progress
 

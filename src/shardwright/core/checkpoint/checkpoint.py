@@ -208,7 +208,7 @@ class Checkpoints:
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
         problem = value_of_rank(self._lock_and_clear_folder())
         if problem is not None:
-            raise CheckpointError(problem)
+            raise CheckpointError(f"{self.path(position.step)} is not saved: {problem}")
         if self._group is not None:
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
         writer = PublishingWriter(self.path(position.step), info, self._keep)
@@ -316,7 +316,7 @@ class Checkpoints:
             CheckpointError: if the checkpoint belongs to another model or optimizer.
         """
         folder = self.path(step)
-        reader = CheckpointReader(folder)
+        reader = CheckpointReader(folder, info.files)
         saved = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
         prefix = f"{checkpoint_state.MODEL}."
         shapes = {k.removeprefix(prefix): e.size for k, e in saved.items() if k.startswith(prefix)}
@@ -335,7 +335,9 @@ class Checkpoints:
         }
         if optimizer is not None:
             _check_optimizer(optimizer, info, folder)
-            optimizer_state = checkpoint_state.allocate_optimizer_state(net, optimizer, saved)
+            optimizer_state = checkpoint_state.allocate_optimizer_state(
+                net, optimizer, saved, folder
+            )
         device = checkpoint_state.device_of(net)
         generators = checkpoint_state.random_tensors(device) if random else {}
         generators = {key: state for key, state in generators.items() if key in saved}
@@ -425,21 +427,23 @@ def _read_and_verify(folder: Path) -> CheckpointInfo | str:
         CheckpointError: if `folder` contains no checkpoint, or a version that is not supported.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if has_other_ranks() else (0, 1)
-    result: CheckpointInfo | Exception | str
+    info, own_damage, own_problem = None, None, None
     try:
-        result = info = CheckpointInfo.read(folder)
+        info = CheckpointInfo.read(folder)
         # Each rank verifies every n-th file, since the time is that of reading from disk.
-        result = find_damage(folder, sorted(info.files.items())[rank::size]) or info
+        own_damage = find_damage(folder, sorted(info.files.items())[rank::size])
     except DamagedCheckpointError as error:
-        result = str(error)
+        own_damage = str(error)
     except CheckpointError as error:
-        result = error
-    results = values_of_ranks(result)
+        own_problem = str(error)
     # A failure on one rank counts for all: they must fall back to the same older checkpoint.
-    agreed = next((each for each in results if not isinstance(each, CheckpointInfo)), result)
-    if isinstance(agreed, Exception):
-        raise agreed
-    return agreed
+    for damage, problem in values_of_ranks((own_damage, own_problem)):
+        if problem is not None:
+            raise CheckpointError(problem)
+        if damage is not None:
+            return damage
+    assert info is not None
+    return info
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, info: CheckpointInfo, folder: Path) -> None:

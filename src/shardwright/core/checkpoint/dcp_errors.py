@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,11 @@ def convert_errors(path: Path) -> Iterator[None]:
         rank, (cause, _) = next(iter(error.failures.items()))
         free = shutil.disk_usage(path.parent).free
         disk_full = f": no space left ({free} bytes are free)" if free < FULL_DISK_BYTES else ""
+        reason = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, OSError) and cause.errno is not None:
+            file = f": {cause.filename}" if cause.filename else ""
+            reason = f"{os.strerror(cause.errno)}{file}"
         raise CheckpointError(
-            f"{path}: rank {rank} cannot access the checkpoint{disk_full}: {type(cause).__name__}: "
-            f"{cause}\ncheck the free space and permissions of the folder"
+            f"{path}: rank {rank} cannot access the checkpoint{disk_full}: {reason}\n"
+            "check the free space and permissions of the folder"
         ) from error

@@ -20,6 +20,9 @@ from shardwright.errors import LockError
 
 LOCK_FILE = ".lock"
 
+PROBE_BYTES = 4096
+"""Size of the file that is written on trial: one block, which a full disk does not have."""
+
 MAX_WAIT_SECONDS = 2.0
 """Maximum seconds to wait for a lock whose holder is about to exit."""
 
@@ -61,15 +64,34 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
         yield []
         return
     try:
+        _check_writable(folder)
         yield [lock]
     finally:
         # The file is removed before the lock is released: the next process that acquires the lock
-        # detects by `_is_open_file_at` that its file is gone.
-        path.unlink(missing_ok=True)
+        # detects by `_is_open_file_at` that its file is gone. An error here would replace the one
+        # that ends the run, and a file that stays locks nothing.
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         if is_new:
             with suppress(OSError):
                 folder.rmdir()
         os.close(lock)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise LockError if no file can be written to a folder: a lock file that a killed run left can
+    be locked in a folder that has become read-only."""
+    probe = folder / f"{LOCK_FILE}-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        try:
+            probe.write_bytes(b"\0" * PROBE_BYTES)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise LockError(
+            f"cannot write to {folder}: {error.strerror}\n"
+            "use a writable folder, on a disk with free space"
+        ) from None
 
 
 def _acquire_lock(path: Path) -> int | None:

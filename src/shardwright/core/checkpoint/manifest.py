@@ -6,8 +6,11 @@ checksums detect damage, but not manipulation.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.checkpoint.position import Position
-from shardwright.errors import CheckpointError, DamagedCheckpointError
+from shardwright.errors import CheckpointError, DamagedCheckpointError, ShardwrightWarning
+from shardwright.text_files import parse_json
 
 VERSION = 2
 INFO_FILE = "checkpoint.json"
@@ -30,7 +34,7 @@ _BLOCK_BYTES = 1 << 22
 _VERIFYING_THREADS = 4
 
 
-class CheckpointWarning(UserWarning):
+class CheckpointWarning(ShardwrightWarning):
     """Warning that a checkpoint is damaged, has no checksums, or replaces optimizer settings."""
 
 
@@ -109,7 +113,7 @@ class CheckpointInfo:
         try:
             content = _read_entries(path)
             version = content.pop("version")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
             raise _damage_error(path, error) from None
         if version not in (1, VERSION):
             raise CheckpointError(
@@ -118,9 +122,38 @@ class CheckpointInfo:
                 f" {VERSION}"
             )
         try:
-            return TypeAdapter(CheckpointInfo).validate_python(content)
+            info = TypeAdapter(CheckpointInfo).validate_python(content)
         except ValidationError as error:
             raise _damage_error(path, error) from None
+        for name in info.files:
+            if not is_plain_name(name):
+                raise _damage_error(path, ValueError(f"{name!r} is not the name of a file"))
+        return info
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` names an entry of a folder: it is no path, and neither `.` nor `..`."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def open_regular_file(path: Path) -> io.BufferedReader:
+    """Open a file of a checkpoint to read its bytes.
+
+    Raises:
+        OSError: if the file cannot be opened, or is a link, a folder, a pipe or a device: a
+            checkpoint from elsewhere could make a run read other files, or wait forever.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError("it is a link, not a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError("it is not a regular file")
+    return io.BufferedReader(io.FileIO(file, "rb"))
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str | None:
@@ -142,11 +175,11 @@ def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str 
 def _damage_of_file(path: Path, checksum: FileChecksum) -> str | None:
     crc32, block = 0, memoryview(bytearray(_BLOCK_BYTES))
     try:
-        size = path.stat().st_size
-        if size != checksum.size:
-            return f"{path} is damaged: it has {size} bytes, not {checksum.size}"
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
+        with open_regular_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != checksum.size:
+                return f"{path} is damaged: it has {size} bytes, not {checksum.size}"
+            while count := file.raw.readinto(block):
                 crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:
         return str(_damage_error(path, error))
@@ -163,11 +196,12 @@ def _read_entries(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the checksum does not match, or is missing in a file of the current version.
     """
-    file_text = path.read_bytes().decode()
+    with open_regular_file(path) as file:
+        file_text = file.read().decode()
     body, last_entry, _ = file_text.rpartition(_LAST_ENTRY)
     if last_entry and file_text != _append_checksum(body):
         raise ValueError("the checksum does not match")
-    content: dict[str, Any] = json.loads(file_text)
+    content: dict[str, Any] = parse_json(file_text, path.name, CheckpointError)
     if content.pop("checksum", None) is None and content["version"] == VERSION:
         raise ValueError("the entry 'checksum' is missing")
     return content

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.uninitialized import is_of_other_stage
 from shardwright.core.runtime.accelerator import generator_states, set_generator_states
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, DamagedCheckpointError
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 
@@ -101,7 +102,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def allocate_optimizer_state(
-    net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata
+    net: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedMetadata, folder: Path
 ) -> dict[str, Tensor]:
     """Allocate tensors for the saved optimizer state of this rank's parameters, by key.
 
@@ -111,6 +112,10 @@ def allocate_optimizer_state(
         net: the model, parallelized or not.
         optimizer: the optimizer.
         saved: shapes and dtypes of all saved tensors, by key.
+        folder: the folder of the checkpoint.
+
+    Raises:
+        DamagedCheckpointError: if the checkpoint lacks a part of the state.
     """
     keys_of_parameter: dict[str, list[str]] = {}
     for key in saved:
@@ -122,6 +127,8 @@ def allocate_optimizer_state(
         for key in keys_of_parameter.get(name, ()):
             size, dtype = saved[key].size, saved[key].properties.dtype
             is_sharded = size == parameter.shape
+            if not is_sharded and size.numel() > sum(c.sizes.numel() for c in saved[key].chunks):
+                raise DamagedCheckpointError(f"{folder} is damaged: it lacks parts of {key!r}")
             tensor = (
                 torch.zeros_like(parameter, dtype=dtype)
                 if is_sharded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
 import zipfile
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -18,9 +19,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from shardwright.core.checkpoint import state as checkpoint_state
+from shardwright.core.checkpoint.dcp_errors import convert_errors
+from shardwright.core.checkpoint.file_checksum import (
+    CheckedFile,
+    checksum_file,
+    write_checksum,
+)
 from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.shared_folder import check_shared_folder
-from shardwright.core.checkpoint.storage import CheckpointReader
+from shardwright.core.checkpoint.storage import (
+    CheckpointReader,
+    ChecksumFileSystem,
+    keep_write_error,
+)
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
 from shardwright.core.parallel.uninitialized import give_memory
@@ -28,6 +39,7 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.runtime.rank_calls import by_all_ranks
 from shardwright.core.torch_internals.dtensor import local_part_of
 from shardwright.errors import CheckpointError
+from shardwright.text_files import parse_json, read_text
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 """Supported suffixes of files. All but `.safetensors` have the format of `torch.save`."""
@@ -64,10 +76,12 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
     if dist.get_rank() == 0:
         shutil.rmtree(shards, ignore_errors=True)
     dist.barrier()
-    state_dict_saver.save(
-        dict(checkpoint_state.drop_tied_duplicates(tensors)),
-        storage_writer=FileSystemWriter(shards),
-    )
+    writer = FileSystemWriter(shards)
+    writer.fs = ChecksumFileSystem()
+    with convert_errors(path):
+        state_dict_saver.save(
+            dict(checkpoint_state.drop_tied_duplicates(tensors)), storage_writer=writer
+        )
     if dist.get_rank() == 0:
         reader = CheckpointReader(shards)
         originals = checkpoint_state.original_module(net).state_dict()
@@ -122,6 +136,12 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
                 f"{file} is missing, but other files of the folder refer to it\n"
                 "copy or download the folder again"
             )
+    is_planned = _is_distributed(net, checkpoint_state.model_tensors(net))
+    # Each rank reads its shards of all files, and verifies only some of the files.
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_planned else (0, 1)
+    for file in files[rank::ranks]:
+        if (checked := CheckedFile.open(file, CheckpointError)) is not None:
+            checked.verify()
     saved = {name: value for file in files for name, value in _read_tensors(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
@@ -139,8 +159,9 @@ def _files_in_index(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
+    content = parse_json(read_text(index, CheckpointError), str(index), CheckpointError)
     try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        names = set(content["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: invalid index: {error}\ndownload it again") from None
     return [folder / str(name) for name in sorted(names, key=str)]
@@ -161,6 +182,9 @@ def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
     that the kernel can evict pages."""
     if template.numel() == 0:  # mmap cannot map an empty file
         return torch.empty_like(template, device="cpu")
+    # Without its blocks, a page that does not fit on the disk would kill the process.
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, template.nbytes)
     flat = torch.from_file(str(path), shared=True, size=template.numel(), dtype=template.dtype)
     return flat.view(template.shape)
 
@@ -176,12 +200,32 @@ def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor])
     first = checkpoint_state.first_names(net)
     partial = path.with_name(f"{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write_tensors(net, path, partial, first, read)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise CheckpointError(
+            f"{path} cannot be written: {reason}\nfree some space, or use another folder"
+        ) from None
+    partial.replace(path)
+    if checksum_file(path).exists():
+        write_checksum(path)
+
+
+def _write_tensors(
+    net: nn.Module,
+    path: Path,
+    partial: Path,
+    first: Mapping[str, str],
+    read: Callable[[str], Tensor],
+) -> None:
     tensors = {name: read(name).detach().cpu() for name in dict.fromkeys(first.values())}
     if path.suffix == ".safetensors":
         _save_safetensors(tensors, partial, path)
     else:
-        torch.save({name: tensors[first[name]] for name in first}, partial)
-    partial.replace(path)
+        with partial.open("wb") as file, keep_write_error(file) as stream:
+            torch.save({name: tensors[first[name]] for name in first}, stream)  # type: ignore[arg-type]
 
 
 def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) -> None:
@@ -204,6 +248,9 @@ def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) 
         }
         # `transformers` rejects files without this entry.
         save_file(contiguous, partial, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(os.strerror(int(number[1])) if number else str(error)) from None
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: safetensors cannot store this model: {error}\nuse a path with suffix .pt"

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +26,18 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shardwright.core.checkpoint.manifest import INFO_FILE, CheckpointInfo, FileChecksum
+from shardwright.core.checkpoint.manifest import (
+    INFO_FILE,
+    CheckpointInfo,
+    FileChecksum,
+    is_plain_name,
+    open_regular_file,
+)
 from shardwright.core.torch_internals.checkpoint_metadata import METADATA_FILE, loads_metadata
 from shardwright.errors import DamagedCheckpointError
 
@@ -45,28 +51,69 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP reader that reads tensors only, as DCP unpickles other entries, which can run code."""
+    """DCP reader of a checkpoint from anyone: reads only tensors, and only from regular files.
+
+    DCP would unpickle the metadata and other entries, which can run code, and would follow the
+    paths in the metadata.
+
+    Args:
+        folder: the folder of the checkpoint.
+        files: names of the files in its manifest; empty without a manifest.
+    """
+
+    def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
+        super().__init__(folder)
+        self.fs, self._names = _RegularFiles(), files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata of the checkpoint's tensors.
 
         Raises:
-            DamagedCheckpointError: if the metadata is malformed, or refers to code.
+            DamagedCheckpointError: if the metadata is malformed, or refers to code, to a file
+                outside the checkpoint, or to bytes that a file does not have.
         """
         path = Path(self.path) / METADATA_FILE
         try:
-            metadata = loads_metadata(path.read_bytes())
+            with open_regular_file(path) as file:
+                metadata = loads_metadata(file.read())
+            self._check_places(metadata)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(
                 f"{path} cannot be read: {error}\nload an earlier checkpoint of the folder"
             ) from None
-        metadata.state_dict_metadata = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+    def _check_places(self, metadata: Metadata) -> None:
+        """Raise ValueError if a tensor is not in a file of the checkpoint, or is larger than it."""
+        sizes = dict[str, int]()
+        for index, place in metadata.storage_data.items():
+            name = place.relative_path
+            if not is_plain_name(name) or (self._names and name not in self._names):
+                raise ValueError(f"{index.fqn!r} is in {name!r}, not in a file of the checkpoint")
+            if name not in sizes:
+                path = Path(self.path) / name
+                sizes[name] = path.lstat().st_size if path.is_file() else 0
+            if place.offset + place.length > sizes[name]:
+                raise ValueError(f"{index.fqn!r} is beyond the end of {name}")
+        for key, tensor in metadata.state_dict_metadata.items():
+            _check_chunks(key, tensor, metadata.storage_data)
+
+
+def _check_chunks(key: str, tensor: Any, places: Mapping[MetadataIndex, Any]) -> None:
+    """Raise ValueError if a chunk of a tensor is in no file, outside the tensor, or larger than the
+    bytes in its file."""
+    for chunk in tensor.chunks:
+        place = places.get(MetadataIndex(key, chunk.offsets))
+        ranks = {len(chunk.offsets), len(chunk.sizes), len(tensor.size)}
+        ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
+        if (
+            place is None
+            or len(ranks) > 1
+            or chunk.sizes.numel() * tensor.properties.dtype.itemsize > place.length
+            or any(end > size for end, size in zip(ends, tensor.size, strict=False))
+        ):
+            raise ValueError(f"the table of the pieces of {key!r} is inconsistent")
 
 
 class PublishingWriter(FileSystemWriter):
@@ -80,7 +127,7 @@ class PublishingWriter(FileSystemWriter):
 
     def __init__(self, folder: Path, info: CheckpointInfo, keep: int | None) -> None:
         super().__init__(folder.with_name(f"{folder.name}.partial"))
-        self.fs = self._files = _ChecksumFileSystem()
+        self.fs = self._files = ChecksumFileSystem()
         self._folder, self._info, self._keep = folder, info, keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -109,8 +156,11 @@ class PublishingWriter(FileSystemWriter):
             file.write(replace(self._info, files=files).to_json())
             file.flush()
             os.fsync(file.fileno())
-        _remove_checkpoint(self._folder)
+        # The earlier checkpoint of this step is removed only once the new one has its name.
+        replaced = _rename_to_remove(self._folder)
         partial.rename(self._folder)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         self._remove_old_checkpoints()
 
     def _remove_old_checkpoints(self) -> None:
@@ -143,7 +193,16 @@ class _ChecksumResult(WriteResult):
     checksums: dict[str, FileChecksum]
 
 
-class _ChecksumFileSystem(FileSystem):
+class _RegularFiles(FileSystem):
+    """DCP file system that opens only regular files: no links, pipes or devices."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with open_regular_file(Path(path)) as stream:
+            yield stream
+
+
+class ChecksumFileSystem(FileSystem):
     """DCP file system that computes the checksums of files while writing."""
 
     def __init__(self) -> None:
@@ -151,8 +210,10 @@ class _ChecksumFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            written = _ChecksumStream(cast("io.BufferedWriter", stream))
+        with (
+            super().create_stream(path, mode) as stream,
+            keep_write_error(cast("io.BufferedWriter", stream)) as written,
+        ):
             yield written
         self.checksums[Path(path).name] = FileChecksum(written.size, written.crc32)
 
@@ -161,15 +222,35 @@ class _ChecksumFileSystem(FileSystem):
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
+@contextmanager
+def keep_write_error(file: io.BufferedWriter) -> Iterator[_ChecksumStream]:
+    """Context that yields an output stream, and raises the OSError of a failed write.
+
+    `torch.save` replaces it by a RuntimeError about positions in the file.
+    """
+    stream = _ChecksumStream(file)
+    try:
+        yield stream
+    except Exception as error:
+        if stream.error is not None and error is not stream.error:
+            raise stream.error from error
+        raise
+
+
 class _ChecksumStream(io.BufferedIOBase):
-    """Output stream that counts the bytes and computes their CRC-32."""
+    """Output stream that counts the bytes, computes their CRC-32, and keeps the first error."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file, self.size, self.crc32 = file, 0, 0
+        self.error: OSError | None = None
 
     def write(self, content: Any) -> int:
         self.crc32 = zlib.crc32(content, self.crc32)
-        count = self._file.write(content)
+        try:
+            count = self._file.write(content)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         self.size += count
         return count
 
@@ -193,7 +274,12 @@ def clear_leftovers(folder: Path) -> None:
 
 def _remove_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then remove it, so that it never looks complete after a crash."""
-    if folder.exists():
-        removed = folder.with_name(f"{folder.name}.removed")
-        folder.rename(removed)
+    removed = _rename_to_remove(folder)
+    if removed is not None:
         shutil.rmtree(removed)
+
+
+def _rename_to_remove(folder: Path) -> Path | None:
+    if not folder.exists():
+        return None
+    return folder.rename(folder.with_name(f"{folder.name}.removed"))

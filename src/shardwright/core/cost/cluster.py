@@ -20,8 +20,8 @@ import yaml
 
 from shardwright.core.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
 from shardwright.core.layout.layout import DeviceMatrix
-from shardwright.errors import ConfigError
-from shardwright.text_files import parse_yaml, short_repr
+from shardwright.errors import ConfigError, printable
+from shardwright.text_files import DIGEST, content_digest, parse_yaml, short_repr, warn_if_edited
 
 LOCAL = "local"
 """Name of the cluster of processes on this machine's CPU."""
@@ -286,8 +286,8 @@ def read_cluster(text: str, where: str) -> Cluster:
     """
     content = parse_yaml(text, where, ConfigError)
     entries = _MappingReader(content, where, "")
-    entries.check_keys("name", "device", "levels")
-    name = str(content.get("name", Path(where).stem))
+    entries.check_keys("name", "device", "levels", DIGEST)
+    name = entries.name(Path(where).stem)
     device = _read_device(_MappingReader(entries.required("device"), where, "device."))
     levels = entries.required("levels")
     if not isinstance(levels, list) or not levels:
@@ -299,6 +299,7 @@ def read_cluster(text: str, where: str) -> Cluster:
         _read_level(_MappingReader(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
     )
     _check_levels(parsed, where)
+    warn_if_edited(content, where)
     return Cluster(name, device, parsed)
 
 
@@ -311,6 +312,12 @@ def cluster_to_yaml(cluster: Cluster) -> str:
         "levels": [_non_default_fields(level) for level in cluster.levels],
     }
     return yaml.safe_dump(content, sort_keys=False)
+
+
+def cluster_file_text(cluster: Cluster) -> str:
+    """Return the YAML text of a measured cluster, with a digest that shows later edits."""
+    text = cluster_to_yaml(cluster)
+    return f"{text}{DIGEST}: {content_digest(parse_yaml(text, cluster.name, ConfigError))!r}\n"
 
 
 def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
@@ -361,6 +368,10 @@ class _MappingReader:
                 "add the key, as in the built-in cluster files in shardwright/core/cost/clusters"
             )
         return self.mapping[key]
+
+    def name(self, default: str | None = None) -> str:
+        name = self.required("name") if default is None else self.mapping.get("name", default)
+        return printable(str(name), lines=False)
 
     def number(
         self, key: str, units: dict[str, float], default: float | None = None, zero: bool = False
@@ -455,7 +466,7 @@ def _read_level(entries: _MappingReader) -> LinkLevel:
         "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
     )
     return LinkLevel(
-        name=str(entries.required("name")),
+        name=entries.name(),
         bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
         latency=entries.number("latency", SECONDS, zero=True),
         call=entries.number("call", SECONDS, 0.0, zero=True),

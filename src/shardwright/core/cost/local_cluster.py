@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from shardwright.core.cost.cluster import (
     LOCAL,
     Cluster,
     LinkLevel,
-    cluster_to_yaml,
+    cluster_file_text,
     read_cluster,
 )
 from shardwright.core.cost.measure import measure_device
 from shardwright.errors import ConfigError
-from shardwright.text_files import read_text
+from shardwright.text_files import read_text, write_text
 
 logger = logging.getLogger("shardwright.cost")
 
@@ -59,14 +58,9 @@ def local_cluster() -> Cluster:
 def save(cluster: Cluster) -> None:
     """Write `cluster` to `cache_file()`; log a warning if that fails, since the next run can
     measure again."""
-    # Written to a temporary file and renamed, so that parallel processes never read half a file.
     file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=file.parent, delete=False, encoding="utf-8"
-        ) as temporary_file:
-            temporary_file.write(cluster_to_yaml(replace(cluster, name=LOCAL)))
-        Path(temporary_file.name).replace(file)
+        write_text(file, cluster_file_text(replace(cluster, name=LOCAL)))
     except OSError as error:
         logger.warning("could not save the measurements of this machine: %s", error)

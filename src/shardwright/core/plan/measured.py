@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.cost.collective_totals import CollectiveTotal
 from shardwright.errors import PlanError
-from shardwright.text_files import read_text
+from shardwright.text_files import parse_json, read_text, write_text
 
 PROFILE_FILE = "profile.json"
 """File name of the profile in the log folder of a run."""
@@ -66,7 +66,7 @@ class Measured:
     def save(self, path: Path) -> None:
         """Save the profile as a JSON file, which `Measured.load` reads."""
         values = {"profile_format": PROFILE_FORMAT, **asdict(self)}
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(values, indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> Measured:
@@ -88,14 +88,15 @@ class Measured:
             )
         file = files[0] if files else path
         try:
-            values = json.loads(read_text(file, PlanError))
+            location = f"{file} is not a valid profile"
+            values = parse_json(read_text(file, PlanError), location, PlanError)
             if not isinstance(values, dict) or values.pop("profile_format", None) != PROFILE_FORMAT:
                 raise PlanError(
                     f"{file} is not a profile of format version {PROFILE_FORMAT}\nprofile the run"
                     " again with `shardwright train --profile`"
                 )
             return TypeAdapter(Measured).validate_python(values)
-        except (json.JSONDecodeError, ValidationError) as error:
+        except ValidationError as error:
             reason = str(error).partition("\n")[0]
             raise PlanError(
                 f"{file} is not a valid profile: {reason}\nprofile the run again with"

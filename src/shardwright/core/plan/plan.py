@@ -20,8 +20,8 @@ from shardwright.core.plan.plan_file import plan_from_json, plan_to_json
 from shardwright.core.plan.strategies import strategies
 from shardwright.core.plan.table import plan_text
 from shardwright.core.rules import rule_of
-from shardwright.errors import PlanError
-from shardwright.text_files import read_text
+from shardwright.errors import PlanError, printable
+from shardwright.text_files import read_text, write_text
 
 NOTEBOOK_WIDTH = 120
 """Width of a plan in a notebook cell in characters, as notebooks do not report their width."""
@@ -39,10 +39,10 @@ class Plan(PlanData):
         Raises:
             PlanError: if the plan has no operator of that name.
         """
-        return explanation(self, self.row(name))
+        return printable(explanation(self, self.row(name)))
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return printable(plan_text(self))
 
     def _repr_html_(self) -> str:
         """Return the summary as HTML, for Jupyter."""
@@ -57,7 +57,7 @@ class Plan(PlanData):
                 are left out.
             every: whether to return the table including the operators that `full` leaves out.
         """
-        return plan_text(self, full, every)
+        return printable(plan_text(self, full, every))
 
     def dump(self) -> str:
         """Return all decisions of the plan as text that is equal for equal plans.
@@ -104,7 +104,7 @@ class Plan(PlanData):
         Args:
             path: the file to write.
         """
-        Path(path).write_text(self.to_json(memory=True) + "\n", encoding="utf-8")
+        write_text(path, self.to_json(memory=True) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -149,7 +149,7 @@ class Plan(PlanData):
         Args:
             path: the file to write.
         """
-        Path(path).write_text(strategies_to_text(strategies(self)), encoding="utf-8")
+        write_text(path, strategies_to_text(strategies(self)))
 
     def check_fits(self, graph: Graph) -> None:
         """Check that the plan was made for the model of `graph`, and that its sharding is valid.

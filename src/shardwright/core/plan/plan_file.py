@@ -7,7 +7,8 @@ only the exceptions: values with another form in the file, and limits that types
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial, reduce
 from operator import or_
@@ -30,7 +31,7 @@ from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, StepRow
 from shardwright.core.search.choices import KNOBS, OtherChoice
 from shardwright.errors import PlanError
-from shardwright.text_files import parse_json, short_repr
+from shardwright.text_files import DIGEST, content_digest, parse_json, short_repr, warn_if_edited
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 DataclassT = TypeVar("DataclassT")
@@ -215,7 +216,11 @@ def _to_dataclass(dataclass: type[DataclassT], parsed: BaseModel) -> DataclassT:
     return dataclass(**{name: getattr(parsed, name) for name in names})
 
 
-EXTRA_KEYS: dict[str, Any] = {"version": int, "devices": AtLeastOne}
+EXTRA_KEYS: dict[str, Any] = {
+    "version": int,
+    "devices": AtLeastOne,
+    DIGEST: (str | None, None),
+}
 """Types of keys of the file that are not fields of a plan, by key."""
 
 PlanFile = _file_model(PlanData, **EXTRA_KEYS)
@@ -241,6 +246,12 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)
     version = data.get("version") if isinstance(data, dict) else None
+    name = next(_names_with_lines(data), None) if re.search(r"\\[bfnrtu]", text) else None
+    if name is not None:
+        raise PlanError(
+            f"{where}: invalid plan: the name {short_repr(name)} has control characters\n"
+            "plan the model again to write a valid file"
+        )
     if version != VERSION:
         raise PlanError(
             f"{where}: plan version {short_repr(version)} is not supported; the supported version"
@@ -258,9 +269,23 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
             f"{where}: invalid plan: `{key}`: {details['msg']}{got}\nplan the model again to write"
             " a valid file"
         ) from None
+    warn_if_edited(data, where)
     plan = _to_dataclass(plan_type, parsed)
     check_consistent(plan, parsed.devices, where)
     return plan
+
+
+def _names_with_lines(data: Any) -> Iterator[str]:
+    """Yield the strings with control characters, which would break the lines of a table."""
+    pending = [data]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, list):
+            pending += value
+        elif isinstance(value, str) and any(character < " " for character in value):
+            yield value
 
 
 def plan_to_json(plan: PlanData, **overrides: Any) -> str:
@@ -271,7 +296,10 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
         overrides: values to write in place of fields of the plan, by key in the file.
     """
     data = {"version": VERSION, "devices": plan.devices, **_to_json_object(plan), **overrides}
-    return json.dumps(data, indent=1, default=_to_json_object)
+    text = json.dumps(data, indent=1, default=_to_json_object)
+    digest = content_digest(json.loads(text))
+    body = text.removesuffix("\n}")
+    return f'{body},\n "{DIGEST}": "{digest}"\n}}'
 
 
 def _to_json_object(value: Any) -> dict[str, Any]:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from itertools import zip_longest
 from shutil import get_terminal_size
 from textwrap import wrap
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from shardwright.errors import printable
 
 MIN_WIDTH, MAX_WIDTH = 80, 160
 """Minimum and maximum width of printed plans, in characters."""
 
 GAP = "  "
 """Separator of columns."""
+
+
+class PrintableConsole(Console):
+    """Console that prints control characters of texts as escapes, besides its own colors."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            # Sequences of rich itself, such as those that move the cursor, are control segments.
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def text_width() -> int:

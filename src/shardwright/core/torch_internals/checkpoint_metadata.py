@@ -1,68 +1,222 @@
-"""Load the pickled metadata of torch.distributed.checkpoint without running code."""
+"""Read the pickled metadata of torch.distributed.checkpoint (DCP) as data, without calling it.
+
+The pickle is read by a machine that knows only the opcodes that DCP writes. Where `pickle` would
+create or change an object, a `_Record` is filled, so that a file from a stranger neither runs code
+nor changes a class of this process. Records are converted to DCP's classes field by field.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
-from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any
+from collections.abc import Callable, Mapping
+from math import prod
+from pickle import _Unpickler
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout
 
 METADATA_FILE = ".metadata"
 
-_ALLOWED_CLASSES = (
-    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta),
-    *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, _get_layout),
+_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local")
+_DCP_MODULE = "torch.distributed.checkpoint."
+_CLASSES = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo"),
+    *("_get_layout", "Size", "PosixPath", "WindowsPath"),
 )
-_ALLOWED_OBJECTS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    **{(each.__module__, each.__qualname__): each for each in _ALLOWED_CLASSES},
-    # Metadata has the path of the checkpoint; some Python versions define it in `pathlib._local`.
-    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
-    **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
-}
-"""Objects that `.metadata` files may refer to besides dtypes, by (module, name)."""
+"""Names that `.metadata` files may refer to besides dtypes."""
+
+_MAX_NUMBER = 2**63
+"""Exclusive upper bound of sizes, offsets and lengths, which PyTorch stores in 64 bits."""
+
+FieldT = TypeVar("FieldT")
+
+
+class _Record:
+    """Stand-in for an object of a pickle: the name of its class, its arguments and its state."""
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.args: Any = ()
+        self.state: Any = None
 
 
 def loads_metadata(content: bytes) -> Metadata:
-    """Unpickle the content of a `.metadata` file.
+    """Read the tensors in a `.metadata` file, and where their bytes are.
+
+    Returns:
+        DCP's metadata, without entries that are not tensors.
 
     Raises:
-        ValueError: if the bytes are malformed, or refer to an object that is neither in
-            `_ALLOWED_OBJECTS` nor a dtype: unpickling other objects could run code.
+        ValueError: if the bytes are malformed, or refer to an object that DCP does not write:
+            unpickling other objects could run code.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        root = _DataUnpickler(io.BytesIO(content)).load()
+    except (KeyError, IndexError, EOFError):
+        raise ValueError("it is not a pickle as DCP writes it") from None
     except Exception as error:  # malformed bytes may cause any error
         raise ValueError(str(error) or type(error).__name__) from error
-    tables = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
-    if not isinstance(metadata, Metadata) or not all(isinstance(each, dict) for each in tables):
-        raise ValueError(
-            f"the file contains a {type(metadata).__name__}, not the metadata of a checkpoint"
+    if not isinstance(root, _Record) or root.name != "Metadata":
+        name = root.name if isinstance(root, _Record) else type(root).__name__
+        raise ValueError(f"the file contains a {name}, not the metadata of a checkpoint")
+    entries, storage = (
+        _field(root, name, dict) for name in ("state_dict_metadata", "storage_data")
+    )
+    chunks_left = len(content)
+    tensors: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if _check_type(entry, _Record).name != "TensorStorageMetadata":
+            continue
+        tensors[_check_type(key, str)] = tensor = _to_tensor(entry, chunks_left)
+        # References to one list could otherwise make a small file as large as they like.
+        chunks_left -= len(tensor.chunks)
+    return Metadata(tensors, storage_data=_to_storage(storage, tensors))
+
+
+def _to_storage(
+    storage: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Convert the table of where the chunks of `tensors` are."""
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, info in storage.items():
+        name = _field(_check_type(key, _Record), "fqn", str)
+        if name not in tensors:
+            continue
+        # pickle leaves out fields that are None.
+        offset, number = (_optional(key, field) for field in ("offset", "index"))
+        index = MetadataIndex(
+            name,
+            None if offset is None else _to_size(offset),
+            None if number is None else _check_number(number),
         )
-    return metadata
+        if _optional(info, "transform_descriptors"):
+            raise ValueError(f"{name!r} is compressed, which is not supported")
+        start, length = (_check_number(_field(info, field, int)) for field in ("offset", "length"))
+        places[index] = _StorageInfo(_field(info, "relative_path", str), start, length)
+    return places
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+def _to_tensor(entry: _Record, max_chunks: int) -> TensorStorageMetadata:
+    state = _check_type(_field(entry, "properties", _Record).state, tuple)
+    chunks = _field(entry, "chunks", list)
+    if len(chunks) > max_chunks or not state:
+        raise ValueError("the table of tensors is malformed")
+    return TensorStorageMetadata(
+        TensorProperties(_check_type(state[0], torch.dtype)),
+        _to_size(_field(entry, "size", _Record)),
+        [
+            ChunkStorageMetadata(
+                *(_to_size(_field(chunk, name, _Record)) for name in ("offsets", "sizes"))
+            )
+            for chunk in chunks
+        ],
+    )
+
+
+def _to_size(record: object) -> torch.Size:
+    record = _check_type(record, _Record)
+    sizes = record.args[0] if record.name == "Size" and len(record.args) == 1 else None
+    numbers = [_check_number(size) for size in _check_type(sizes, tuple)]
+    # Tensors with a size of 0 have no elements, however large their other sizes are.
+    _check_number(prod(size for size in numbers if size))
+    return torch.Size(numbers)
+
+
+def _check_number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
+        raise ValueError(f"{value!r:.40} is not a size or position")
+    return value
+
+
+def _check_type(value: object, expected: type[FieldT]) -> FieldT:
+    if not isinstance(value, expected):
+        raise ValueError(f"a {type(value).__name__} instead of a {expected.__name__}")
+    return value
+
+
+def _optional(record: object, name: str) -> Any:
+    state = _check_type(record, _Record).state
+    # A dataclass without fields that are set has no state; one with slots has a pair.
+    return state.get(name) if isinstance(state, dict) else None
+
+
+def _field(record: object, name: str, expected: type[FieldT]) -> FieldT:
+    value = _optional(record, name)
+    if not isinstance(value, expected):
+        raise ValueError(f"`{name}` is not a {expected.__name__.strip('_').lower()}")
+    return value
+
+
+class _DataUnpickler(_Unpickler):
+    """Unpickler that fills records instead of creating objects.
+
+    The implementation in Python, because that in C allocates the largest memo index of a file, and
+    hashes keys of any depth.
+    """
+
+    stack: list[Any]
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) not in _ALLOWED_OBJECTS:
-            raise pickle.UnpicklingError(
-                f"the file refers to {module}.{name}, which the metadata of a checkpoint never"
-                " contains and which could run code"
-            )
-        return _ALLOWED_OBJECTS[module, name]
+        if name in _CLASSES and (module in _MODULES or module.startswith(_DCP_MODULE)):
+            return _Record(name)
+        raise pickle.UnpicklingError(
+            f"the file refers to {module}.{name}, which the metadata of a checkpoint does not"
+            " need, and which could run code"
+        )
+
+    def load_call(self) -> None:
+        args, reference = self.stack.pop(), self.stack.pop()
+        record = _Record(_check_type(reference, _Record).name)
+        record.args = _check_type(args, tuple)
+        self.stack.append(record)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        _check_type(self.stack[-1], _Record).state = state
+
+    def load_setitems(self) -> None:
+        items: list[Any] = self.pop_mark()  # type: ignore[attr-defined]
+        mapping = _check_type(self.stack[-1], dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Hashing a tuple recurses, so that a deep one would overflow the stack.
+            if not isinstance(key, str | _Record):
+                raise pickle.UnpicklingError(f"a {type(key).__name__} is the key of a table")
+            mapping[key] = value
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        mapping = _check_type(self.stack[-1], dict)
+        mapping[key if isinstance(key, _Record) else _check_type(key, str)] = value
+
+
+_PLAIN_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE),
+    *(pickle.BINGET, pickle.LONG_BINGET, pickle.STACK_GLOBAL, pickle.NONE),
+    *(pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2),
+    *(pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT),
+)
+_dispatch: dict[int, Callable[[Any], None]] = {
+    **{opcode[0]: _Unpickler.dispatch[opcode[0]] for opcode in _PLAIN_OPCODES},
+    pickle.NEWOBJ[0]: _DataUnpickler.load_call,
+    pickle.REDUCE[0]: _DataUnpickler.load_call,
+    pickle.BUILD[0]: _DataUnpickler.load_build,
+    pickle.SETITEM[0]: _DataUnpickler.load_setitem,
+    pickle.SETITEMS[0]: _DataUnpickler.load_setitems,
+}
+_DataUnpickler.dispatch = _dispatch

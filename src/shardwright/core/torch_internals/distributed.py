@@ -89,6 +89,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
+def device_of_objects(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device for collectives of Python values, which PyTorch chooses by the backends of
+    `group`; None for all ranks."""
+    return torch.device(distributed_c10d._get_object_coll_device(group))
+
+
 def supports_split_group(group: dist.ProcessGroup) -> bool:
     """Whether `torch.distributed.split_group`, which creates all subgroups in one call, supports
     `group`."""

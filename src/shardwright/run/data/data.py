@@ -6,6 +6,7 @@ import gzip
 import math
 import os
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -210,7 +211,7 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: incomplete or corrupt gzip file ({error})\ndownload it again"
         ) from None

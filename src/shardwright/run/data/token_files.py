@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwright.core.checkpoint.file_checksum import CheckedFile, write_checksum
 from shardwright.errors import DataError, needs_extra
 
 LLM_C_DTYPES = {20240520: "uint16", 20240801: "uint32"}
@@ -32,18 +33,23 @@ class TokenArray:
         source: name of the file or folder, for error messages.
         values: token ids, integers [tokens].
         first: index within `source` of the array's first token.
+        checked: the file, if it has checksums.
     """
 
     source: str
     values: NDArray[Any]
     first: int = 0
+    checked: CheckedFile | None = None
 
     def read(self, start: int, length: int, vocab_size: int | None) -> NDArray[np.int64]:
         """Read up to `length` tokens; fewer at the end of the array.
 
         Raises:
-            DataError: if a token id is not below `vocab_size`.
+            DataError: if a token id is not below `vocab_size`, or the file is damaged.
         """
+        if self.checked is not None:
+            offset, size = getattr(self.values, "offset", 0), self.values.itemsize
+            self.checked.verify(offset + start * size, offset + (start + length) * size)
         tokens: NDArray[np.int64] = self.values[start : start + length].astype(np.int64)
         invalid = (tokens < 0) | (tokens >= (vocab_size or np.inf))
         if vocab_size is not None and invalid.any():
@@ -147,9 +153,38 @@ def token_sequences(
             raise DataError(
                 f"{path}: {problem}\nset `data.path` to a token file or a folder of token files"
             )
-        tokens = tuple(TokenArray(str(file), _map_token_file(file, dtype)) for file in files)
+        tokens = tuple(_open_token_file(file, dtype) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)
     return sequences, TokenSequences(labels, seq_length) if labels else sequences
+
+
+def write_tokens(path: str | Path, tokens: NDArray[Any]) -> None:
+    """Write token ids to a `.bin` file without a header, with its checksums beside it.
+
+    Args:
+        path: the file to write.
+        tokens: uint16 [tokens], or uint32, for which a configuration needs `data.dtype: uint32`.
+
+    Raises:
+        DataError: the dtype is neither uint16 nor uint32.
+    """
+    path = Path(path)
+    if str(tokens.dtype) not in ("uint16", "uint32") or path.suffix != ".bin":
+        raise DataError(
+            f"{path}: expected a .bin file and uint16 or uint32 tokens, got {tokens.dtype}\n"
+            "convert them, for example with tokens.astype(numpy.uint32)"
+        )
+    partial = path.with_name(f"{path.name}.partial")
+    tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tofile(partial)
+    partial.replace(path)
+    write_checksum(path)
+
+
+def _open_token_file(file: Path, dtype: str | None) -> TokenArray:
+    checked = CheckedFile.open(file, DataError)
+    if checked is not None:
+        checked.verify(0, 1)
+    return TokenArray(str(file), _map_token_file(file, dtype), checked=checked)
 
 
 def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
@@ -176,7 +211,9 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
                 "check `data.dtype`, and that the file is complete"
             )
         array = np.memmap(file, np.dtype(token_dtype).newbyteorder("<"), "r", offset)
-    except (ValueError, OSError) as error:  # Empty, truncated, or without permission.
+    except DataError:
+        raise
+    except Exception as error:  # Damaged headers can raise anything.
         raise DataError(
             f"{file}: not a token file: {error}\nuse a `.npy` or `.bin` file of token ids"
         ) from None

@@ -29,10 +29,10 @@ from shardwright.run.launch.rank_processes import (
     RankProcess,
     end_ranks,
     rank_environments,
-    serve_store,
     stop_ranks,
     wait_for_ranks,
 )
+from shardwright.run.launch.rendezvous_store import private_folder, serve_store
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -66,15 +66,20 @@ def launch(
             received SIGINT or SIGTERM; all ranks have ended. The ranks save a checkpoint first if
             the run has checkpoints, unless this process receives a second signal.
     """
-    # One store for all restarts; `join_store` gives the keys of each restart a prefix of its own.
-    with serve_store() as port, _collect_stop_signals() as stop_signals:
+    with (
+        serve_store() as port,
+        private_folder() as store_folder,
+        _collect_stop_signals() as stop_signals,
+    ):
         for restart in range(max_restarts + 1):
             logs.archive_attempt()
             if restart > 0:
                 on_restart(restart)
             ranks = list[RankProcess]()
             try:
-                environments = rank_environments(num_ranks, port, restart, max_restarts)
+                environments = rank_environments(
+                    num_ranks, port, restart, max_restarts, store_folder
+                )
                 for rank, environment in enumerate(environments):
                     ranks.append(RankProcess.start(rank, command, environment, logs, locks))
                 wait_for_ranks(ranks, timeout, stop_signals)

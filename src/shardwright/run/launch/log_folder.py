@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,14 +45,18 @@ class LogFolder:
         Args:
             keep_steps: whether to keep the step log, to which a resumed run appends.
         """
-        steps = self.steps(0)
-        step_log = steps.read_bytes() if keep_steps and steps.exists() else None
+        # The step log stays where it is: a failure on the way must not lose it.
+        kept = self.steps(0) if keep_steps else None
         for rank_folder in self.run.glob("rank.[0-9]*"):
-            shutil.rmtree(rank_folder)
+            for entry in rank_folder.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry != kept:
+                    entry.unlink()
+            with suppress(OSError):
+                rank_folder.rmdir()
         for rank in range(num_ranks):
-            self.rank(rank).mkdir(parents=True)
-        if step_log is not None:
-            steps.write_bytes(step_log)
+            self.rank(rank).mkdir(parents=True, exist_ok=True)
 
     def archive_attempt(self, rank: int | None = None) -> None:
         """Rename logs before a restart, for example `stdout` to `stdout.attempt-0`.

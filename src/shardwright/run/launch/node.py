@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwright.core.agreement.store import count_until
 from shardwright.core.runtime.accelerator import num_accelerators
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, printable
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.process_group import TIMEOUT
 from shardwright.run.launch.rank_failure import (
@@ -41,6 +41,7 @@ from shardwright.run.launch.rank_failure import (
     requested_stop,
 )
 from shardwright.run.launch.rank_processes import SHUTDOWN_SECONDS, process_settings
+from shardwright.run.launch.rendezvous_store import serve_tcp_store
 
 # Seconds between two heartbeats of a node.
 HEARTBEAT_SECONDS = 1.0
@@ -261,13 +262,12 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
     """
     address = _local_ip_address(node)
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            node.host,
-            node.port,
-            is_master=node.rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
+        store = (
+            serve_tcp_store(node.host, node.port, timeout)
+            if node.rank == 0
+            else dist.TCPStore(  # type: ignore[attr-defined]
+                node.host, node.port, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
         )
         _claim_node_rank(store, node)
     except RuntimeError:
@@ -311,7 +311,7 @@ def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: thread
 def _exit_without_cleanup(node: Node) -> None:
     # Exits without cleanup, which would wait for the store. The kernel kills the ranks when this
     # process ends.
-    print(f"error: {_no_answer_message(node)}", file=sys.stderr, flush=True)
+    print(printable(f"error: {_no_answer_message(node)}"), file=sys.stderr, flush=True)
     os._exit(1)
 
 

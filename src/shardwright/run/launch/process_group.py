@@ -27,6 +27,7 @@ from shardwright.core.runtime.accelerator import (
 )
 from shardwright.core.runtime.collective_errors import naming_redistributions
 from shardwright.errors import CommunicationError, ConfigError
+from shardwright.run.launch.rendezvous_store import open_private_store, serve_tcp_store
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -167,15 +168,21 @@ def _die_with_agent() -> None:
 
 
 def join_store(world: World, timeout: timedelta) -> Store:
-    """Join the rendezvous store, which the launcher or rank 0 serves.
+    """Join the rendezvous store: the file of this launcher, or the one that torchrun or rank 0
+    serves.
 
     Keys get a prefix with the number of restarts, because a launcher's store survives a restart.
     """
-    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    store.set_timeout(timeout)
     # With several nodes, rank 0 serves a new store at each start, and nodes that joined later have
     # counted fewer restarts: their prefixes would differ.
     is_persistent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    store = open_private_store()
+    if store is None and world.rank == 0 and not is_persistent:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = serve_tcp_store(host, port, timeout)
+    elif store is None:
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    store.set_timeout(timeout)
     restarts = world.restarts if is_persistent else 0
     return PrefixStore(f"restart {restarts} of {world.size} ranks", store)
 

@@ -170,7 +170,9 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
     causes = sorted(next(filter(None, groups)), key=lambda end: (end.time, end.rank))
     first, error = causes[0], causes[0].error
     named_ends = [first] if error is not None else [end for end in causes if end.error is None]
-    message = f"{', '.join(map(str, named_ends))}; its log: {logs.stderr(first.rank)}"
+    log = logs.stderr(first.rank)
+    where = f"its log: {log}" if log.exists() else f"its log was deleted during the run: {log}"
+    message = f"{', '.join(map(str, named_ends))}; {where}"
     if error is not None and not error.is_consequence:
         message += f"\n{error.traceback}"
     elif error is None and first.killed_by is None:

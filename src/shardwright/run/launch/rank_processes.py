@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
-
-import torch.distributed as dist
+from pathlib import Path
 
 from shardwright.core.runtime.accelerator import LOOPBACK, loopback_interfaces
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankEnd, RankError, requested_stop
+from shardwright.run.launch.rendezvous_store import RUN_VARIABLE, store_settings
 
 # Seconds between two polls of the processes.
 POLL_SECONDS = 0.05
@@ -78,6 +76,8 @@ class RankProcess:
         """
         # -I -S (isolated, no site-packages): START_RANK needs the standard library only.
         start = ["-I", "-S", "-c", START_RANK, str(os.getpid())] if sys.platform == "linux" else []
+        # The folder of an earlier attempt may have been deleted during the run.
+        logs.rank(rank).mkdir(parents=True, exist_ok=True)
         with logs.stdout(rank).open("wb") as stdout, logs.stderr(rank).open("wb") as stderr:
             process = subprocess.Popen(
                 [sys.executable, *start, *command],
@@ -194,29 +194,6 @@ def _wait_until_ended(ranks: Sequence[RankProcess], seconds: float) -> None:
         time.sleep(POLL_SECONDS / 5)
 
 
-@contextmanager
-def serve_store() -> Iterator[int]:
-    """Context that serves the rendezvous store of the ranks.
-
-    Yields:
-        The port of the store.
-    """
-    # Bound to the loopback interface: ranks unpickle values of the store, so whoever can write to
-    # it can run code in them. TCPStore by itself would listen on all interfaces.
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    yield port
-    del store
-
-
 def process_settings(num_local: int) -> dict[str, str]:
     """Return default environment variables of each of the `num_local` ranks of a node."""
     return {
@@ -228,7 +205,11 @@ def process_settings(num_local: int) -> dict[str, str]:
 
 
 def rank_environments(
-    num_ranks: int, store_port: int, restart: int, max_restarts: int
+    num_ranks: int,
+    store_port: int,
+    restart: int,
+    max_restarts: int,
+    store_folder: Path | None = None,
 ) -> list[dict[str, str]]:
     """Return the environment of each rank, as torchrun sets it on a single node.
 
@@ -236,11 +217,13 @@ def rank_environments(
 
     Args:
         num_ranks: number of ranks.
-        store_port: port of the rendezvous store on this machine.
+        store_port: port of the `TCPStore` on this machine, for scripts.
         restart: number of restarts so far.
         max_restarts: maximum number of restarts.
+        store_folder: private folder of the file in which the ranks meet; None to use the
+            `TCPStore`.
     """
-    size = str(num_ranks)
+    size, run = str(num_ranks), uuid.uuid4().hex
     shared = {
         **loopback_interfaces(),
         **process_settings(num_ranks),
@@ -252,7 +235,8 @@ def rank_environments(
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        RUN_VARIABLE: run,
+        **({} if store_folder is None else store_settings(store_folder, run)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), size),
         "GROUP_WORLD_SIZE": "1",
     }

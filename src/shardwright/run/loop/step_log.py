@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.checkpoint.position import Position
+from shardwright.errors import DataError
+from shardwright.text_files import parse_json, read_text, short_repr
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,29 @@ class StepRecord:
         return json.dumps({"epoch": self.epoch, "step": self.step, **self.metrics})
 
     @staticmethod
-    def from_json(text: str) -> StepRecord:
-        return StepRecord(**json.loads(text))
+    def from_json(text: str, location: str = "step log") -> StepRecord:
+        """Read a line of a step log.
+
+        Args:
+            text: the line.
+            location: prefix of error messages, such as the name of the file.
+
+        Raises:
+            DataError: the line is not a record of a step.
+        """
+        values = parse_json(text, location, DataError)
+        try:
+            return _record_type().validate_python(values)
+        except ValidationError:
+            raise DataError(
+                f"{location}: not the record of a step: {short_repr(text)}\n"
+                "resume with another --log-dir, or remove the line"
+            ) from None
+
+
+@cache
+def _record_type() -> TypeAdapter[StepRecord]:
+    return TypeAdapter(StepRecord)
 
 
 def open_step_log(path: Path, start: Position) -> TextIO:
@@ -71,9 +96,12 @@ def open_step_log(path: Path, start: Position) -> TextIO:
     crash, so that no step is logged twice.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = path.read_text() if path.exists() else ""
+    content = read_text(path, DataError) if path.exists() else ""
     complete = [line for line in content.splitlines(keepends=True) if line.endswith("\n")]
-    steps = [(line, StepRecord.from_json(line)) for line in complete]
+    steps = [
+        (line, StepRecord.from_json(line, f"{path}, line {number}"))
+        for number, line in enumerate(complete, start=1)
+    ]
     earlier = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text("".join(earlier))

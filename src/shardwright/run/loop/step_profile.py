@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 from torch.profiler import profile, schedule, supported_activities
 
+from shardwright.core.agreement.collective import values_of_ranks
 from shardwright.core.plan.measured import MeasuredRank
 from shardwright.core.runtime.accelerator import peak_bytes, restart_peak
 from shardwright.core.runtime.dtensor import detached_local
@@ -106,6 +109,6 @@ def gather_measured(measured: MeasuredRank) -> tuple[MeasuredRank, ...]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return (measured,)
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(measured, gathered)
-    return tuple(gathered or ())
+    gathered = values_of_ranks(asdict(measured))
+    ranks = TypeAdapter(tuple[MeasuredRank, ...]).validate_python(gathered)
+    return ranks if dist.get_rank() == 0 else ()

@@ -18,6 +18,7 @@ from shardwright.core.plan.repeated_rows import fold_crossings, fold_names, fold
 from shardwright.core.plan.rows import StepRow, devices_text, is_notable, seconds_text
 from shardwright.core.plan.summary import notes, speed
 from shardwright.errors import PlanError
+from shardwright.text_files import write_text
 from shardwright.tools.report.measured import collectives_chart, kinds_chart, ranks_chart
 from shardwright.tools.report.other_plans import other_plans
 from shardwright.tools.report.page import (
@@ -60,7 +61,7 @@ def write_page(
     Raises:
         PlanError: see `plan_page`; or `jinja2` is not installed.
     """
-    Path(path).write_text(page_html(plan_page(plan, others, measured)), encoding="utf-8")
+    write_text(path, page_html(plan_page(plan, others, measured)))
 
 
 def plan_page(

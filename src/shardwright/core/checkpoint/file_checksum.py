@@ -1,0 +1,121 @@
+"""Checksums beside files whose formats have none: weights of `save_pretrained`, and token files.
+
+`NAME.checksum` has the size of the file and the CRC-32 of each of its blocks, so that a reader of a
+part verifies that part only. A file without one is read without verification.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import zlib
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from shardwright.text_files import ErrorType, parse_json, read_text, write_text
+
+BLOCK = 1 << 20
+"""Bytes of a block."""
+
+
+def checksum_file(path: Path) -> Path:
+    """Return the path of the checksums of a file."""
+    return path.with_name(f"{path.name}.checksum")
+
+
+def write_checksum(path: Path) -> None:
+    """Write the checksums of a complete file beside it."""
+    blocks = []
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            blocks.append(zlib.crc32(block))
+    content = FileChecksums(path.stat().st_size, BLOCK, blocks)
+    write_text(checksum_file(path), json.dumps(asdict(content)) + "\n")
+
+
+@dataclass(frozen=True)
+class FileChecksums:
+    """Size of a file in bytes, size of its blocks, and the CRC-32 of each block."""
+
+    size: Annotated[int, Field(ge=0)]
+    block: Annotated[int, Field(ge=1)]
+    crc32: list[int]
+
+    @property
+    def starts(self) -> range:
+        """First byte of each block."""
+        return range(0, self.size, self.block)
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """A file with checksums, of which each block is verified when it is first needed.
+
+    Args:
+        path: the file.
+        checksums: what `NAME.checksum` has.
+        error_type: class of errors.
+    """
+
+    path: Path
+    checksums: FileChecksums
+    error_type: ErrorType
+
+    @staticmethod
+    def open(path: Path, error_type: ErrorType) -> CheckedFile | None:
+        """Open a file that has checksums; None if it has none.
+
+        Raises:
+            error_type: if the checksums cannot be read, or the file has another size.
+        """
+        beside = checksum_file(path)
+        if not beside.is_file():
+            return None
+        content = parse_json(read_text(beside, error_type), str(beside), error_type)
+        try:
+            checksums = TypeAdapter(FileChecksums).validate_python(content)
+        except ValidationError:
+            checksums = None
+        if checksums is None or len(checksums.crc32) != len(checksums.starts):
+            raise error_type(f"{beside} is damaged\ndelete it to read {path.name} unverified")
+        file = CheckedFile(path, checksums, error_type)
+        if path.stat().st_size != checksums.size:
+            raise file._damage(f"it has {path.stat().st_size} bytes, not {checksums.size}")
+        return file
+
+    def verify(self, start: int = 0, end: int | None = None) -> None:
+        """Verify the blocks with the bytes from `start` to `end`; by default all.
+
+        Raises:
+            error_type: if a block has changed.
+        """
+        checksums = self.checksums
+        last = checksums.size if end is None else min(end, checksums.size)
+        for number in range(start // checksums.block, -(-last // checksums.block)):
+            if number in self._verified:
+                continue
+            first = checksums.starts[number]
+            crc32 = zlib.crc32(self._bytes[first : first + checksums.block])
+            if crc32 != checksums.crc32[number]:
+                raise self._damage(f"the checksum of the bytes from {first} on differs")
+            self._verified.add(number)
+
+    @cached_property
+    def _verified(self) -> set[int]:
+        return set()
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _damage(self, reason: str) -> Exception:
+        beside = checksum_file(self.path).name
+        return self.error_type(
+            f"{self.path} is damaged: {reason}\n"
+            f"copy it again; if it was written anew on purpose, delete {beside}"
+        )

@@ -1,0 +1,108 @@
+"""The stores by which ranks find each other, each open to as few processes as possible.
+
+Ranks of one launcher meet in a file that only their user can open. `TCPStore`, which scripts and
+several nodes use, has no access control: everyone who reaches its port can read and write its keys.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from shardwright.core.runtime.accelerator import LOOPBACK
+
+STORE_VARIABLE = "SHARDWRIGHT_STORE"
+"""Environment variable with the path of the store file of a rank's launcher."""
+
+RUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Environment variable with the run of a rank, which is the name of the store file."""
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Context with a new folder for store files, which other users of the machine cannot open."""
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
+        yield Path(folder)
+
+
+def store_settings(folder: Path, run: str) -> dict[str, str]:
+    """Return the environment variables of ranks that meet in a file of `folder`.
+
+    Args:
+        folder: a private folder.
+        run: unique name of the run.
+    """
+    return {RUN_VARIABLE: run, STORE_VARIABLE: str(folder / run)}
+
+
+def open_private_store(environment: Mapping[str, str] = os.environ) -> Store | None:
+    """Open the store file of this rank's launcher; None if the launcher has none."""
+    path = Path(environment.get(STORE_VARIABLE, ""))
+    # A launcher that a rank has started, such as torchrun, passes on the variable of the rank.
+    if path.name == "" or path.name != environment.get(RUN_VARIABLE):
+        return None
+    return FileStore(str(path), -1)
+
+
+@contextmanager
+def serve_store() -> Iterator[int]:
+    """Context that serves a `TCPStore` to processes of this machine.
+
+    Yields:
+        The port of the store.
+    """
+    store = serve_tcp_store(LOOPBACK, 0, timedelta(minutes=5), shared=False)
+    yield store.port
+    del store
+
+
+def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = True) -> dist.TCPStore:  # type: ignore[name-defined]
+    """Serve a `TCPStore`, at `host` only if that is an IP address or `localhost`.
+
+    `TCPStore` by itself listens on all interfaces. Other names may have another address on the
+    other nodes than on this one, so that the store listens on all interfaces.
+
+    Args:
+        host, port: address of the store; port 0 for any free port.
+        timeout: timeout of its operations.
+        shared: whether other stores of this process with the same port use this server.
+
+    Raises:
+        OSError: if the address cannot be used.
+    """
+    address = _address_to_bind(host)
+    if address is None:
+        listener = None
+    else:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address or host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=shared,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def _address_to_bind(host: str) -> str | None:
+    if host == "localhost":
+        return LOOPBACK
+    try:
+        return str(ip_address(host))
+    except ValueError:
+        return None
