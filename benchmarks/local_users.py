@@ -36,9 +36,9 @@ def net():
 CONFIG = """
 model: {target: "local_users_model:net"}
 data: {target: "local_users_model:data", batch_size: 8}
-train: {epochs: 100000, steps: 1500}
+train: {epochs: 100000, steps: 300}
 """
-NOBODY, SECONDS = 65534, 120
+NOBODY, SECONDS = 65534, 400
 KEYS = ("restart 0 of 2 ranks/", "restart 0 of 2 ranks/devices/", "default_pg/0//", "")
 NAMES = ("rank 0", "rank 1", "pieces", "piece 0", "error", "calls of ranks 0/error")
 
