@@ -126,8 +126,8 @@ def write_text(path: str | Path, text: str) -> None:
 def content_digest(data: Mapping[str, Any]) -> str:
     """Return a digest of plain data without its key `digest`, whatever its layout in the file."""
     content = {key: value for key, value in data.items() if key != DIGEST}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return sha256(text.encode()).hexdigest()[:16]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return sha256(canonical.encode()).hexdigest()[:16]
 
 
 def warn_if_edited(data: Mapping[str, Any], location: str) -> None:

@@ -128,9 +128,9 @@ _USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == 
 
 def _exit_with_usage(error: Any) -> None:
     """Print how a command is used, and what is wrong, and exit."""
-    text = io.StringIO()
-    error.show(text)
-    echo(text.getvalue().rstrip("\n"), err=True)
+    usage = io.StringIO()
+    error.show(usage)
+    echo(usage.getvalue().rstrip("\n"), err=True)
     raise SystemExit(error.exit_code)
 
 
@@ -145,8 +145,8 @@ def _printable_messages() -> Iterator[None]:
 
     def format_printable(message: Any, category: Any, *where: Any, **options: Any) -> str:
         if issubclass(category, ShardwrightWarning):
-            text = str(message).replace("\n", "\n  ")
-            return printable(f"warning: {text}\n")
+            indented = str(message).replace("\n", "\n  ")
+            return printable(f"warning: {indented}\n")
         return printable(format_warning(message, category, *where, **options))
 
     formatter = handler.formatter if handler is not None else None

@@ -45,10 +45,10 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
     if not has_other_ranks():
         return value
     device = device_of_objects(None)
-    own = _to_bytes(value if dist.get_rank() == rank else None, device)
-    size = torch.tensor(len(own), device=device)
+    content_of_rank = _to_bytes(value if dist.get_rank() == rank else None, device)
+    size = torch.tensor(len(content_of_rank), device=device)
     dist.broadcast(size, rank)
-    content = own if dist.get_rank() == rank else own.new_empty(int(size))
+    content = content_of_rank if dist.get_rank() == rank else content_of_rank.new_empty(int(size))
     dist.broadcast(content, rank)
     return value if dist.get_rank() == rank else cast("Sent", _from_bytes(content))
 
@@ -63,11 +63,11 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     if not has_other_ranks():
         return [value]
     device, ranks = device_of_objects(group), dist.get_world_size(group)
-    own = _to_bytes(value, device)
+    content = _to_bytes(value, device)
     sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor(len(own), device=device), group=group)
-    padded = own.new_zeros(max(map(int, sizes)))
-    padded[: len(own)] = own
+    dist.all_gather(sizes, torch.tensor(len(content), device=device), group=group)
+    padded = content.new_zeros(max(map(int, sizes)))
+    padded[: len(content)] = content
     contents = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(contents, padded, group=group)
     pairs = zip(contents, sizes, strict=True)

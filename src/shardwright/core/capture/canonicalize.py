@@ -116,7 +116,8 @@ def permutation(node: fx.Node) -> tuple[int, ...] | None:
     if node.target is aten.transpose.int:
         dims = list(range(len(node_shape(node))))
         a, b = node.args[1:3]
-        dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
+        if dims:  # A tensor without dimensions has dimensions 0 and -1 for PyTorch.
+            dims[a], dims[b] = dims[b], dims[a]  # type: ignore[index]
         return tuple(dims)
     return None
 

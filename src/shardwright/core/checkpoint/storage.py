@@ -87,30 +87,30 @@ class CheckpointReader(FileSystemReader):
     def _check_places(self, metadata: Metadata) -> None:
         """Raise ValueError if a tensor is not in a file of the checkpoint, or is larger than it."""
         sizes = dict[str, int]()
-        for index, place in metadata.storage_data.items():
-            name = place.relative_path
+        for index, info in metadata.storage_data.items():
+            name = info.relative_path
             if not is_plain_name(name) or (self._names and name not in self._names):
                 raise ValueError(f"{index.fqn!r} is in {name!r}, not in a file of the checkpoint")
             if name not in sizes:
                 path = Path(self.path) / name
                 sizes[name] = path.lstat().st_size if path.is_file() else 0
-            if place.offset + place.length > sizes[name]:
+            if info.offset + info.length > sizes[name]:
                 raise ValueError(f"{index.fqn!r} is beyond the end of {name}")
         for key, tensor in metadata.state_dict_metadata.items():
             _check_chunks(key, tensor, metadata.storage_data)
 
 
-def _check_chunks(key: str, tensor: Any, places: Mapping[MetadataIndex, Any]) -> None:
+def _check_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -> None:
     """Raise ValueError if a chunk of a tensor is in no file, outside the tensor, or larger than the
     bytes in its file."""
     for chunk in tensor.chunks:
-        place = places.get(MetadataIndex(key, chunk.offsets))
+        info = storage.get(MetadataIndex(key, chunk.offsets))
         ranks = {len(chunk.offsets), len(chunk.sizes), len(tensor.size)}
         ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
         if (
-            place is None
+            info is None
             or len(ranks) > 1
-            or chunk.sizes.numel() * tensor.properties.dtype.itemsize > place.length
+            or chunk.sizes.numel() * tensor.properties.dtype.itemsize > info.length
             or any(end > size for end, size in zip(ends, tensor.size, strict=False))
         ):
             raise ValueError(f"the table of the pieces of {key!r} is inconsistent")

@@ -316,8 +316,8 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 
 def cluster_file_text(cluster: Cluster) -> str:
     """Return the YAML text of a measured cluster, with a digest that shows later edits."""
-    text = cluster_to_yaml(cluster)
-    return f"{text}{DIGEST}: {content_digest(parse_yaml(text, cluster.name, ConfigError))!r}\n"
+    content = cluster_to_yaml(cluster)
+    return f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
 
 
 def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:

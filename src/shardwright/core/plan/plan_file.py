@@ -296,9 +296,9 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
         overrides: values to write in place of fields of the plan, by key in the file.
     """
     data = {"version": VERSION, "devices": plan.devices, **_to_json_object(plan), **overrides}
-    text = json.dumps(data, indent=1, default=_to_json_object)
-    digest = content_digest(json.loads(text))
-    body = text.removesuffix("\n}")
+    content = json.dumps(data, indent=1, default=_to_json_object)
+    digest = content_digest(json.loads(content))
+    body = content.removesuffix("\n}")
     return f'{body},\n "{DIGEST}": "{digest}"\n}}'
 
 

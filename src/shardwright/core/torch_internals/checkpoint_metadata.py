@@ -89,7 +89,7 @@ def _to_storage(
     storage: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Convert the table of where the chunks of `tensors` are."""
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    converted: dict[MetadataIndex, _StorageInfo] = {}
     for key, info in storage.items():
         name = _field(_check_type(key, _Record), "fqn", str)
         if name not in tensors:
@@ -104,8 +104,8 @@ def _to_storage(
         if _optional(info, "transform_descriptors"):
             raise ValueError(f"{name!r} is compressed, which is not supported")
         start, length = (_check_number(_field(info, field, int)) for field in ("offset", "length"))
-        places[index] = _StorageInfo(_field(info, "relative_path", str), start, length)
-    return places
+        converted[index] = _StorageInfo(_field(info, "relative_path", str), start, length)
+    return converted
 
 
 def _to_tensor(entry: _Record, max_chunks: int) -> TensorStorageMetadata:

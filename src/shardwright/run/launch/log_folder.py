@@ -46,12 +46,12 @@ class LogFolder:
             keep_steps: whether to keep the step log, to which a resumed run appends.
         """
         # The step log stays where it is: a failure on the way must not lose it.
-        kept = self.steps(0) if keep_steps else None
+        steps_to_keep = self.steps(0) if keep_steps else None
         for rank_folder in self.run.glob("rank.[0-9]*"):
             for entry in rank_folder.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
-                elif entry != kept:
+                elif entry != steps_to_keep:
                     entry.unlink()
             with suppress(OSError):
                 rank_folder.rmdir()
