@@ -317,7 +317,9 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 def cluster_file_text(cluster: Cluster) -> str:
     """Return the YAML text of a measured cluster, with a digest that shows later edits."""
     content = cluster_to_yaml(cluster)
-    return f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
+    return (
+        f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
+    )
 
 
 def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
