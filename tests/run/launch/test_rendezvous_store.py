@@ -46,16 +46,13 @@ def test_ranks_of_an_inner_launcher_do_not_take_the_store_of_the_outer_one(tmp_p
 def test_a_store_at_loopback_listens_there_only(host: str) -> None:
     store = serve_tcp_store(host, 0, TIMEOUT)
     # A second store of this process at the same port uses the same server, as an agent's does.
-    other = dist.TCPStore(
-        "127.0.0.1",
-        store.port,
-        is_master=True,
-        timeout=TIMEOUT,
-        multi_tenant=True,
-        wait_for_workers=False,
-    )
+    agent = {"is_master": True, "multi_tenant": True, "wait_for_workers": False}
+    others = [
+        dist.TCPStore("127.0.0.1", store.port, timeout=TIMEOUT, **agent),
+        serve_tcp_store(host, store.port, TIMEOUT),
+    ]
     store.set("key", "value")
-    assert other.get("key") == b"value"
+    assert [other.get("key") for other in others] == [b"value"] * 2
     with socket.socket() as probe:
         probe.settimeout(2)
         assert probe.connect_ex(("127.0.0.2", store.port)) != 0

@@ -78,25 +78,32 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
         shared: whether other stores of this process with the same port use this server.
 
     Raises:
-        OSError: if the address cannot be used.
+        RuntimeError: if the address cannot be used.
     """
     address = _address_to_bind(host)
-    if address is None:
-        listener = None
-    else:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        port = listener.getsockname()[1]
+    listener = None if address is None else _bind(address, port)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address or host,
-        port,
+        port if listener is None else listener.getsockname()[1],
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=shared,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _bind(address: str, port: int) -> socket.socket | None:
+    """Bind a socket to an address; None if this process serves a store at the port already, which
+    `TCPStore` then uses, or the address is translated on its way to this machine."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError:
+        listener.close()
+        return None
+    return listener
 
 
 def _address_to_bind(host: str) -> str | None:
