@@ -51,6 +51,12 @@ def test_integers_beyond_64_bits_with_a_sign_are_refused() -> None:
             parse_yaml(text, "run.yaml", ConfigError)
 
 
+def test_keys_of_several_lines_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the key 'a\\nerror: forged' has control characters"):
+        parse_yaml('x: {"a\\nerror: forged": 1}', "run.yaml", ConfigError)
+    assert parse_yaml('x: "a\\nb"', "run.yaml", ConfigError) == {"x": "a\nb"}
+
+
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_text(path, "first")

@@ -217,6 +217,9 @@ def _check_plain_data(data: Any, max_values: float) -> None:
             raise ValueError(_TOO_DEEP)
         if isinstance(value, dict):
             for key, item in value.items():
+                # Keys are names, which messages and tables print: a line break would forge a line.
+                if isinstance(key, str) and not key.isprintable() and min(key) < " ":
+                    raise ValueError(f"the key {short_repr(key)} has control characters")
                 pending_values.append(((None, short_repr, key), depth + 1, key))
                 pending_values.append(((path, _format_key, key), depth + 1, item))
         elif isinstance(value, list):
