@@ -204,7 +204,9 @@ def test_a_crash_leaves_nothing_that_looks_complete(
     sw.save_checkpoint(tmp_path, net, position=sw.Position(1))
     with monkeypatch.context() as patch:
         patch.setattr(f"torch.distributed.checkpoint.filesystem.FileSystemWriter.{where}", crash)
-        with pytest.raises(sw.CheckpointError, match="step-2: rank 0 cannot .*: OSError: no space"):
+        with pytest.raises(
+            sw.CheckpointError, match=r"step-2: rank 0 cannot .*: OSError: no space"
+        ):
             sw.save_checkpoint(tmp_path, net, position=sw.Position(2))
     assert (tmp_path / "step-2.partial").is_dir()
     assert sw.load_checkpoint(tmp_path, net).step == 1
@@ -218,7 +220,7 @@ def test_what_went_wrong_in_the_background_is_raised_later(
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", crash)
     checkpoints = sw.Checkpoints(tmp_path, asynchronous=True)
     checkpoints.save(model(0), None, HERE)
-    with pytest.raises(sw.CheckpointError, match="rank 0 cannot .*: OSError: no space"):
+    with pytest.raises(sw.CheckpointError, match=r"rank 0 cannot .*: OSError: no space"):
         checkpoints.wait()
     checkpoints.wait()
 
@@ -232,7 +234,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", fail)
     full = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    message = r"step-3: rank 0 cannot access the checkpoint: no space left \(100 bytes are free\): RuntimeError: unexpected pos"
+    message = r"step-3: rank 0 cannot .*: no space left \(100 bytes are free\): RuntimeError: unexp"
     with pytest.raises(sw.CheckpointError, match=message):
         sw.Checkpoints(tmp_path).save(model(0), None, HERE)
 
