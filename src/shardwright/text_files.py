@@ -261,7 +261,7 @@ def _dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
-            raise ValueError(f"the key {short_repr(key)} occurs twice; remove one of the two")
+            raise ValueError(f"duplicate key {short_repr(key)}; remove one of the two")
         unique[key] = value
     return unique
 

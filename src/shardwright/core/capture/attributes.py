@@ -41,15 +41,15 @@ SET = "<set by forward>"
 """Recorded value of an attribute that `forward` sets before it reads the attribute."""
 
 HOOKS = "forward hooks"
-"""Name of the entry with the number of forward hooks of a module."""
+"""Name of the `attribute_texts` entry that is the number of forward hooks of a module."""
 
 CLASSES = "classes of submodules"
-"""Name of the entry with a hash of the paths and classes of all submodules."""
+"""Name of the `attribute_texts` entry that is a hash of the paths and classes of all submodules."""
 
 OF_MODULES = frozenset((HOOKS, CLASSES))
 
 BUFFERS = "buffers of "
-"""Prefix of the module path in entries of buffers whose values were read."""
+"""Prefix of the module path in `attribute_texts` entries of buffers whose values were read."""
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _CONTAINERS = (list, tuple, dict, set, deque)

@@ -70,15 +70,16 @@ def check_arguments(args: object, kwargs: object) -> None:
             "the positional arguments of a call must be a tuple, not a"
             f" {type(args).__name__}\n{remedy}"
         )
-    remedy = "pass positional arguments as one tuple, `(x, y)`, named ones as `{'mask': mask}`"
     if not isinstance(kwargs, Mapping | None):
         raise CaptureError(
             "the keyword arguments of a call must be a mapping of names, not a"
-            f" {type(kwargs).__name__}\n{remedy}"
+            f" {type(kwargs).__name__}\n"
+            "pass positional arguments as one tuple, `(x, y)`, named ones as `{'mask': mask}`"
         )
     if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
         raise CaptureError(
-            f"the keys of keyword arguments must be strings, not {unnamed[0]!r}\n{remedy}"
+            f"the keys of keyword arguments must be strings, not {unnamed[0]!r}\n"
+            "pass named arguments as `{'mask': mask}`"
         )
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
         if not (isinstance(leaf, Tensor) and leaf.is_nested):

@@ -50,7 +50,7 @@ def capture(
         compute_dtype: dtype of the computation with float32 parameters and inputs. Buffers, and the
             parameters of modules with floating-point buffers, keep their dtype; losses are computed
             in float32.
-        on_progress: receives the number of traced layers, at most once a second.
+        on_progress: called with the number of traced layers, at most once a second.
         autocast: autocast state of the captured call; regions around `capture` itself do not count.
 
     Raises:

@@ -92,7 +92,7 @@ def _format_path(path: str) -> str:
 
 
 class _InPlaceChangeRecorder(TorchFunctionMode):
-    """A context that records whether a tensor is changed in place."""
+    """Context that records whether a tensor is changed in place."""
 
     seen = False
 

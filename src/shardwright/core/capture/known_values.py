@@ -253,7 +253,8 @@ class KnownValues(TorchFunctionMode):
         return self._call_and_record(func, args, kwargs)
 
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function and record the recipes of its results, if its arguments are known."""
+        """Call a function, and record how its results are computed if the values of all arguments
+        are known."""
         try:
             read = (_make_empty_recipe(args[0]), *args[1:]) if func in _LIKE and args else args
             recipe_args = self._convert_to_recipes((read, kwargs))

@@ -1,7 +1,8 @@
 """Python state that `forward` can reach, and the changes that a trace makes to it.
 
 This state is in attributes of modules, variables of enclosing scopes, classes, global variables and
-default values. A captured program does not change it: `forward` runs once, during capture.
+default values. A captured program does not change this state, because `forward` runs only once,
+during capture.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
     """Call the ATen operators of a function that contains transforms, and return the result.
 
     Raises:
-        CaptureError: if the function has an effect that its operators do not have.
+        CaptureError: if the function has a side effect that its ATen operators do not reproduce.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -241,7 +241,8 @@ def _rewrite_cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node
 
 
 def _rewrite_experts(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node:
-    """Rewrite the tokens, expert indices and weights of a dispatch to experts."""
+    """Rewrite a mixture-of-experts operator to read unflattened tokens, expert indices and
+    weights."""
     return _insert_unflattened(node, node.all_input_nodes[:3], flats)
 
 

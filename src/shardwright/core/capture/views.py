@@ -95,7 +95,8 @@ def read_strides_of_elements(graph: fx.Graph) -> None:
     because tensors of the captured program, such as shards, may have other strides.
 
     Raises:
-        CaptureError: if an operator reads memory besides the elements of its input, or writes.
+        CaptureError: if an operator reads memory besides the elements of its input, or writes
+            through strides.
     """
     for node in [node for node in graph.nodes if node.target in _BY_STRIDES]:
         source, arguments = node.args[0], node_arguments(node)

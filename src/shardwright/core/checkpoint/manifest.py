@@ -200,10 +200,10 @@ def _read_entries(path: Path) -> dict[str, Any]:
         file_text = file.read().decode()
     body, last_entry, _ = file_text.rpartition(_LAST_ENTRY)
     if last_entry and file_text != _append_checksum(body):
-        raise ValueError("the checksum does not match")
+        raise ValueError("the checksum of the manifest does not match its content")
     content: dict[str, Any] = parse_json(file_text, path.name, CheckpointError)
     if content.pop("checksum", None) is None and content["version"] == VERSION:
-        raise ValueError("the entry 'checksum' is missing")
+        raise ValueError("the manifest has no entry 'checksum'")
     return content
 
 

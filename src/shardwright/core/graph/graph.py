@@ -60,7 +60,7 @@ class Value:
     @property
     def differentiable(self) -> bool:
         """Whether any output may have a gradient with respect to the value, so that programs must
-        compute it."""
+        compute this gradient."""
         return self.requires_grad or self.requires_other_grad
 
     @property

@@ -341,7 +341,8 @@ class LocalCall:
         return self._check_results([*results, *buffers], tensors)
 
     def _check_container(self, result: Any, count: int) -> None:
-        """Check that the code returns a tensor or tuple, as capture has assumed.
+        """Check that code that capture could not run returns a tensor or tuple, as capture has
+        assumed.
 
         Capture cannot run code that needs tensors with data; it assumes that the code returns a
         tensor or a tuple of `count` tensors.

@@ -3,8 +3,8 @@
 The full result is the sum of the results for parts of the keys, each weighted by the exponential of
 the log-sum-exp of its scores, divided by the sum of the weights (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018; Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
-Transformers", 2023). The gradients of a part are computed separately too, from the merged result
-and its log-sum-exp.
+Transformers", 2023). The gradients for some of the keys are computed separately too, from the
+merged result and its log-sum-exp.
 """
 
 from __future__ import annotations

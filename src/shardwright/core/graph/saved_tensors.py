@@ -184,7 +184,8 @@ def saved_before_update(graph: Graph) -> frozenset[Value]:
 def returned_before_update(graph: Graph) -> frozenset[Value]:
     """Return the buffers that `forward` updates and whose old values are needed after the update.
 
-    `forward` returns such an old value or a view of it, or assigns it to another buffer.
+    Examples: `forward` returns the old value or a view of the old value, or assigns it to another
+    buffer.
     """
     updated = frozenset(before for before, _ in graph.updates).intersection(graph.buffers)
     if not updated:

@@ -30,7 +30,8 @@ AxesByDim = tuple[Axes, ...]
 """Axes that shard each dimension, most significant first."""
 
 KINDS = tuple(COLLECTIVES)
-"""Names of operations, which `Move.operation` indexes. Ties go to the one that is listed first."""
+"""Names of the operations of moves, which `Move.operation` indexes; among moves of equal cost the
+first operation wins."""
 
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
     KINDS.index, ("slice", "reduce_scatter", "permute", "all_to_all")

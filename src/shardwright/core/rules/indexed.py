@@ -41,7 +41,7 @@ class Indexed:
         factors: factor of each indexed dimension, by dimension.
         is_list: whether the argument is a list with the index of each dimension, in which negative
             indices count from the end.
-        trailing: number of dimensions of the output after those of the indices.
+        trailing: number of dimensions of the output that follow the dimensions of the indices.
     """
 
     argument: str

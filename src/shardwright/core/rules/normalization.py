@@ -80,7 +80,7 @@ def batch_norm(op: Op) -> ShardingRule | None:
 @rule_for(aten.instance_norm.default)
 def instance_norm(op: Op) -> ShardingRule | None:
     """Instance norm, `b c _ _, c -> b c _ _`; with running statistics the spatial dimensions can be
-    sharded, too.
+    sharded too.
 
     Returns None if the operator updates the running statistics in place; capture replaces it by
     `instance_norm_train`.

@@ -4,7 +4,7 @@ Each device has a block of positions. In step 0 a device attends to its own keys
 sends these to the next device; in each later step it attends to the keys and values that it has
 received. After n - 1 transfers each block has visited all n devices, and the partial results are
 merged by their log-sum-exp. In the backward pass keys and values travel again, and the gradient of
-each block travels one step behind, back to its device. Memory is that of a few blocks,
+each block travels one step behind, back to its device. Each device needs memory for a few blocks,
 independently of n (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
 Near-Infinite Context", 2023).
 

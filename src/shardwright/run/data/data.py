@@ -308,7 +308,8 @@ def _read_texts(path: str | Path | None) -> list[str]:
             "the folder contains no .txt file" if location.is_dir() else "no such file or folder"
         )
         raise DataError(
-            f"{location}: {problem}\nset `data.path` to a text file or a folder of .txt files"
+            f"cannot read texts from {location}: {problem}\nset `data.path` to a text file or a "
+            "folder of .txt files"
         )
     return [read_text(file, DataError) for file in text_files]
 

@@ -151,7 +151,8 @@ def token_sequences(
             contains = "the folder contains no .bin or .npy file"
             problem = contains if path.is_dir() else "no such file or folder"
             raise DataError(
-                f"{path}: {problem}\nset `data.path` to a token file or a folder of token files"
+                f"cannot read tokens from {path}: {problem}\nset `data.path` to a token file or a "
+                "folder of token files"
             )
         tokens = tuple(_open_token_file(file, dtype) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)

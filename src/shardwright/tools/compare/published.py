@@ -146,18 +146,18 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         if self.devices != self.data_parallel * self.tensor_parallel * self.stages:
             raise ValueError(
                 f"`devices` is {self.devices}, but must be data_parallel · tensor_parallel · stages"
-                f" = {product}"
+                f" = {product}; correct one of these keys"
             )
         samples = self.micro_batch * self.data_parallel
         if self.global_batch % samples:
             raise ValueError(
                 f"`global_batch` is {self.global_batch}, which is not a multiple of micro_batch ·"
-                f" data_parallel = {samples}"
+                f" data_parallel = {samples}; correct one of these keys"
             )
         if self.heads % self.tensor_parallel:
             raise ValueError(
                 f"`heads` is {self.heads}, which is not a multiple of tensor_parallel ="
-                f" {self.tensor_parallel}"
+                f" {self.tensor_parallel}; correct one of these keys"
             )
         _ = self.sizes
         return self
