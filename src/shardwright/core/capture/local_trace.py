@@ -271,14 +271,14 @@ class _CallTag:
 
 
 @torch.library.custom_op("shardwright::local_map", mutates_args=())
-def _local_map(
+def _local_map_operator(
     tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
 ) -> list[Tensor]:
     """Placeholder operator of a `local_map` during the trace, with results of the given sizes."""
     raise NotImplementedError
 
 
-@_local_map.register_fake
+@_local_map_operator.register_fake
 def _(
     tensors: Sequence[Tensor], sizes: Sequence[int], ranks: Sequence[int], dtypes: str
 ) -> list[Tensor]:

@@ -360,7 +360,7 @@ class LocalCall:
             raise CaptureError(
                 f"local_map {self.name!r} returns {_container_text(result)}, but the code "
                 f"around the call, which cannot run during capture, was captured for {expected}"
-                "\nreturn {expected} from the `local_map`"
+                f"\nreturn {expected} from the `local_map`"
             )
 
     def _dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:

@@ -243,7 +243,7 @@ class Execution(Recapture):
         # The program of a later Python state may change objects.
         if depends_on_calls or (self._reachable.version and not self._splits_batch):
             return self._train_with_python(args, kwargs)
-        bound, leaves, dims = self._find_step(args, kwargs)
+        bound, leaves, dims = self._find_bound_step(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
         self.random_step += 1
@@ -387,7 +387,7 @@ class Execution(Recapture):
         off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
         return replace(bound, program=program, off_path=off_path)
 
-    def _find_step(
+    def _find_bound_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any], SampleDims]:
         """Return the training step for a call, the call's leaves on this rank's device, and the

@@ -70,7 +70,7 @@ class PipelineExecution(Execution):
                 " `torch.no_grad()`"
             )
         self._reachable.update()
-        bound, leaves, dims = self._find_step(args, kwargs)
+        bound, leaves, dims = self._find_bound_step(args, kwargs)
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.tensors.read()

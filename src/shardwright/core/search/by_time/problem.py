@@ -337,7 +337,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     intervals = [(0, len(keys))]
     while intervals:
         start, stop = intervals.pop()
-        run = _longest_run(indexed, keys, start, stop)
+        run = _longest_repeated_run(indexed, keys, start, stop)
         # Operators before and after a run may be further runs, such as an encoder and a decoder.
         if run is not None:
             runs.append(run)
@@ -345,7 +345,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     return runs
 
 
-def _longest_run(
+def _longest_repeated_run(
     indexed: IndexedGraph, keys: np.ndarray[tuple[int], np.dtype[np.int64]], start: int, stop: int
 ) -> BlockRun | None:
     """Return the longest run of equal blocks among operators `start` to `stop - 1`, or None.
