@@ -92,7 +92,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         raise config.error(
             "type",
             f"{config.string('type')} is not the configuration of "
-            "{arch.string('type')}\nset {config_type}",
+            f"{arch.string('type')}\nset {config_type}",
         )
     if config.integer("ignore_token_id", IGNORED, minimum=-(2**31)) != IGNORED:
         raise config.error(
