@@ -129,13 +129,13 @@ class EmptyModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package, _, rest = fullname.partition(".")
-        is_light = any(f"{rest}.".startswith(f"{light}.") for light in LIGHT_MODULES)
+        package, _, subpath = fullname.partition(".")
+        is_light = any(f"{subpath}.".startswith(f"{light}.") for light in LIGHT_MODULES)
         if package != "torch" and (package != "shardwright" or is_light):
             return None
         spec = ModuleSpec(fullname, self, is_package=True)
         # Light modules are found inside of empty packages.
-        spec.submodule_search_locations = [str(PACKAGE.joinpath(*rest.split(".")))]
+        spec.submodule_search_locations = [str(PACKAGE.joinpath(*subpath.split(".")))]
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -306,14 +306,14 @@ class _StepMoment:
 
     Args:
         name: name of the action for users.
-        peak, change: changes in bytes by category, from the start of the action to its peak and to
-            its end. Actions of a pass type share these objects.
+        peak_bytes, change: changes in bytes by category, from the start of the action to its peak
+            and to its end. Actions of a pass type share these objects.
         chunk: index of the chunk.
         largest: (category of tensor, operator index, bytes) of the largest tensors.
     """
 
     name: str
-    peak: BytesByCategory
+    peak_bytes: BytesByCategory
     change: BytesByCategory
     chunk: int = 0
     largest: tuple[tuple[str, int, int], ...] = ()
@@ -344,7 +344,7 @@ def _stage_memory(
         {category: repeats * size for category, size in change.items()}
         for change, repeats in repeated.values()
     ]
-    sizes = plus(stock, *changes, moment.peak)
+    sizes = plus(stock, *changes, moment.peak_bytes)
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
     curve = zip(moments, totals, strict=True) if len(moments) <= MAX_CURVE_PASSES else ()
     return StageMemory(
@@ -367,10 +367,10 @@ def _peak_totals(stock: BytesByCategory, moments: Sequence[_StepMoment]) -> list
     sums: dict[int, int] = {}
     live, totals = sum(stock.values()), []
     for moment in moments:
-        for sizes in (moment.peak, moment.change):
+        for sizes in (moment.peak_bytes, moment.change):
             if id(sizes) not in sums:
                 sums[id(sizes)] = sum(sizes.values())
-        totals.append(live + sums[id(moment.peak)])
+        totals.append(live + sums[id(moment.peak_bytes)])
         live += sums[id(moment.change)]
     return totals
 

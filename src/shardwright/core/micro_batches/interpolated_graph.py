@@ -109,10 +109,10 @@ def _rows(key_a: Sequence[Any], key_b: Sequence[Any], key: Sequence[Any]) -> tup
         rows |= {sizes for sizes in zip(*shapes, strict=True) if len({*sizes}) > 1}
     if len(rows) != 1:
         raise NotInterpolableError
-    (found,) = rows
-    if found[0] == found[1]:
+    (sizes_of_calls,) = rows
+    if sizes_of_calls[0] == sizes_of_calls[1]:
         raise NotInterpolableError
-    return found
+    return sizes_of_calls
 
 
 class _Interpolation:
@@ -136,8 +136,8 @@ class _Interpolation:
         self._pair_equal(a.parameters, b.parameters)
         self._pair_equal(a.buffers, b.buffers)
         self._pair_equal(tuple(a.constants), tuple(b.constants))
-        for mine, other in zip(a.constants.values(), b.constants.values(), strict=True):
-            if mine.is_meta or other.is_meta or not torch.equal(mine, other):
+        for constant, other in zip(a.constants.values(), b.constants.values(), strict=True):
+            if constant.is_meta or other.is_meta or not torch.equal(constant, other):
                 raise NotInterpolableError
         inputs = self._paired_inputs(a.inputs, b.inputs)
         ops = tuple(self._op(*pair) for pair in zip(a.ops, b.ops, strict=True))
@@ -186,36 +186,36 @@ class _Interpolation:
         outputs = tuple(map(self._value, op.outputs, other.outputs))
         return replace(op, args=args, kwargs=kwargs, outputs=outputs)
 
-    def _argument(self, mine: Any, other: Any) -> Any:
+    def _argument(self, argument: Any, other: Any) -> Any:
         """Return an argument of the derived graph, given that of each graph."""
-        if isinstance(mine, Value):
-            if mine not in self._values or self._values[mine][0] is not other:
+        if isinstance(argument, Value):
+            if argument not in self._values or self._values[argument][0] is not other:
                 raise NotInterpolableError
-            return self._values[mine][1]
-        if type(mine) is not type(other):
+            return self._values[argument][1]
+        if type(argument) is not type(other):
             raise NotInterpolableError
-        if isinstance(mine, (list, tuple)):
-            if len(mine) != len(other):
+        if isinstance(argument, (list, tuple)):
+            if len(argument) != len(other):
                 raise NotInterpolableError
-            items = map(self._argument, mine, other)
-            return list(items) if isinstance(mine, list) else tuple(items)
-        if isinstance(mine, dict):
-            if mine.keys() != other.keys():
+            items = map(self._argument, argument, other)
+            return list(items) if isinstance(argument, list) else tuple(items)
+        if isinstance(argument, dict):
+            if argument.keys() != other.keys():
                 raise NotInterpolableError
-            return {key: self._argument(item, other[key]) for key, item in mine.items()}
-        if type(mine) is int:
-            return self._number(mine, other)
-        if mine is not other and mine != other:
+            return {key: self._argument(item, other[key]) for key, item in argument.items()}
+        if type(argument) is int:
+            return self._number(argument, other)
+        if argument is not other and argument != other:
             raise NotInterpolableError
-        return mine
+        return argument
 
-    def _number(self, mine: int, other: int) -> int:
-        if mine == other:
-            return mine
-        slope, rest = divmod(mine - other, self._rows_a - self._rows_b)
-        fixed = mine - slope * self._rows_a
+    def _number(self, number: int, other: int) -> int:
+        if number == other:
+            return number
+        slope, remainder = divmod(number - other, self._rows_a - self._rows_b)
+        fixed = number - slope * self._rows_a
         # A negative fixed part is a sign of a number that grows faster than the batch.
-        if rest or fixed < 0:
+        if remainder or fixed < 0:
             raise NotInterpolableError
         return fixed + slope * self._rows
 

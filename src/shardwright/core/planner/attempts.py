@@ -121,14 +121,14 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
     on_stage = f" on stage {stage.stage}" if len(memory.stages) > 1 else ""
     count = options.num_micro_batches
     with_count = f"{count} micro-batches, " if count > 1 else ""
-    text = (
+    message = (
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
         f" ({memory.peak:,} bytes){on_stage}, with {with_count}{attempt}:"
         f" {_memory_breakdown(stage)}\n"
         f"set memory_limit={memory.peak}{_other_remedies(options, limit, stage)}"
     )
-    return MemoryLimitError(text, memory.peak)
+    return MemoryLimitError(message, memory.peak)
 
 
 MAX_DOUBLINGS = 10
@@ -143,7 +143,7 @@ def _other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str
     """
     # The inputs of all micro-batches are on the device throughout the step.
     passing = stage.activations + stage.temporary
-    kept, remedies = stage.peak - passing, ""
+    fixed, remedies = stage.peak - passing, ""
     devices, needed = _doubled(options.devices, 0, stage.peak, limit)
     if needed <= limit:
         remedies += f", or use {devices} devices (about {binary(needed)} each)"
@@ -151,12 +151,12 @@ def _other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str
     # micro-batches.
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         remedies += ", or try stages='auto'"
-    micro_batches, needed = _doubled(options.num_micro_batches, kept, passing, limit)
+    micro_batches, needed = _doubled(options.num_micro_batches, fixed, passing, limit)
     if needed <= limit:
         return remedies + f", or use {micro_batches} micro-batches (about {binary(needed)})"
     return (
         f"{remedies}; more micro-batches are not enough, as parameters, gradients, optimizer"
-        f" state and inputs need {binary(kept)}"
+        f" state and inputs need {binary(fixed)}"
     )
 
 

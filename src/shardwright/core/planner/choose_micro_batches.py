@@ -99,9 +99,9 @@ class _MicroBatchChoice:
             stopped: error that the search of `tasks` raised.
             best: best candidate of other searches.
         """
-        found = stopped.candidate if isinstance(stopped, PlanInterrupted) else None
-        if found is not None and (best is None or found.seconds < best.seconds):
-            raise PlanInterrupted(lambda: self._captured(found, tasks).plan()) from None
+        candidate = stopped.candidate if isinstance(stopped, PlanInterrupted) else None
+        if candidate is not None and (best is None or candidate.seconds < best.seconds):
+            raise PlanInterrupted(lambda: self._captured(candidate, tasks).plan()) from None
         if best is None:
             raise stopped
         raise PlanInterrupted(best.plan) from None

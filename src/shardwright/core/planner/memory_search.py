@@ -165,17 +165,17 @@ class MemorySearch:
         fitting = self.known_to_fit()
         bound = self.queue[0][0] if self.queue else 0.0
         if not fitting:
-            text = "no plan is known to fit yet"
+            message = "no plan is known to fit yet"
         else:
             best = min(fitting, key=lambda candidate: candidate.seconds)
             words = best.options.pipeline_in_words(), best.options.in_words()
-            text = (
+            message = (
                 f"the best plan so far takes {best.seconds:.4g} s per step"
                 f" ({', '.join(words)}); Ctrl-C ends the search with it"
             )
         log.warning(
             "the search has taken %.0f s and goes on: %s; no plan takes less than %.4g s",
-            *(seconds, text, bound),
+            *(seconds, message, bound),
         )
 
     def known_to_fit(self) -> list[Candidate]:

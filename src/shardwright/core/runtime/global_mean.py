@@ -40,8 +40,8 @@ class _GlobalMean(torch.autograd.Function):
     def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
         # One collective, in at least float32, in which a sum of counts is accurate enough.
         dtype = torch.promote_types(total.dtype, torch.float32)
-        parts = total.detach().reshape(-1), count.to(total.device).reshape(1)
-        sums = torch.cat([tensor.to(dtype) for tensor in parts])
+        addends = total.detach().reshape(-1), count.to(total.device).reshape(1)
+        sums = torch.cat([tensor.to(dtype) for tensor in addends])
         dist.all_reduce(sums)
         # The ranks' losses are averaged, but this one is a sum over all ranks.
         ctx.factor = dist.get_world_size() / sums[-1].to(total.dtype)

@@ -80,7 +80,9 @@ def _keys_of(name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[s
             yield from _keys_of(base.id, classes)
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            names = (part.id for part in ast.walk(field.annotation) if isinstance(part, ast.Name))
+            names = (
+                child.id for child in ast.walk(field.annotation) if isinstance(child, ast.Name)
+            )
             sections = [each for each in names if each.endswith("Section")]
             yield _alias(field) or field.target.id, sections[0] if sections else None
 
