@@ -11,9 +11,9 @@ from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.candidate import Candidate, Decide
 from shardwright.core.planner.fit_memory import fastest_within_memory
-from shardwright.core.planner.memory_search import StageOptions
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
+from shardwright.core.planner.stage_options import StageOptions
 from shardwright.errors import PlanInterrupted
 
 log = logging.getLogger("shardwright.search")

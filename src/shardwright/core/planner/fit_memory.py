@@ -9,9 +9,10 @@ from math import inf
 
 from shardwright.core.planner.attempts import attempt_phases
 from shardwright.core.planner.candidate import Candidate, Decide
-from shardwright.core.planner.memory_search import MemorySearch, QueuedOptions, StageOptions
+from shardwright.core.planner.memory_search import MemorySearch
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
+from shardwright.core.planner.stage_options import QueuedOptions, StageOptions
 from shardwright.errors import PlanInterrupted
 
 

@@ -12,7 +12,7 @@ these steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
@@ -20,7 +20,7 @@ from math import inf
 
 from shardwright.core.cost.memory import Memory, binary, least_memory
 from shardwright.core.plan.ranked import LeftOut, PlanKind
-from shardwright.core.planner.attempts import Attempt, AttemptGroups, memory_limit_error
+from shardwright.core.planner.attempts import Attempt, memory_limit_error
 from shardwright.core.planner.candidate import Candidate, Decide
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.queued_candidate import (
@@ -30,6 +30,7 @@ from shardwright.core.planner.queued_candidate import (
 )
 from shardwright.core.planner.ranking import Ranking, requested_kind
 from shardwright.core.planner.slow_search import ReportTimes
+from shardwright.core.planner.stage_options import QueuedOptions, StageOptions
 from shardwright.core.search.recompute.search import MeasuredDecisions, RecomputeSearch
 from shardwright.errors import PlanError, ShardwrightError, StrategyError, one_line
 from shardwright.progress import OnProgress, nested_progress
@@ -47,31 +48,6 @@ with the recomputation that an estimate of its memory requires."""
 
 
 @dataclass
-class StageOptions:
-    """Options with fixed numbers of stages and micro-batches and a fixed schedule.
-
-    Args:
-        min_seconds: lower bound on the step time in seconds, for any memory limit.
-        relaxed: options whose step time without a memory limit is a tighter lower bound; None if
-            they have been searched, or if their search does not pay.
-        may_fit: whether a lower bound on the memory of a candidate was within the limit.
-    """
-
-    options: PlanOptions
-    min_seconds: float = 0.0
-    relaxed: PlanOptions | None = None
-    may_fit: bool = False
-
-
-@dataclass(frozen=True)
-class QueuedOptions:
-    """Attempts with equal `stage_options`, of which the first group is searched next."""
-
-    stage_options: StageOptions
-    groups: AttemptGroups
-
-
-@dataclass
 class MemorySearch:
     """The priority queue of attempts and candidates, and the results of the search so far.
 
@@ -84,6 +60,7 @@ class MemorySearch:
         dropped: candidates with a lower bound or an estimate of memory above the limit, for any
             recomputation or for recomputation of blocks at one depth.
         postponed: options that are searched only if nothing else fits.
+        postponed_memory: lower bound on the bytes per device of postponed options, by kind of plan.
         recompute_cache: recomputation levels that candidates share.
         errors: options with which the model cannot be planned, each with the error.
         smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.
@@ -101,6 +78,7 @@ class MemorySearch:
     smallest: tuple[Memory, Attempt] | None = None
     dropped: list[QueuedCandidate] = field(default_factory=list)
     postponed: list[QueuedOptions] = field(default_factory=list)
+    postponed_memory: dict[PlanKind, int] = field(default_factory=dict)
     recompute_cache: RecomputeCache = field(default_factory=RecomputeCache)
     errors: list[tuple[PlanOptions, ShardwrightError]] = field(default_factory=list)
     smallest_peaks: dict[PlanKind, int] = field(default_factory=dict)
@@ -214,7 +192,8 @@ class MemorySearch:
             fitted = self.run(float("inf")) if needs_more else None
         for bound, plan_kind in self._queued_kinds():
             ranking.leave_out(plan_kind, LeftOut.slower(bound))
-        for plan_kind, peak_bytes in self.smallest_peaks.items():
+        needed = [*self.smallest_peaks.items(), *self.postponed_memory.items()]
+        for plan_kind, peak_bytes in needed:
             ranking.leave_out(plan_kind, LeftOut.larger(peak_bytes))
         for queued in self.dropped:
             plan_kind = requested_kind(queued.attempt.options)
@@ -248,7 +227,7 @@ class MemorySearch:
                 self.add(max(bound, stage_options.min_seconds), queued)
             return
         min_seconds, num_queued, num_dropped = bound, 0, len(self.dropped)
-        for attempt in groups[0]:
+        for attempt in self._attempts_that_may_fit(stage_options, groups[0]):
             for candidate in self._new_candidates(attempt):
                 seconds = max(bound, candidate.candidate.seconds)
                 min_seconds = min(min_seconds, seconds) if num_queued else seconds
@@ -272,6 +251,31 @@ class MemorySearch:
             return
         # The next group is searched only if no candidate that is clearly faster fits.
         self.add(max(bound, NEXT_MEM_COEFF_BOUND * min_seconds), remaining)
+
+    def _attempts_that_may_fit(
+        self, stage_options: StageOptions, attempts: Sequence[Attempt]
+    ) -> Sequence[Attempt]:
+        """Return `attempts` without the first if it shards no storage and cannot fit.
+
+        Without ZeRO a device stores at least as much as with the first level. So if no candidate of
+        that level may fit, the search without ZeRO is postponed.
+        """
+        first, *sharded = attempts
+        if self.limit is None or first.options.sharding is not None or not sharded:
+            return attempts
+        try:
+            candidates = self.decide(sharded[0].options)
+        except (PlanError, StrategyError):
+            return attempts
+        optimizer = first.options.optimizer
+        needed = min(max(least_memory(each.partitioned, optimizer)) for each in candidates)
+        if needed <= self.limit:
+            return attempts
+        self.postponed.append(QueuedOptions(stage_options, [[first]]))
+        plan_kind = requested_kind(first.options)
+        known = self.postponed_memory.get(plan_kind, needed)
+        self.postponed_memory[plan_kind] = min(needed, known)
+        return sharded
 
     def _tighten_bound(self, stage_options: StageOptions) -> bool:
         """Set the bound of `stage_options` to the step time without a memory limit.
