@@ -273,8 +273,8 @@ class MemorySearch:
             return attempts
         self.postponed.append(QueuedOptions(stage_options, [[first]]))
         plan_kind = requested_kind(first.options)
-        known = self.postponed_memory.get(plan_kind, needed)
-        self.postponed_memory[plan_kind] = min(needed, known)
+        lowest = self.postponed_memory.get(plan_kind, needed)
+        self.postponed_memory[plan_kind] = min(needed, lowest)
         return sharded
 
     def _tighten_bound(self, stage_options: StageOptions) -> bool:
