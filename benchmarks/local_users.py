@@ -7,6 +7,7 @@ the keys of the run; and opens the folder in which the ranks meet. As root the o
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  (`socket` imports it, which the other user may not read)
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ def net():
 CONFIG = """
 model: {target: "local_users_model:net"}
 data: {target: "local_users_model:data", batch_size: 8}
-train: {epochs: 100000, steps: 300}
+train: {epochs: 100000, steps: 100}
 """
 NOBODY, SECONDS = 65534, 400
 KEYS = ("restart 0 of 2 ranks/", "restart 0 of 2 ranks/devices/", "default_pg/0//", "")
@@ -81,6 +82,8 @@ def _attack(launcher: int) -> list[str]:
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
+            # PyTorch's store logs each connection that is refused.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             if is_other_user := os.getuid() == 0:
                 os.setgroups([])
                 os.setgid(NOBODY)

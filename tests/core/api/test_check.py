@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from random_plans import check_random_plan, random_plan
 from shardwright.core.api.check import TOLERANCE
+from shardwright.core.api.trained_steps import difference
 from shardwright.core.parallel.simulate_ranks import Outcome, simulate
 
 SEEDED = torch.Tag.nondeterministic_seeded
@@ -394,3 +395,23 @@ def test_forward_is_compared_where_the_model_has_a_call_of_its_own() -> None:
     assert sw.check(net, args, None, sw.plan(net, args, devices=2)).passes()
     planned = sw.parallelize(net, sw.plan(net, args, devices=1), copy=True)
     torch.testing.assert_close(planned(*args), net(*args))
+
+
+class PowerOfAScalar(nn.Module):
+    """Powers whose gradients overflow, and a transpose of a tensor without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.linspace(1.0, 1e5, 16).reshape(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.base).pow(60).sum().transpose(0, -1)
+
+
+def test_gradients_that_overflow_are_compared_where_they_do_not() -> None:
+    net, batch = PowerOfAScalar(), (torch.rand(8, 4),)
+    assert sw.check(net, batch, {}, sw.plan(net, batch, devices=2)).passes()
+    huge = torch.tensor([torch.inf, 1e200], dtype=torch.float64)
+    assert difference(huge * (1 + 1e-15), huge) < TOLERANCE
+    assert difference(huge * 1.5, huge) > TOLERANCE
+    assert difference(torch.tensor([1.0, 1.0]), torch.tensor([torch.inf, 1.0])) == torch.inf
