@@ -358,9 +358,9 @@ class LocalCall:
         if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
-                f"local_map {self.name!r} returns {_container_text(result)}, but the code "
-                f"around the call, which cannot run during capture, was captured for {expected}"
-                f"\nreturn {expected} from the `local_map`"
+                f"local_map {self.name!r} returns {_container_text(result)}, but capture, which "
+                f"could not run its code, assumed {expected}\n"
+                f"return {expected} from the `local_map`"
             )
 
     def _dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:

@@ -334,8 +334,8 @@ def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
             close_matches = difflib.get_close_matches(name, dir(target_object), n=1)
             hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
             raise ConfigError(
-                f"{key}: module {module_name} has no attribute {attribute}\n"
-                f"use `package.module:callable`{hint}"
+                f"{key}: module {module_name} has no attribute {attribute}{hint}\n"
+                "use `package.module:callable`"
             )
         target_object = getattr(target_object, name)
     if not callable(target_object):
