@@ -101,6 +101,8 @@ def write_text(path: str | Path, text: str) -> None:
         OSError: if the file cannot be written.
     """
     target = Path(path)
+    with suppress(FileNotFoundError):
+        target.stat()  # Raises OSError for a loop of links.
     if target.exists() and not target.is_file():  # Such as /dev/stdout.
         target.write_text(text, encoding="utf-8")
         return
