@@ -9,8 +9,8 @@ from benchmarks import bench_published
 from benchmarks.__main__ import main
 from benchmarks.scatter import scatter
 
-from shardwright.tools.compare.published import read_published
-from tools.compare.test_published import planned, row
+from shardwright.tools.compare.published_rows import read_published
+from tools.compare.test_published_rows import planned, row
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def times(prediction: bench_published.Prediction, ratio: float) -> bench_publish
 
 def test_a_run_is_predicted_with_its_memory(prediction: bench_published.Prediction) -> None:
     assert prediction.seconds > 0
-    assert prediction.memory is not None
+    assert 0 < prediction.memory < prediction.device_memory
+    assert not prediction.is_refused
     assert prediction.utilization * prediction.ratio == pytest.approx(
         prediction.measured_utilization
     )
@@ -33,13 +34,20 @@ def test_a_run_is_predicted_with_its_memory(prediction: bench_published.Predicti
 
 
 def test_goals_that_are_missed_are_named(prediction: bench_published.Prediction) -> None:
-    good = replace(prediction, memory=None)
-    table = bench_published.summary([times(good, 1.02), times(good, 0.95), times(good, 1.05)])
+    run = prediction.run.model_copy(update={"memory_gib": None})  # type: ignore[attr-defined]
+    good = replace(prediction, run=run)
+    table = bench_published.by_source([times(good, 1.02), times(good, 0.95), times(good, 1.05)], "")
     assert not table.missed
-    assert [line[-1] for line in table.rows] == ["held", "held", "–"]
-    table = bench_published.summary([times(good, 1.02), times(good, 1.09), times(prediction, 1.4)])
-    assert any("all: a median error of 9.0%" in goal for goal in table.missed)
+    assert [line[-1] for line in table.rows] == ["held"]
+    table = bench_published.by_source(
+        [
+            *(times(good, 1.02), times(good, 1.09), times(prediction, 1.4)),
+            replace(times(good, 1.0), memory=2**40),
+        ],
+        "",
+    )
     assert "tiny: 40% off, above 30%" in table.missed
+    assert "tiny: ran, but needs 1024.0 GiB as predicted" in table.missed
     assert any(goal.startswith("tiny: memory ") for goal in table.missed)
 
 
@@ -47,18 +55,39 @@ def test_the_order_is_a_goal_where_there_are_ten_rows(
     prediction: bench_published.Prediction,
 ) -> None:
     def rows(count: int) -> list[bench_published.Prediction]:
+        run = prediction.run.model_copy(update={"memory_gib": None})  # type: ignore[attr-defined]
         return [
             replace(
                 times(prediction, 1.0),
-                memory=None,
+                run=run,
                 utilization=share / count,
                 measured_utilization=1 - share / count,
             )
             for share in range(count)
         ]
 
-    assert not bench_published.summary(rows(9)).missed
-    assert bench_published.summary(rows(10)).missed == ["h100: ρ of utilization -1.00, below 0.7"]
+    assert not bench_published.by_source(rows(9), "").missed
+    assert bench_published.by_source(rows(10), "").missed == [
+        "a: ρ of utilization -1.00, below 0.7"
+    ]
+
+
+def test_the_layout_predicted_fastest_loses_against_the_best_of_its_sweep(
+    prediction: bench_published.Prediction,
+) -> None:
+    def layout(measured: float, predicted: float, **changes: object) -> bench_published.Prediction:
+        figures = {"tokens_per_second_per_device": measured, "memory_gib": None, **changes}
+        run = prediction.run.model_copy(update=figures)  # type: ignore[attr-defined]
+        return times(replace(prediction, run=run), measured / predicted)
+
+    sweep = [layout(100, 90), layout(90, 95), layout(80, 80), layout(70, 60)]
+    assert bench_published.sweep_losses(sweep) == [pytest.approx(0.1)]
+    # Another kernel, or another batch, is another sweep.
+    others = [layout(200, 90, kernel="fa2"), layout(300, 90, global_batch=64)]
+    assert bench_published.sweep_losses([*sweep, *others]) == [pytest.approx(0.1)]
+    assert bench_published.sweep_losses(sweep[:3]) == []
+    missed = bench_published.by_source(sweep, "").missed
+    assert any("the layout predicted fastest loses 10.0% in the median" in goal for goal in missed)
 
 
 def test_the_picture_has_a_point_with_its_name_for_each_run() -> None:
@@ -82,6 +111,9 @@ def test_rows_that_are_impossible_are_one_error(tmp_path, capsys) -> None:
 
 
 def test_the_published_rows_are_valid_and_of_two_kinds_of_hardware() -> None:
-    runs = read_published(bench_published.ROWS)
-    assert {run.hardware for run in runs} == {"a100", "h100"}
-    assert len(runs) == 48
+    fitted = read_published(bench_published.FITTED)
+    never_fitted = read_published(bench_published.NEVER_FITTED)
+    for runs in (fitted, never_fitted):
+        assert {run.hardware for run in runs} == {"a100", "h100"}
+    assert (len(fitted), len(never_fitted)) == (48, 240)
+    assert not {run.source for run in fitted} & {run.source for run in never_fitted}

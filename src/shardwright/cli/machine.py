@@ -124,7 +124,7 @@ def calibrate_command(
             f"{runs_file} has runs on several clusters\n"
             f"use --cluster with one of {', '.join(names)}"
         )
-    base = planned[0].cluster
+    base = base or load_cluster(names[0])
     for why in left_out.values():
         echo(f"left out: {why}")
     with show_progress(progress) as on_progress:

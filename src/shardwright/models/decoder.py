@@ -73,8 +73,8 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
 
     model_type, expert_arguments = MODEL_TYPES[sizes.family]
     # Checked here, because `transformers` ignores unknown arguments.
-    valid_arguments = AutoConfig.for_model(model_type).to_dict()
-    if unknown := sorted(set(sizes.hf) - set(valid_arguments)):
+    valid_arguments = {*AutoConfig.for_model(model_type).to_dict(), "head_dim"}
+    if unknown := sorted(set(sizes.hf) - valid_arguments):
         raise ConfigError(
             f"hf: the configuration of {model_type} has no argument {', '.join(unknown)}\n"
             "remove it from `hf`"

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwright.core.constraints.shard import shard
 from shardwright.core.layout.layout import Layout, TensorLayout
+from shardwright.core.partition.schedules import schedule_spec
 from shardwright.errors import ConfigError
 
 COLUMN = (
@@ -154,7 +155,11 @@ def tensor_parallel_dimensions(
 
 
 def expert_stages(
-    net: nn.Module, stages: int, layers: Sequence[int] | None = None
+    net: nn.Module,
+    stages: int,
+    layers: Sequence[int] | None = None,
+    chunks: int = 1,
+    schedule: str = "1f1b",
 ) -> dict[str, int]:
     """Return the pipeline stage of each block, embedding and final layer, by module path.
 
@@ -162,29 +167,35 @@ def expert_stages(
 
     Args:
         stages: number of pipeline stages.
-        layers: number of blocks in each stage; by default the same number in all.
+        layers: number of blocks in each stage, or in each chunk; by default the same number in
+            all.
+        chunks: number of chunks of each stage.
+        schedule: name of the pipeline schedule, which decides the stage of each chunk.
 
     Raises:
         ConfigError: if there are fewer blocks than stages, or `layers` does not add up to the
             number of blocks.
     """
-    blocks = list(paths_of_blocks(net))
-    if layers is not None and (len(layers) != stages or sum(layers) != len(blocks)):
+    blocks, parts = list(paths_of_blocks(net)), stages * chunks
+    if layers is not None and (len(layers) != parts or sum(layers) != len(blocks)):
         raise ConfigError(
-            f"layers {list(layers)} do not assign {len(blocks)} blocks to {stages} stages\n"
-            f"use {stages} numbers that add up to {len(blocks)}"
+            f"layers {list(layers)} do not assign {len(blocks)} blocks to {parts} stages\n"
+            f"use {parts} numbers that add up to {len(blocks)}"
         )
-    if len(blocks) < stages:
+    if len(blocks) < parts:
         raise ConfigError(
-            f"pipeline_stage: {len(blocks)} layers cannot fill {stages} stages\nuse at most"
+            f"pipeline_stage: {len(blocks)} layers cannot fill {parts} stages\nuse at most"
             f" {len(blocks)}"
         )
-    block_stages = [index * stages // len(blocks) for index in range(len(blocks))]
+    chunk_of_block = [index * parts // len(blocks) for index in range(len(blocks))]
     if layers is not None:
-        block_stages = [stage for stage, count in enumerate(layers) for _ in range(count)]
-    stage_of = dict(zip(blocks, block_stages, strict=True))
+        chunk_of_block = [chunk for chunk, count in enumerate(layers) for _ in range(count)]
+    stage_of_chunk = [schedule_spec(schedule).stage_of(chunk, stages) for chunk in range(parts)]
+    stage_of = {
+        path: stage_of_chunk[chunk] for path, chunk in zip(blocks, chunk_of_block, strict=True)
+    }
     # PanguAlpha's query layer, the last block, reads `embed_queries`.
-    last_stage = {"norm": stages - 1, "lm_head": stages - 1, "embed_queries": stages - 1}
+    last_stage = dict.fromkeys(("norm", "lm_head", "embed_queries"), stage_of_chunk[-1])
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         in_block = any(path.startswith(f"{block}.") for block in blocks)

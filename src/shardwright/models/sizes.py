@@ -65,7 +65,7 @@ class Dimensions:
 
     def __post_init__(self) -> None:
         self._check_field_values()
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_heads and "head_dim" not in self.hf:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}\n"
                 "use a multiple of num_heads as hidden_size"
@@ -114,8 +114,9 @@ class Dimensions:
 
     @property
     def head_size(self) -> int:
-        """Size of an attention head."""
-        return self.hidden_size // self.num_heads
+        """Size of an attention head: `head_dim` of `hf`, or hidden_size / num_heads."""
+        size: int = self.hf.get("head_dim", self.hidden_size // self.num_heads)
+        return size
 
     def tiny(self) -> Dimensions:
         """Return the same architecture with sizes small enough for tests, all divisible by 8.

@@ -57,7 +57,26 @@ def test_written_clusters_read_back_equal(tiny: Cluster) -> None:
 def test_built_in_clusters_join_eight_devices_a_node(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.levels_of(prime_mesh(64)) == (*[((1, 2),)] * 3, *[((0, 2),)] * 3)
+    # GB200 NVL72 joins 64 devices by NVLink, and CloudMatrix384 768 dies by its bus.
+    in_node = {"gb200": 6, "ascend910c": 6}.get(name, 3)
+    outside = [((1, 2),)] * (6 - in_node)
+    assert cluster.levels_of(prime_mesh(64)) == (*outside, *[((0, 2),)] * in_node)
+
+
+def test_a_file_may_say_how_it_differs_from_another_cluster(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: a100\ndevice: {memory: 40 GB}")
+    (tmp_path / "yours.yaml").write_text(
+        "base: mine.yaml\nsoftware: eager\nlevels: [{name: P, bandwidth: 25 GB/s, latency: 5 us}]"
+    )
+    a100, mine, yours = (
+        load_cluster(name) for name in ("a100", tmp_path / "mine.yaml", tmp_path / "yours.yaml")
+    )
+    assert (mine.name, mine.levels, mine.device.memory) == ("mine", a100.levels, 40 * 10**9)
+    assert replace(mine.device, memory=a100.device.memory) == a100.device
+    assert (yours.device, yours.software, len(yours.levels)) == (mine.device, "eager", 1)
+    (tmp_path / "mine.yaml").write_text("base: yours.yaml")
+    with pytest.raises(ConfigError, match="base must be the name or file of another cluster"):
+        load_cluster(tmp_path / "mine.yaml")
 
 
 def test_a_cluster_is_found_by_path(tmp_path: Path, tiny: Cluster) -> None:
@@ -186,4 +205,15 @@ def test_small_matrices_reach_less_and_attention_what_it_reaches() -> None:
     large, small = device.rate(torch.float32), device.rate(torch.float32, (64, 192, 448))
     assert small == pytest.approx(large * 1 / 2 * 3 / 4 * 7 / 8)
     assert device.rate(torch.float32, attention=True) == pytest.approx(large * 0.2 / 0.5)
+    assert device.rate(torch.float32, (512,), attention=True) == pytest.approx(large * 0.2 / 0.5)
     assert device.overlap_slowdown == 0.25
+
+
+def test_attention_over_few_keys_reaches_less() -> None:
+    keys = "attention_half: 512\n  overlaps_products: true\n  matrix_eff"
+    device = read_cluster(TEXT.replace("matrix_eff", keys), "full").device
+    long = device.rate(torch.float32, attention=True)
+    assert device.rate(torch.float32, (1536,), attention=True) == pytest.approx(long * 3 / 4)
+    assert device.overlaps_products
+    with pytest.raises(ConfigError, match=r"device.overlaps_products must be true or false, not 3"):
+        read_cluster(TEXT.replace("matrix_eff", "overlaps_products: 3\n  matrix_eff"), "full")

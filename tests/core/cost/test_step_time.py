@@ -198,6 +198,35 @@ def test_a_cpu_keeps_what_is_computed_again_in_python(graph: Graph) -> None:
         assert model.recompute_seconds(op, {}) == pytest.approx(model.operator(op, {})[0] + kept)
 
 
+def test_norms_and_element_wise_operators_move_what_the_software_moves() -> None:
+    net = nn.Sequential(nn.RMSNorm(1024), nn.GELU(), nn.Linear(1024, 8))
+    graph = capture(net, (torch.randn(64, 1024),))
+    device = replace(DEVICE, overhead=0.0)
+    software = replace(device, norm_traffic=14.0, pointwise_traffic=0.5)
+    plain, changed = (
+        [
+            sum(TimeModel(replace(CLUSTER, device=d), prime_mesh(2)).operator(op, {}))
+            for op in graph.ops
+        ]
+        for d in (device, software)
+    )
+    ratios = {
+        str(op.target): new / old for op, new, old in zip(graph.ops, changed, plain, strict=True)
+    }
+    assert ratios == {
+        "aten.rms_norm.default": pytest.approx(14),
+        "aten.gelu.default": pytest.approx(0.5),
+        "aten.add.Tensor": pytest.approx(0.5),
+        "aten.linear.default": pytest.approx(1),
+    }
+
+
+def test_parameters_that_wait_for_the_backward_pass_are_exposed() -> None:
+    time = StepTime(1.0, 2.0, 0.0, 0.0, gathers=0.5, gradients=0.7, update=0.0)
+    assert time.exposed == 0
+    assert replace(time, overlaps_parameters=False).exposed == pytest.approx(1.2)
+
+
 @pytest.mark.parametrize("slowdown", [0.0, 0.4, 1.0])
 def test_a_part_computes_while_the_next_goes_round_a_ring(slowdown: float) -> None:
     device = replace(DEVICE, overlap_slowdown=slowdown)

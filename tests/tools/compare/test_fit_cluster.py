@@ -12,7 +12,8 @@ from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.tools.compare.fit_cluster import Fit, figures_of, fit_cluster
-from shardwright.tools.compare.published import PlannedRun, PublishedRun
+from shardwright.tools.compare.published import PlannedRun
+from shardwright.tools.compare.published_rows import PublishedRun
 
 BASE = load_cluster("h100")
 TRUTH = replace(

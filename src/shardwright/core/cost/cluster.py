@@ -77,10 +77,19 @@ class Device:
         memory_bandwidth: peak bandwidth of device memory, in bytes per second.
         matrix_efficiency, memory_efficiency: fractions of the peak rate and of the peak bandwidth
             that large operators reach.
-        attention_efficiency: fraction of the peak that fused attention reaches; by default
-            `matrix_efficiency`.
+        attention_efficiency: fraction of the peak that fused attention over many keys reaches; by
+            default `matrix_efficiency`.
+        attention_half: number of keys at which fused attention reaches half its rate; in general t
+            keys multiply the rate by t / (t + `attention_half`).
         matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
+        norm_traffic: bytes that a norm reads and writes, as a multiple of those of a fused kernel;
+            above 1 for norms composed of several operators.
+        pointwise_traffic: bytes that element-wise operators read and write, as a fraction of those
+            of one kernel for each; below 1 where kernels compute several of them.
+        overlaps_parameters: whether gathers of parameters and reductions of their gradients overlap
+            computation.
+        overlaps_products: whether collectives beside a matrix product are pipelined with it.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -97,7 +106,12 @@ class Device:
     matrix_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     attention_efficiency: float | None = None
+    attention_half: float = 0.0
     matrix_half: float = 0.0
+    norm_traffic: float = 1.0
+    pointwise_traffic: float = 1.0
+    overlaps_parameters: bool = True
+    overlaps_products: bool = False
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0
@@ -115,12 +129,14 @@ class Device:
         """Return the FLOP per second that a matrix product reaches.
 
         Args:
-            sides: sizes m, n and k of the product; empty if all are large.
+            sides: sizes m, n and k of the product, or the number of keys of attention; empty if
+                all are large.
             attention: whether the product is part of fused attention.
         """
         peak_rate = self.peak_rate(dtype)
-        if attention and self.attention_efficiency is not None:
-            return peak_rate * self.attention_efficiency
+        if attention:
+            share = self.attention_efficiency or self.matrix_efficiency
+            return peak_rate * share * prod(keys / (keys + self.attention_half) for keys in sides)
         return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
 
     @property
@@ -151,11 +167,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Identical devices and the levels of links between them, the fastest (innermost) first."""
+    """Identical devices, their software, and the levels of links between them.
+
+    Args:
+        levels: the fastest (innermost) first.
+        software: kernels and framework for which the figures hold.
+    """
 
     name: str
     device: Device
     levels: tuple[LinkLevel, ...]
+    software: str = ""
 
     def among(self, devices: int) -> Cluster:
         """Return a copy with the rates of devices and links while `devices` devices compute at the
@@ -284,9 +306,13 @@ def read_cluster(text: str, where: str) -> Cluster:
         ConfigError: if an entry is invalid; the message contains the file, the key, its value and
             the valid values.
     """
-    content = parse_yaml(text, where, ConfigError)
+    return cluster_of_content(parse_yaml(text, where, ConfigError), where)
+
+
+def cluster_of_content(content: Any, where: str) -> Cluster:
+    """Return the cluster that the contents of a cluster file describe; see `read_cluster`."""
     entries = _MappingReader(content, where, "")
-    entries.check_keys("name", "device", "levels", DIGEST)
+    entries.check_keys("name", "software", "device", "levels", DIGEST)
     name = entries.name(Path(where).stem)
     device = _read_device(_MappingReader(entries.required("device"), where, "device."))
     levels = entries.required("levels")
@@ -300,7 +326,7 @@ def read_cluster(text: str, where: str) -> Cluster:
     )
     _check_levels(parsed, where)
     warn_if_edited(content, where)
-    return Cluster(name, device, parsed)
+    return Cluster(name, device, parsed, str(content.get("software", "")))
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
@@ -308,6 +334,7 @@ def cluster_to_yaml(cluster: Cluster) -> str:
     # Numbers in base units are read back exactly, unlike rounded numbers with prefixes.
     content = {
         "name": cluster.name,
+        **({"software": cluster.software} if cluster.software else {}),
         "device": _non_default_fields(cluster.device),
         "levels": [_non_default_fields(level) for level in cluster.levels],
     }
@@ -401,6 +428,15 @@ class _MappingReader:
             )
         return share
 
+    def yes(self, key: str, default: bool) -> bool:
+        value = self.mapping.get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be true or false, not {short_repr(value)}\n"
+                "write `true` or `false`"
+            )
+        return value
+
     def one_of(self, key: str, valid: tuple[str, ...]) -> str:
         """Return the value of a key that must be one of `valid`; `valid[0]` if the key is
         missing."""
@@ -428,7 +464,8 @@ class _MappingReader:
 def _read_device(entries: _MappingReader) -> Device:
     entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
-        *("attention_efficiency", "matrix_half", "overlap_slowdown", "overhead"),
+        *("attention_efficiency", "attention_half", "matrix_half", "overlap_slowdown", "overhead"),
+        *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _MappingReader(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
@@ -454,7 +491,12 @@ def _read_device(entries: _MappingReader) -> Device:
             if "attention_efficiency" in entries.mapping
             else None
         ),
+        attention_half=entries.number("attention_half", {"": 1.0}, 0.0, zero=True),
         matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
+        norm_traffic=entries.number("norm_traffic", SHARE, 1.0),
+        pointwise_traffic=entries.share("pointwise_traffic"),
+        overlaps_parameters=entries.yes("overlaps_parameters", True),
+        overlaps_products=entries.yes("overlaps_products", False),
         overlap_slowdown=entries.share("overlap_slowdown", 0.0),
         overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
         pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),

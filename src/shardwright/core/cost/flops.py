@@ -41,6 +41,10 @@ two, as scores are recomputed (Dao et al., "FlashAttention", 2022; the same in
 
 WorkKind = Literal["attention", "matrix products", "other operators"]
 
+MemoryTraffic = Literal["norm", "pointwise", "other"]
+"""How kernels read and write memory: norms may be composed of several operators, and one kernel may
+compute several element-wise operators."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -54,8 +58,9 @@ class Work:
             is read or written.
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
-            other operators.
+            other operators. For attention, the number of keys.
         category: type of operator, such as attention, under which reports list the FLOPs.
+        traffic: kind of operator by which its bytes depend on the software.
     """
 
     dtype: torch.dtype
@@ -66,6 +71,7 @@ class Work:
     gradients: int
     sides: tuple[tuple[float, frozenset[str]], ...] = ()
     category: WorkKind = "other operators"
+    traffic: MemoryTraffic = "other"
 
 
 def work_of(op: Op) -> Work:
@@ -144,7 +150,15 @@ def _compute_work(
         gradients=count,
         sides=_matmul_dims(op, rule, flops),
         category="attention" if op.target in _ATTENTION else category,
+        traffic=_traffic(op),
     )
+
+
+def _traffic(op: Op) -> MemoryTraffic:
+    if op.target in _NORMS:
+        return "norm"
+    tagged = isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
+    return "pointwise" if tagged or op.target in _JOINED else "other"
 
 
 def _matmul_dims(
@@ -155,7 +169,9 @@ def _matmul_dims(
 
     Returns () for other operators.
     """
-    if rule is None or not flops or op.target in _ATTENTION | _RECURRENT or len(op.inputs) < 2:
+    if op.target in _ATTENTION:
+        return ((_num_keys(op), frozenset()),)
+    if rule is None or not flops or op.target in _RECURRENT or len(op.inputs) < 2:
         return ()
     if isinstance(op.target, LocalCall):
         return ()
@@ -260,15 +276,22 @@ def _attention_flops(op: Op) -> float:
     """
     arguments = call_arguments(op)
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
-    rows, keys = query.shape[-2], float(key.shape[-2])
-    if arguments.get("window") is not None and arguments.get("causal", True):
-        # The first rows see fewer keys than the window: row i sees min(i + 1, window).
-        window = min(arguments["window"], rows)
-        keys = window - window * (window - 1) / 2 / rows
+    keys = _num_keys(op)
     flops: float = 2.0 * query.numel * keys
     flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
     causal = arguments.get("is_causal") or (arguments.get("causal") and keys == key.shape[-2])
     return flops / 2 if causal else flops
+
+
+def _num_keys(op: Op) -> float:
+    """Return the number of keys of each query, with a sliding window the mean number in it."""
+    arguments = call_arguments(op)
+    rows, keys = arguments["query"].shape[-2], float(arguments["key"].shape[-2])
+    if arguments.get("window") is None or not arguments.get("causal", True):
+        return keys
+    # The first rows see fewer keys than the window: row i sees min(i + 1, window).
+    window = min(arguments["window"], rows)
+    return float(window - window * (window - 1) / 2 / rows)
 
 
 def _convolution_flops(op: Op) -> float:
@@ -323,6 +346,12 @@ _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_rel
 _COUNTED = {aten.addbmm.default, aten.bilinear.default}
 _LOOKUPS = {aten.embedding.default, embedding_bag}
 _ATTENTION = {aten.scaled_dot_product_attention.default, masked_attention, windowed_attention}
+_NORMS = {
+    *(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default),
+    *(aten.group_norm.default, aten.native_group_norm.default),
+}
+_JOINED = {aten.cat.default, *overloads("to", "_to_copy")}
+"""Operators without the tag `pointwise` that kernels of several element-wise operators include."""
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 _CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
 _PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,15 @@ from shardwright.core.cost.collectives import sequential_messages
 from shardwright.core.cost.flops import work_of
 from shardwright.core.cost.optimizer_state import orthogonalized_parameters
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline, timeline
+from shardwright.core.cost.product_overlap import product_overlaps
 from shardwright.core.cost.step_time import StepTime, step_time
 from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.chunk_key import chunk_key
+from shardwright.core.partition.overlap import Overlap
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.partition.transfer import Transfer
 
 
 def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
@@ -86,7 +89,7 @@ def chunk_times(
                 chunk.decisions.cuts,
                 model,
                 micro_batches=pipeline.micro_batches,
-                overlaps=None if blocking else chunk.overlaps,
+                overlaps=_overlaps(chunk, blocking, model.device.overlaps_products),
                 orthogonalized=orthogonalized,
             )
         sent_bytes = chunk.border_bytes[0] if chunk.leaving else None
@@ -112,6 +115,15 @@ def _chunk_seconds(
             overhead = model.device.pass_overhead
             forward, backward = forward + overhead, backward + overhead
         yield ChunkSeconds(forward, backward, send=send)
+
+
+def _overlaps(
+    chunk: Chunk, blocking: bool, overlaps_products: bool
+) -> Mapping[Transfer, Overlap] | None:
+    if overlaps_products:
+        pipelined = product_overlaps(chunk.graph, chunk.communication)
+        return pipelined if blocking else {**chunk.overlaps, **pipelined}
+    return None if blocking else chunk.overlaps
 
 
 @dataclass(frozen=True)

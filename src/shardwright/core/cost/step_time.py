@@ -53,6 +53,7 @@ class StepTime:
             micro-batch.
         slowdown: seconds by which one second of overlapped communication slows down computation; 1
             for no gain from overlap.
+        overlaps_parameters: whether communicating parameters and gradients overlaps computation.
     """
 
     forward: float
@@ -69,6 +70,7 @@ class StepTime:
     forward_hidden: float = 0.0
     backward_hidden: float = 0.0
     slowdown: float = 0.0
+    overlaps_parameters: bool = True
 
     @property
     def forward_seconds(self) -> float:
@@ -121,6 +123,8 @@ class StepTime:
     def _exposed_seconds(self, communication: float, computation: float) -> float:
         """Return the exposed seconds of `communication`, plus the seconds by which its overlapped
         part slows down `computation`."""
+        if not self.overlaps_parameters:
+            return communication
         return communication - (1 - self.slowdown) * min(communication, computation)
 
     @property
@@ -195,6 +199,7 @@ def step_time(
         forward_hidden=hidden[0],
         backward_hidden=hidden[1],
         slowdown=model.slowdown,
+        overlaps_parameters=model.device.overlaps_parameters,
     )
 
 
@@ -228,6 +233,7 @@ def hidden_seconds(
     hidden = {}
     for transfer, overlap in overlaps.items():
         sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
+        sent, returned = overlap.fraction * sent, overlap.fraction * returned
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
         backward_part = hide(returned, "weight", overlap.delayed_linears)
         # Weight gradients first, since linear layers delay them to hide this transfer.

@@ -103,8 +103,13 @@ class TimeModel:
         def shard(size: float, factors: frozenset[str]) -> float:
             return size / prod(shard_counts.get(factor, 1) for factor in factors)
 
+        traffic = {
+            "norm": self.device.norm_traffic,
+            "pointwise": self.device.pointwise_traffic,
+        }.get(work.traffic, 1.0)
+
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
-            moved = sum(shard(*tensor) for tensor in tensors)
+            moved = traffic * sum(shard(*tensor) for tensor in tensors)
             # The roofline model (Williams, Waterman and Patterson, "Roofline", 2009).
             return max(flops * share / rate, moved / self.device.stream)
 

@@ -34,10 +34,12 @@ class Overlap:
             the redistribution starts at the consumer.
         delayed_linears: linear layers that read the result, and whose weight gradients overlap the
             redistribution of the gradient of the result.
+        fraction: fraction of the redistribution that may overlap.
     """
 
     overlapping_ops: tuple[Op, ...]
     delayed_linears: tuple[Op, ...]
+    fraction: float = 1.0
 
 
 def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:

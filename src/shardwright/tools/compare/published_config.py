@@ -17,10 +17,9 @@ from shardwright.errors import ConfigError, ShardwrightError, one_line
 from shardwright.mindformers.config_format import MindFormersRun
 from shardwright.run.config.run import Run
 from shardwright.run.config.schema import Count, Positive
-from shardwright.tools.compare.published import (
+from shardwright.tools.compare.published import PlannedMeasurement, PlannedRun
+from shardwright.tools.compare.published_rows import (
     Hardware,
-    PlannedMeasurement,
-    PlannedRun,
     PublishedRun,
     check_below_peak,
     cluster_of,
@@ -29,6 +28,7 @@ from shardwright.tools.compare.published import (
     read_rows,
     validate_row,
 )
+from shardwright.tools.compare.published_software import cluster_of_run
 
 RATE_DTYPE = "bfloat16"
 """Dtype whose peak rate is used for all runs; float16, also found in files, has the same rate."""
@@ -162,14 +162,22 @@ def planned_runs(
     all_runs: list[PublishedRun | ConfiguredRun] = [*read_published(file), *configured]
     if not all_runs:
         raise ConfigError("; ".join(left_out.values()))
-    selected = [run for run in all_runs if cluster is None or run.hardware == cluster.name]
+    selected = [run for run in all_runs if cluster is None or _runs_on(run, cluster)]
     if cluster is not None and not selected:
         clusters = ", ".join(sorted({run.hardware for run in all_runs}))
         reasons = "".join(f"; left out: {each}" for each in left_out.values())
         raise ConfigError(
             f"{file}: no run is on the cluster {cluster.name}\nuse one of {clusters}{reasons}"
         )
-    return [_planned_measurement(run, cluster or cluster_of(run)) for run in selected], left_out
+    return [_planned_measurement(run, cluster or _cluster_of(run)) for run in selected], left_out
+
+
+def _runs_on(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> bool:
+    return cluster.name in (run.hardware, _cluster_of(run).name)
+
+
+def _cluster_of(run: PublishedRun | ConfiguredRun) -> Cluster:
+    return cluster_of_run(run) if isinstance(run, PublishedRun) else cluster_of(run)
 
 
 def _planned_measurement(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> PlannedMeasurement:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from shardwright.core.cost.cluster import LOCAL, Cluster, read_cluster
+from shardwright.core.cost.cluster import LOCAL, Cluster, cluster_of_content
 from shardwright.core.cost.local_cluster import local_cluster
 from shardwright.errors import ConfigError
-from shardwright.text_files import read_text
+from shardwright.text_files import DIGEST, parse_yaml, read_text, short_repr, warn_if_edited
 
 _FOLDER = resources.files(__name__)
 
@@ -30,9 +32,43 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     if str(name) == LOCAL:
         return local_cluster()
+    return cluster_of_content(_content(name, ()), str(name))
+
+
+def _content(name: str | Path, derived: tuple[str, ...]) -> Any:
+    """Return the contents of a cluster file, with what it leaves out taken from its `base`.
+
+    Args:
+        derived: names of the files that are derived from this one, the first one first.
+    """
+    content = parse_yaml(_text(name), str(name), ConfigError)
+    if not isinstance(content, Mapping) or "base" not in content:
+        return content
+    base, path = content["base"], Path(name)
+    # A path is relative to the file that names it.
+    inherited = base if base in built_in() else path.parent / str(base)
+    if not isinstance(base, str) or str(inherited) in (*derived, str(name)):
+        raise ConfigError(
+            f"{name}: base must be the name or file of another cluster, not {short_repr(base)}\n"
+            f"use one of {', '.join(built_in())}, or the path of a file"
+        )
+    whole = _content(inherited, (*derived, str(name)))
+    if not isinstance(whole, Mapping):
+        return whole
+    for part, file in ((whole, inherited), (content, name)):
+        warn_if_edited(part, str(file))
+    # A digest is that of one file, not of both together.
+    keys = {**whole, **content}.keys() - {"base", DIGEST}
+    merged = {key: content.get(key, whole.get(key)) for key in keys}
+    inherited_device, device = whole.get("device"), content.get("device", {})
+    if isinstance(inherited_device, Mapping) and isinstance(device, Mapping):
+        merged["device"] = {**inherited_device, **device}
+    return merged if "name" in content else {**merged, "name": path.stem}
+
+
+def _text(name: str | Path) -> str:
     if str(name) in built_in():
-        file = _FOLDER / f"{name}.yaml"
-        return read_cluster(file.read_text(encoding="utf-8"), str(name))
+        return (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     path = Path(name)
     if not path.is_file():
         names = ", ".join((LOCAL, *built_in()))
@@ -40,4 +76,4 @@ def load_cluster(name: str | Path) -> Cluster:
             f"cluster {str(name)!r}: no built-in cluster and no file has this name\n"
             f"use the path of a cluster file, or a built-in cluster: {names}"
         )
-    return read_cluster(read_text(path, ConfigError), str(path))
+    return read_text(path, ConfigError)

@@ -1,0 +1,48 @@
+"""Overlap of collectives with the matrix products beside them, where kernels pipeline the two.
+
+Transformer Engine divides the product that follows an all-gather, or precedes a reduce-scatter,
+into one part per device, and sends the parts round a ring while it computes others ("userbuffers";
+Wang et al., "Overlap communication with dependent computation via decomposition in large deep
+learning models", ASPLOS 2023). Only the first or last of p parts remains exposed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwright.core.graph.graph import Graph, Op, Origin
+from shardwright.core.partition.communication import Communication
+from shardwright.core.partition.overlap import Overlap
+from shardwright.core.partition.transfer import Transfer
+
+aten = torch.ops.aten
+
+PIPELINED = ("all_gather", "reduce_scatter")
+
+
+def product_overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overlap]:
+    """Return the matrix products beside each all-gather and reduce-scatter of an activation.
+
+    Args:
+        flow: communication of `graph`.
+    """
+    products: dict[Transfer, list[Op]] = {}
+    for op in filter(_is_product, graph.ops):
+        # The first input of a matrix product is its activation.
+        for transfer in flow.routes[op.name, 0][-1:]:
+            products.setdefault(transfer, []).append(op)
+    result = {}
+    for transfer in flow.transfers:
+        if transfer.value.origin is Origin.PARAMETER or transfer.step.operation not in PIPELINED:
+            continue
+        producer = graph.producer.get(transfer.value)
+        beside = products.get(transfer, [])
+        if producer is not None and transfer.previous is None and _is_product(producer):
+            beside = [producer, *beside]
+        if beside:
+            result[transfer] = Overlap(tuple(beside), (), 1 - 1 / transfer.step.group_size)
+    return result
+
+
+def _is_product(op: Op) -> bool:
+    return op.target is aten.linear.default

@@ -1,0 +1,382 @@
+"""Published training runs described by model dimensions, as rows of a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.partition.schedules import SCHEDULES
+from shardwright.errors import ConfigError
+from shardwright.models import Dimensions
+from shardwright.models.build import FAMILIES
+from shardwright.models.decoder import MODEL_TYPES
+from shardwright.run.config.schema import Count, Positive
+from shardwright.text_files import parse_json, read_text, short_repr
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+LIST_KEYS = "rows", "mindformers"
+"""Keys of the lists in a file: runs by model dimensions, and by configuration of MindFormers."""
+
+Row = TypeVar("Row", bound=BaseModel)
+
+Hardware = Annotated[str, AfterValidator(lambda name: name.partition(" (")[0])]
+"""Name of a cluster; a remark in parentheses after the name is dropped."""
+
+
+Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v", "interleaved_zero_bubble"]
+"""Name of a pipeline schedule, a key of `SCHEDULES`."""
+
+
+def _either(*names: str) -> AliasChoices:
+    return AliasChoices(*names)
+
+
+EXPLICIT_KERNELS = ("torch", "fused")
+"""Values of `kernel` for attention of separate operators: of PyTorch, or with Megatron-LM's fused
+scaled masked softmax between the two matrix products (Hagemann et al., arXiv:2311.05610)."""
+
+EXPLICIT_ATTENTION_SOURCES = ("2104.04473",)
+"""arXiv ids of publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""
+
+
+class MeasuredRun(Protocol):
+    """A published run with measured throughput."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """Title or id of the publication."""
+
+    @property
+    def hardware(self) -> str:
+        """Name of the cluster."""
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def tokens_per_second_per_device(self) -> float: ...
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Peak memory of a device in GiB; None if not published."""
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a step."""
+
+    def utilization(self, cluster: Cluster, seconds: float) -> float:
+        """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
+
+
+class PublishedRun(BaseModel, strict=True, frozen=True):
+    """A training run of a language model with published throughput; unknown keys are ignored.
+
+    Args:
+        source: title or id of the publication.
+        hidden, layers, heads, kv_heads, ffn, vocab, seq: dimensions of the model, and tokens per
+            sequence.
+        hardware: name of a cluster.
+        data_parallel: number of replicas of a stage.
+        sharded: the state that is sharded over the replicas (ZeRO).
+        micro_batch: sequences per micro-batch and replica.
+        global_batch: sequences per step.
+        recompute: `selective` recomputes what the framework of the run selects: with Megatron-LM
+            the operators of attention, otherwise all operators of a block except attention and
+            every second matrix product, as torchtitan does.
+        head_dim: size of an attention head; by default hidden / heads.
+        experts, experts_per_token: for mixtures of experts, whose `ffn` is the width of an expert.
+        context_parallel: number of shards of the sequence; also `cp`.
+        expert_parallel: number of shards of the experts, a divisor of `data_parallel`; also `ep`.
+        chunks: number of chunks of each stage (virtual stages).
+        schedule: name of the pipeline schedule; by default 1F1B, interleaved with several chunks.
+        layers_of_stages: number of blocks of each stage, or of each chunk; by default equal.
+        attention: `explicit` for separate operators, or the name of a fused kernel.
+        kernel, framework: software of the run, see `software_of`.
+        hf: further arguments of the `transformers` configuration, for families built on it.
+        memory_gib: peak memory of a device in GiB; None if not published.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    id: str
+    source: str
+    model: str
+    family: str
+    hidden: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    ffn: Count
+    vocab: Count
+    seq: Count
+    hardware: Hardware
+    devices: Count
+    data_parallel: Count
+    tensor_parallel: Count
+    stages: Count
+    sequence_parallel: bool
+    sharded: Literal["none", "optimizer", "gradients", "parameters"]
+    micro_batch: Count
+    global_batch: Count
+    recompute: Literal["none", "selective", "full"]
+    dtype: Literal["bf16", "fp16", "fp32"]
+    tokens_per_second_per_device: Positive
+    memory_gib: Positive | None = None
+    head_dim: Count | None = None
+    experts: Count = 1
+    experts_per_token: Count = 1
+    context_parallel: Count = Field(default=1, validation_alias=_either("context_parallel", "cp"))
+    expert_parallel: Count = Field(default=1, validation_alias=_either("expert_parallel", "ep"))
+    chunks: Count = 1
+    schedule: Schedule | None = None
+    layers_of_stages: list[Count] | None = None
+    attention: str | None = None
+    kernel: str | None = None
+    framework: str | None = None
+    hf: Mapping[str, Any] = {}
+
+    @field_validator("family")
+    @classmethod
+    def _check_family(cls, family: str) -> str:
+        if family not in FAMILIES:
+            raise ValueError(f"must be one of {', '.join(FAMILIES)}")
+        return family
+
+    @model_validator(mode="after")
+    def _check_sizes_agree(self) -> Self:
+        degrees = {
+            "data_parallel": self.data_parallel,
+            "tensor_parallel": self.tensor_parallel,
+            "stages": self.stages,
+            "context_parallel": self.context_parallel,
+        }
+        # Rows of runs without context parallelism need not say so.
+        if self.context_parallel == 1:
+            del degrees["context_parallel"]
+        if self.devices != prod(degrees.values()):
+            raise ValueError(
+                f"`devices` is {self.devices}, but must be {' · '.join(degrees)} ="
+                f" {' · '.join(map(str, degrees.values()))}; correct one of these keys"
+            )
+        if self.data_parallel % self.expert_parallel:
+            raise ValueError(
+                f"`expert_parallel` is {self.expert_parallel}, which does not divide"
+                f" data_parallel = {self.data_parallel}"
+            )
+        self._check_stages()
+        samples = self.micro_batch * self.data_parallel
+        if self.global_batch % samples:
+            raise ValueError(
+                f"`global_batch` is {self.global_batch}, which is not a multiple of micro_batch ·"
+                f" data_parallel = {samples}; correct one of these keys"
+            )
+        if self.heads % self.tensor_parallel:
+            raise ValueError(
+                f"`heads` is {self.heads}, which is not a multiple of tensor_parallel ="
+                f" {self.tensor_parallel}; correct one of these keys"
+            )
+        _ = self.sizes
+        return self
+
+    def _check_stages(self) -> None:
+        if self.stages == 1:
+            return
+        if not SCHEDULES[self.schedule_name].allows_chunks(self.chunks):
+            raise ValueError(
+                f"`chunks` is {self.chunks}, but schedule {self.schedule_name} runs"
+                f" {SCHEDULES[self.schedule_name].valid_chunks}"
+            )
+        layers = self.layers_of_stages
+        if layers is not None and (
+            len(layers) not in (self.stages, self.stages * self.chunks)
+            or sum(layers) != self.layers
+        ):
+            raise ValueError(
+                f"`layers_of_stages` {layers} does not divide {self.layers} layers into"
+                f" {self.stages} stages"
+            )
+
+    @property
+    def has_explicit_attention(self) -> bool:
+        """Whether attention is computed by separate operators, which keep its scores."""
+        return (
+            self.attention == "explicit"
+            or self.kernel in EXPLICIT_KERNELS
+            or any(source in self.source for source in EXPLICIT_ATTENTION_SOURCES)
+        )
+
+    @property
+    def schedule_name(self) -> str:
+        """Name of the pipeline schedule."""
+        return self.schedule or ("1f1b" if self.chunks == 1 else "interleaved_1f1b")
+
+    @property
+    def sizes(self) -> Dimensions:
+        """Dimensions of the model. Raises ConfigError if they contradict each other."""
+        return Dimensions(
+            family=self.family,
+            hidden_size=self.hidden,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            intermediate_size=self.ffn,
+            vocab_size=self.vocab,
+            seq_length=self.seq,
+            norm_eps=1e-5,
+            positions="learned" if self.family in ("gpt", "pangualpha") else "rotary",
+            num_experts=self.experts,
+            experts_per_token=self.experts_per_token,
+            hf=self._arguments_of_transformers,
+        )
+
+    @property
+    def _arguments_of_transformers(self) -> dict[str, Any]:
+        # Other families have heads of hidden / heads, and ignore these arguments.
+        if self.family not in MODEL_TYPES:
+            return {}
+        return {**({} if self.head_dim is None else {"head_dim": self.head_dim}), **self.hf}
+
+    @property
+    def cluster(self) -> Cluster:
+        """Cluster of the run. Raises ConfigError if `hardware` is not a cluster."""
+        return cluster_of(self)
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches per step."""
+        return self.global_batch // (self.micro_batch * self.data_parallel)
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a step."""
+        return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
+
+    def utilization(self, cluster: Cluster, seconds: float) -> float:
+        """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
+        tokens = self.global_batch * self.seq / self.devices / seconds
+        return model_flops_utilization(self.sizes, tokens, cluster.device.rates[DTYPES[self.dtype]])
+
+
+def cluster_of(run: MeasuredRun) -> Cluster:
+    """Load the cluster of a run. Raises ConfigError if `hardware` is not a cluster."""
+    try:
+        return load_cluster(run.hardware)
+    except ConfigError as error:
+        raise ConfigError(f"row {run.id}: cannot load the cluster `hardware`: {error}") from None
+
+
+def check_below_peak(run: MeasuredRun, cluster: Cluster) -> None:
+    """Raise ConfigError if a run was faster than the peak of its cluster."""
+    utilization = run.utilization(cluster, run.seconds)
+    if utilization > 1:
+        raise ConfigError(
+            f"row {run.id}: {run.tokens_per_second_per_device:g} tokens per second and device are"
+            f" {utilization:.0%} of the peak of {cluster.name}\ncheck the units and `hardware`"
+        )
+
+
+def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> float:
+    """Return the model FLOPs utilization (MFU), as in PaLM (Chowdhery et al., 2022, appendix B).
+
+    A token takes 6 FLOPs per weight, plus 12 · layers · hidden · seq for attention. Counts
+    attention as if it were not causal, and only the experts that process the token; does not count
+    recomputation.
+
+    Args:
+        tokens: tokens per second and device.
+        rate: peak FLOPs per second of a device.
+    """
+    linears = 2 if sizes.family in ("gpt", "pangualpha") else 3
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    # Queries and output projection, and keys and values of grouped-query attention.
+    width = sizes.num_heads * sizes.head_size
+    attention = (2 + 2 * sizes.num_kv_heads / sizes.num_heads) * width
+    feed_forward = linears * sizes.intermediate_size * sizes.experts_per_token
+    weights = layers * hidden * (attention + feed_forward) + sizes.vocab_size * hidden
+    return tokens * (6 * weights + 12 * layers * width * sizes.seq_length) / rate
+
+
+def read_published(file: str | Path) -> list[PublishedRun]:
+    """Read the list `rows` of a JSON file.
+
+    Raises:
+        ConfigError: if a key is missing or invalid; the message names the file, the row and the
+            key.
+    """
+    runs: dict[str, PublishedRun] = {}
+    for index, row in enumerate(read_rows(file, "rows")):
+        location = f"{file}: rows[{index}]"
+        run = validate_row(PublishedRun, row, location)
+        if run.id in runs:
+            raise ConfigError(
+                f"{location}: another row has the id {run.id!r}\ngive each row its own id"
+            )
+        runs[run.id] = run
+    return list(runs.values())
+
+
+def read_rows(file: str | Path, key: str) -> list[Any]:
+    """Read a list of runs from a JSON file.
+
+    Args:
+        key: name of the list, one of `LIST_KEYS`. A file whose top level is a list is `rows`.
+
+    Returns:
+        The entries of the list; [] if the file lacks the list.
+
+    Raises:
+        ConfigError: if the file has no non-empty list, or a value that is not a list.
+    """
+    content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
+    lists = content if isinstance(content, dict) else {"rows": content}
+    rows_by_key = {name: lists.get(name, []) for name in LIST_KEYS}
+    if not all(isinstance(rows, list) for rows in rows_by_key.values()) or not any(
+        rows_by_key.values()
+    ):
+        raise ConfigError(
+            f"{file}: the file has no rows\nwrite a mapping with a list `rows` or `mindformers`"
+        )
+    rows: list[Any] = rows_by_key[key]
+    return rows
+
+
+def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
+    """Validate `row`, an entry of a list of runs, and return it as a `row_type`.
+
+    Args:
+        location: file and index of the entry, for error messages.
+
+    Raises:
+        ConfigError: if a key is missing or invalid.
+    """
+    if isinstance(row, dict) and isinstance(row.get("id"), str):
+        location = f"{location} ({row['id']})"
+    try:
+        return row_type.model_validate(row)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        key = ".".join(str(entry) for entry in details["loc"])
+        if details["type"] == "missing":
+            raise ConfigError(f"{location}: the key `{key}` is missing\nadd it") from None
+        problem = details["msg"].removeprefix("Value error, ")
+        got = f"{key}: {problem}, not {short_repr(details['input'])}" if key else problem
+        raise ConfigError(f"{location}: {got}") from None

@@ -1,0 +1,81 @@
+"""The software of published runs: the variant of a cluster with their framework, and their kernels.
+
+Nothing is chosen by what was measured: a row names its kernel, and it or its source names the
+framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.clusters import built_in, load_cluster
+from shardwright.errors import ConfigError
+from shardwright.tools.compare.published_rows import PublishedRun
+
+FRAMEWORKS = {
+    "megatron-bridge": "nemo",
+    "dgxc-benchmarking": "nemo",
+    "megatron-core": "nemo",
+    "megatron core": "nemo",
+    "transformer engine": "nemo",
+    "nemo": "nemo",
+    "llm-foundry": "llm_foundry",
+    "torchtitan": "compiled",
+    "bigscience": "omni_path",
+    "megatron-deepspeed": "omni_path",
+    "aleph-alpha": "hdr",
+    "2311.05610": "hdr",
+}
+"""Suffix of the name of a cluster by words in `framework`, or else in `source`."""
+
+COMPOSED_NORMS = 14.0
+"""`norm_traffic` of norms composed of operators in float32: forward 34 bytes for each element of
+bfloat16 (cast, square, mean, product, cast, product with the weight), backward 106, of which a
+fused kernel moves 4 and 6."""
+
+KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
+    "torch": {"a100": {"norm_traffic": COMPOSED_NORMS}},
+    "fused": {"a100": {"norm_traffic": COMPOSED_NORMS}},
+    "fa1": {
+        "a100": {
+            "norm_traffic": COMPOSED_NORMS,
+            "attention_efficiency": 0.302,
+            "attention_half": 0.0,
+        },
+        "h100": {"attention_efficiency": 0.171, "attention_half": 0.0},
+    },
+    "fa2": {
+        "a100": {"norm_traffic": COMPOSED_NORMS},
+        "h100": {"attention_efficiency": 0.365, "attention_half": 512.0},
+    },
+    "fa2rms": {"h100": {"attention_efficiency": 0.365, "attention_half": 512.0}},
+}
+"""Figures of a device by `kernel` or `attention`, and by hardware, where they are not those of the
+cluster: attention of PyTorch (`torch`) and with Megatron-LM's softmax (`fused`), FlashAttention 1
+and 2, and 2 with a fused RMSNorm (`fa2rms`), as Hagemann et al. (arXiv:2311.05610) name them."""
+
+
+def cluster_of_run(run: PublishedRun) -> Cluster:
+    """Load the cluster of a run with the framework and the kernels of the run.
+
+    Raises:
+        ConfigError: if `hardware` is not a cluster.
+    """
+    try:
+        cluster = load_cluster(_name_with_framework(run))
+    except ConfigError as error:
+        raise ConfigError(f"row {run.id}: cannot load the cluster `hardware`: {error}") from None
+    for name in (run.kernel, run.attention):
+        figures = KERNELS.get(name or "", {}).get(run.hardware, {})
+        cluster = replace(cluster, device=replace(cluster.device, **figures))  # type: ignore[arg-type]
+    return cluster
+
+
+def _name_with_framework(run: PublishedRun) -> str:
+    for text in filter(None, (run.framework, run.source)):
+        for word, suffix in FRAMEWORKS.items():
+            if word in text.lower() and f"{run.hardware}_{suffix}" in built_in():
+                return f"{run.hardware}_{suffix}"
+    return run.hardware

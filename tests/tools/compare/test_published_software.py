@@ -1,0 +1,52 @@
+"""The cluster of a published run has the run's framework and kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.errors import ConfigError
+from shardwright.tools.compare.published_rows import PublishedRun
+from shardwright.tools.compare.published_software import COMPOSED_NORMS, cluster_of_run
+from tools.compare.test_published_rows import row
+
+BF16 = torch.bfloat16
+
+
+def cluster(**changes: Any) -> Cluster:
+    return cluster_of_run(PublishedRun(**row(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "h100"),
+        ({"source": "github.com/NVIDIA/dgxc-benchmarking (NeMo 24.12, BF16)"}, "h100_nemo"),
+        ({"framework": "torchtitan", "source": "a page on NeMo"}, "h100_compiled"),
+        ({"source": "bigscience-workshop/bigscience", "hardware": "a100"}, "a100_omni_path"),
+        # No variant of this hardware has the framework.
+        ({"framework": "NeMo 25.02", "hardware": "gb200"}, "gb200"),
+    ],
+)
+def test_a_framework_is_a_variant_of_the_hardware(changes: dict[str, Any], name: str) -> None:
+    assert cluster(**changes) == load_cluster(name)
+
+
+def test_a_kernel_changes_its_own_figures() -> None:
+    first, second, fused = (
+        cluster(hardware="a100", kernel=kernel).device for kernel in ("fa1", "fa2", "fa2rms")
+    )
+    assert first.rate(BF16, (2048,), True) < second.rate(BF16, (2048,), True)
+    assert (second.norm_traffic, fused.norm_traffic) == (COMPOSED_NORMS, 1)
+    assert fused == load_cluster("a100").device
+
+
+def test_unknown_hardware_is_refused_with_the_row() -> None:
+    with pytest.raises(
+        ConfigError, match=r"row tiny: cannot load the cluster `hardware`: cluster 'h300'"
+    ):
+        cluster(hardware="h300")
