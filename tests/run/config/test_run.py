@@ -96,7 +96,7 @@ train: {steps: 4, evaluation: {path: val.npy, every: 2, batches: 3}}
     assert len(steps) == 4 and second < first
 
     (tmp_path / "run.yaml").write_text(text.replace("val.npy", "absent.npy"))
-    with pytest.raises(DataError, match=r"train\.evaluation: .*absent\.npy: no such file"):
+    with pytest.raises(DataError, match=r"train\.evaluation`: .*absent\.npy: no such file"):
         Run.from_file(tmp_path / "run.yaml").check_data()
 
 
