@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop
-from torch.nn.attention.flex_attention import flex_attention
 
 from core.capture.test_capture import Function, x
 from shardwright.core.capture.capture import capture
@@ -160,15 +159,6 @@ def test_the_error_names_the_users_line_and_what_to_change(
     assert "test_capture_errors.py:" in message
     assert f"`{line}`" in message
     assert advice in message
-
-
-def test_flex_attention_is_refused_with_what_to_use() -> None:
-    def attention(net: nn.Module, x: Tensor) -> Tensor:
-        q = (x @ net.weight)[None, None]
-        return flex_attention(q, q, q)  # type: ignore[return-value]
-
-    with pytest.raises(CaptureError, match=r"return flex_attention(?s:.*)use `scaled_dot_product"):
-        capture(Function(attention), (x(),))
 
 
 def jagged(net: nn.Module, x: Tensor) -> Tensor:

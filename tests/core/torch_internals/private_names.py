@@ -85,6 +85,21 @@ OPERATORS = (
     ),
 )
 
+_FLEX = "torch.nn.attention.flex_attention."
+
+FLEX_ATTENTION = (
+    PrivateName(
+        f"{_FLEX}_validate_device", "refuses gradients on the CPU, which the eager form has"
+    ),
+    PrivateName(
+        f"{_FLEX}_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
+        "calls the operator without `torch.compile`, so that capture can trace it",
+    ),
+    PrivateName(f"{_FLEX}BlockMask._flatten", "tensors of a mask and of its function"),
+    PrivateName(f"{_FLEX}BlockMask._unflatten", "a mask of its tensors"),
+    PrivateName("torch.utils._pytree.register_pytree_node", "masks as arguments of a call"),
+)
+
 DISPATCH = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode",
@@ -442,6 +457,7 @@ CHECKPOINTS = (
 PRIVATE_NAMES = (
     *PYTREE,
     *OPERATORS,
+    *FLEX_ATTENTION,
     *DISPATCH,
     *SHAPE_GUARDS,
     *TENSORS,

@@ -24,6 +24,7 @@ from shardwright.core.api.trained_steps import (
 from shardwright.core.capture.capturable import check_arguments, check_module
 from shardwright.core.capture.capture import capture
 from shardwright.core.capture.filled_caches import without_new_cached_tensors
+from shardwright.core.capture.flex_attention import flex_attention_by_operators
 from shardwright.core.capture.naming import line_of_error
 from shardwright.core.deferred import values_of
 from shardwright.core.graph.float64 import (
@@ -203,7 +204,12 @@ def check(
         for leaf in pytree.tree_leaves((args, kwargs or {}))
     ]
     # The caller's random numbers and cached tensors (tables of positions, masks) must not change.
-    with float64_by_default(), torch.random.fork_rng(), without_new_cached_tensors():
+    with (
+        float64_by_default(),
+        torch.random.fork_rng(),
+        without_new_cached_tensors(),
+        flex_attention_by_operators(),
+    ):
         module = module_in_float64(net, values)
         # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
         with _convert_float64_errors(plan.pipeline.micro_batches), CastsToFloat64():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.flex import register_block_masks
 from shardwright.errors import CaptureError
 
 
@@ -76,6 +77,7 @@ def check_arguments(args: object, kwargs: object) -> None:
             f" {type(kwargs).__name__}\n"
             "pass positional arguments as one tuple, `(x, y)`, named ones as `{'mask': mask}`"
         )
+    register_block_masks((args, dict(kwargs or {})))
     if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
         raise CaptureError(
             f"the keys of keyword arguments must be strings, not {unnamed[0]!r}\n"

@@ -54,11 +54,6 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
             "captured\nuse a plain tensor: in place of a `CausalBias` (`causal_lower_right`),"
             " the mask `torch.ones(n, m, dtype=torch.bool).tril(m - n)`"
         )
-    if "FlexAttention" in message:
-        return (
-            f"{line}: `flex_attention` cannot be captured\nuse `scaled_dot_product_attention` with "
-            "`is_causal=True` or a mask; a sliding-window mask is not materialized"
-        )
     if "HigherOrderOp" in type(error).__name__:
         return (
             f"{line}: an operator that calls functions, such as `torch.cond`, `while_loop`, `scan` "

@@ -30,6 +30,7 @@ from shardwright.core.capture.experts import (
     mixture_of_experts,
 )
 from shardwright.core.capture.explanation import NESTED
+from shardwright.core.capture.flex_attention import traceable_flex_attention
 from shardwright.core.capture.hooks import refuse_autograd, refuse_saved_tensor_hooks
 from shardwright.core.capture.inner_gradients import gradients
 from shardwright.core.capture.known_values import filling_caches
@@ -184,6 +185,7 @@ def isolate_capture() -> Iterator[None]:
         trace_custom_backward(),
         refuse_saved_tensor_hooks(),
         checkpointed_calls_in(tagging_checkpoint),
+        traceable_flex_attention(),
         silent_tracing(),
     ):
         yield

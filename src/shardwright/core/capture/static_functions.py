@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.core.capture.ctc import static_ctc_loss
+from shardwright.core.capture.flex_attention import FLEX_ATTENTION, static_flex_attention
 from shardwright.core.torch_internals.operators import pack_padded_sequence
 from shardwright.errors import CaptureError
 
@@ -92,7 +93,8 @@ def refuse_packing(*_: Any) -> Tensor:
     )
 
 
-STATIC: Mapping[Any, Callable[..., Tensor]] = {
+STATIC: Mapping[Any, Callable[..., Any]] = {
+    FLEX_ATTENTION: static_flex_attention,
     torch.bincount: bincount,
     Tensor.bincount: bincount,
     pack_padded_sequence: refuse_packing,

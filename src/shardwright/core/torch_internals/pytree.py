@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_structure as tree_structure
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils._pytree import treespec_dumps as treespec_dumps
 
+from shardwright.core.torch_internals.flex import register_block_masks
 from shardwright.core.torch_internals.tensors import version
 
 _BUILTIN_TYPES = (bool, dict, float, int, list, set, str, tuple)
@@ -45,6 +46,7 @@ def treespec_loads(text: str) -> TreeSpec:
     try:
         _, structure = json.loads(text)
         _check_no_code_runs(structure)
+        register_block_masks(text)
         return _pytree.treespec_loads(text)
     except Exception as error:  # malformed text may cause any error
         raise ValueError(f"this is not a serialized `TreeSpec`: {error}") from error

@@ -1,0 +1,148 @@
+"""Capture of `flex_attention` as the operators of its definition, which have sharding rules.
+
+Score modifications and masks are functions of one score and its indices. Here they are vectorized
+over all scores and traced, so that batch, heads and queries can be sharded as in attention that a
+model writes itself. The scores of all pairs are materialized, as in `flex_attention` without
+`torch.compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import log
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.overrides import TorchFunctionMode
+
+from shardwright.core.torch_internals.flex import flex_gradients_on_cpu, uncompiled_flex_attention
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+"""The operator that `torch.nn.attention.flex_attention.flex_attention` calls."""
+
+
+def static_flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: Sequence[Any],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_mod_other_buffers: tuple[Any, ...] = (),
+    mask_mod_other_buffers: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `FLEX_ATTENTION` with operators on all scores.
+
+    Args:
+        query: `[batch, heads, queries, size]`.
+        key, value: `[batch or 1, key-value heads, keys, size]`.
+        score_mod: function of a score and its batch, head, query and key index.
+        block_mask: fields of a `BlockMask`; the last is the mask as a function of four indices.
+        scale: factor of the scores.
+        kernel_options: unused, options of compiled kernels.
+        score_mod_other_buffers, mask_mod_other_buffers: further arguments of the two functions.
+
+    Returns:
+        The output, and the log-sum-exp and maximum of each query's scores to base 2.
+    """
+    groups = query.shape[1] // key.shape[1]
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    keys, values = (
+        x.expand(query.shape[0], -1, -1, -1).repeat_interleave(groups, 1)
+        if groups > 1
+        else x.expand(query.shape[0], -1, -1, -1)
+        for x in (key, value)
+    )
+    scores = (query.to(dtype) @ keys.to(dtype).transpose(-2, -1)) * scale
+    indices = [torch.arange(size, device=query.device) for size in scores.shape]
+    score = _over_scores(score_mod, (0,), len(score_mod_other_buffers))
+    mask = _over_scores(block_mask[-1], (), len(mask_mod_other_buffers))
+    with _IndexByScalars():
+        is_kept = mask(*indices, *mask_mod_other_buffers)
+        scores = score(scores, *indices, *score_mod_other_buffers).to(dtype)
+    scores = torch.where(is_kept, scores, -float("inf"))
+    # A query without keys has the output 0.
+    is_masked = (scores == -float("inf")).all(-1, keepdim=True)
+    finite = scores.masked_fill(is_masked, 0)
+    probabilities = finite.softmax(-1).masked_fill(is_masked, 0)
+    out = probabilities.to(query.dtype) @ values.to(query.dtype)
+    sums = finite.logsumexp(-1).masked_fill(is_masked.squeeze(-1), -float("inf"))
+    return out, sums / log(2), scores.amax(-1) / log(2)
+
+
+@contextmanager
+def traceable_flex_attention() -> Iterator[None]:
+    """Return a context in which capture traces `flex_attention` and the creation of its masks."""
+    with (
+        patch.object(torch_flex, "create_mask", _create_mask),
+        flex_gradients_on_cpu(),
+        uncompiled_flex_attention(),
+        # Models call `torch.compile(flex_attention)`, which cannot be traced.
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
+
+
+@contextmanager
+def flex_attention_by_operators() -> Iterator[None]:
+    """Return a context in which `flex_attention` runs as `static_flex_attention`."""
+    with traceable_flex_attention(), _ByOperators():
+        yield
+
+
+class _ByOperators(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        function = static_flex_attention if func is FLEX_ATTENTION else func
+        return function(*args, **(kwargs or {}))
+
+
+def _create_mask(mod_fn: Callable[..., Tensor], *sizes: int | None, device: Any = None) -> Tensor:
+    """Compute `create_mask`: whether each score of `[batch, heads, queries, keys]` is kept."""
+    *counts, device = (*sizes, device)[:5]
+    indices = [torch.arange(count or 1, device=device) for count in counts]
+    with _IndexByScalars():
+        mask: Tensor = _over_scores(mod_fn, (), 0)(*indices)
+    return mask
+
+
+def _over_scores(
+    function: Callable[..., Tensor], scores: tuple[int, ...], num_others: int
+) -> Callable[..., Tensor]:
+    """Return the function of all scores, given one of a single score.
+
+    Args:
+        function: function of scores, four indices and other arguments.
+        scores: `(0,)` if it has the score as an argument, else ().
+        num_others: number of other arguments.
+    """
+    for dim in (3, 2, 1, 0):
+        indices = tuple(0 if i == dim else None for i in range(4))
+        function = torch.vmap(function, in_dims=(*scores, *indices, *(None,) * num_others))
+    return function
+
+
+class _IndexByScalars(TorchFunctionMode):
+    """A context in which `x[i]` with a scalar tensor `i` is a lookup, not a read of its value."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(part, Tensor) and part.ndim == 0 for part in parts) and all(
+                isinstance(part, Tensor | int) for part in parts
+            ):
+                tensors = [
+                    part if isinstance(part, Tensor) else torch.tensor(part, device=x.device)
+                    for part in parts
+                ]
+                return torch.ops.aten.index.Tensor(x, tensors)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,113 @@
+"""`flex_attention` without its compiler and with gradients on the CPU, which PyTorch refuses, and
+`BlockMask` as an argument of calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree
+
+
+@contextmanager
+def flex_gradients_on_cpu() -> Iterator[None]:
+    """Return a context in which `flex_attention` has gradients on the CPU.
+
+    PyTorch refuses them since it compiles no kernel for them. Its eager form computes them.
+    """
+
+    def accept(query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Accept tensors on all devices."""
+
+    before = flex_attention._validate_device
+    flex_attention._validate_device = accept
+    try:
+        yield
+    finally:
+        flex_attention._validate_device = before
+
+
+@contextmanager
+def uncompiled_flex_attention() -> Iterator[None]:
+    """Return a context in which `flex_attention` calls its operator without `torch.compile`."""
+    before = flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+
+_SERIALIZED = "torch.nn.attention.flex_attention.BlockMask"
+
+
+@dataclass(frozen=True, eq=False)
+class MaskContext:
+    """What a `BlockMask` consists of besides tensors.
+
+    Args:
+        text: its lengths, and the name of its mask function.
+        context: as of PyTorch, with the code and the constants of its mask function; None if read
+            from a file.
+    """
+
+    text: str
+    context: Any = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskContext):
+            return NotImplemented
+        if self.context is None or other.context is None:
+            return self.text == other.text
+        return bool(self.context == other.context)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def register_block_masks(value: Any) -> None:
+    """Register `BlockMask` as a pytree node if a pytree contains one, or a text its name.
+
+    Its leaves are its tensors and those that its mask function refers to.
+    """
+    is_needed = isinstance(value, str) and _SERIALIZED in value
+    if is_needed or any(type(leaf) is BlockMask for leaf in _pytree.tree_leaves(value)):
+        if BlockMask in _pytree.SUPPORTED_NODES:
+            return
+        _pytree.register_pytree_node(
+            *(BlockMask, _flatten, _unflatten),
+            serialized_type_name=_SERIALIZED,
+            to_dumpable_context=lambda context: json.dumps(context.text),
+            from_dumpable_context=lambda text: MaskContext(json.loads(text)),
+            flatten_with_keys_fn=_flatten_with_keys,
+        )
+
+
+def _flatten(mask: BlockMask) -> tuple[list[Any], MaskContext]:
+    if not vars(mask):
+        # A copy that `deepcopy` has just begun.
+        return [], MaskContext("", mask)
+    # During a trace PyTorch leaves the tensors of the function in it, where they are constants.
+    with patch.object(torch.compiler, "is_compiling", lambda: False):
+        leaves, context = mask._flatten()
+    name = getattr(mask.mask_mod, "__qualname__", type(mask.mask_mod).__qualname__)
+    return list(leaves), MaskContext(f"{name} {mask.seq_lengths} {mask.BLOCK_SIZE}", context)
+
+
+def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], MaskContext]:
+    leaves, context = _flatten(mask)
+    return [(_pytree.SequenceKey(i), leaf) for i, leaf in enumerate(leaves)], context
+
+
+def _unflatten(leaves: Any, context: MaskContext) -> BlockMask:
+    if isinstance(context.context, BlockMask):
+        return context.context
+    return BlockMask._unflatten(tuple(leaves), context.context)
