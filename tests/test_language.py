@@ -35,8 +35,6 @@ PUBLIC_VAGUE_NAMES = {
     "LRSchedule.kind": "argument in configurations",
     "LRSchedule.peak": "argument in configurations",
     "LeftOut.text": "public field",
-    "MeasuredRank.kinds": "key of a profile's file",
-    "MeasuredRank.peak": "key of a profile's file",
     "Memory.peak": "`plan.memory.peak`",
     "Plan.text": "public method",
     "RankedPlans.slower_for.kind": "argument of a public method",

@@ -86,7 +86,11 @@ def test_a_profiled_run_sends_the_bytes_that_were_predicted(
     planned = {(t.kind, t.over): (t.count, t.bytes) for t in measured.predicted[0]}
     for rank in measured.ranks:
         assert {(t.kind, t.over): (t.count, t.bytes) for t in rank.collectives} == planned != {}
-        assert rank.kinds["matrix products"] > 0 and rank.peak > 0 and rank.seconds > 0
+        assert (
+            rank.component_seconds["matrix products"] > 0
+            and rank.peak_bytes > 0
+            and rank.seconds > 0
+        )
         with gzip.open(log / "1" / f"rank.{rank.rank}" / "trace.json.gz", "rt") as file:
             names = {event.get("name") for event in json.load(file)["traceEvents"]}
         assert {"net.first", "bucket 0"} <= names
@@ -97,4 +101,4 @@ def test_a_profiled_run_sends_the_bytes_that_were_predicted(
     exposed = [json.loads(line)["exposed_communication"] for line in lines]
     assert len(exposed) == 3 and all(seconds > 0 for seconds in exposed)
     # The profile also counts what starts a collective and joins what it gave.
-    assert exposed[1] < 1.1 * measured.ranks[0].kinds["communication"] + 1e-3
+    assert exposed[1] < 1.1 * measured.ranks[0].component_seconds["communication"] + 1e-3

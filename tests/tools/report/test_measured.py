@@ -64,7 +64,7 @@ def test_a_profile_is_read_as_it_was_written(measured: Measured, tmp_path: Path)
     assert Measured.load(tmp_path) == Measured.load(tmp_path / "1") == measured
 
 
-@pytest.mark.parametrize("text", ["", '{"profile_format": 0}', '{"profile_format": 1}', "[1]"])
+@pytest.mark.parametrize("text", ["", '{"profile_format": 0}', '{"profile_format": 2}', "[1]"])
 def test_a_file_that_is_no_profile_is_one_error(text: str, tmp_path: Path) -> None:
     (tmp_path / PROFILE_FILE).write_text(text)
     with pytest.raises(PlanError, match=rf"{PROFILE_FILE} is not a"):

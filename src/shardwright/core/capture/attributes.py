@@ -106,12 +106,12 @@ def _only_adds_entries(before: Any, after: Any) -> bool:
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
-    """Return the attributes or buffers of a module, or the global variables of a Python file.
+    """Return the attributes or buffers of a module, or the global variables of a Python module.
 
     Args:
         modules: all modules of a model by path.
-        path: module path for attributes, `BUFFERS` and module path for buffers, or `GLOBALS` and
-            the name of a Python module for its variables.
+        path: `path of a module` for its attributes, `BUFFERS + path of a module` for its buffers,
+            or `GLOBALS + name of a Python module` for its global variables.
     """
     if path.startswith(GLOBALS):
         return globals_of(path)

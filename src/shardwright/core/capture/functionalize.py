@@ -146,7 +146,7 @@ class _FunctionalProgram:
         changed = mutated_arguments(node)
         if changed:
             if node.target in _NORMS:
-                self._replace_norm(node)
+                self._replace_batch_norm_updates(node)
             else:
                 self._replace_in_place(node, changed)
             return
@@ -232,7 +232,7 @@ class _FunctionalProgram:
             new = call(self.graph, aten.expand.default, (new, list(node_shape(old))), like=node)
         return new
 
-    def _replace_norm(self, node: fx.Node) -> None:
+    def _replace_batch_norm_updates(self, node: fx.Node) -> None:
         arguments = node_arguments(node)
         target: Any = _NORMS[node.target][1]  # type: ignore[index]
         names = ("input", "weight", "bias", "running_mean", "running_var")

@@ -32,9 +32,9 @@ def check_hooks(module: nn.Module) -> None:
     """
     if any_global_hook():
         raise CaptureError(
-            "a hook is registered for all modules (such as `register_module_forward_hook`), which "
-            "a captured model would not call\nremove it, or register forward hooks on the modules "
-            "themselves"
+            "a global module hook is registered (as by `register_module_forward_hook`), which a "
+            "captured model would not call\nremove the hook, or register it on each module by "
+            "`module.register_forward_hook`"
         )
     for path, child in module.named_modules():
         if any(backward_hooks(child)):

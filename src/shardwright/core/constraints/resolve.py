@@ -355,11 +355,13 @@ def cut_axes(
                 f"valid numbers of shards are {divisors(size, mesh.num_devices)}"
             )
     return (
-        axes if axes is not None else _storage_axes_for_counts(where, request, counts, mesh, used)
+        axes
+        if axes is not None
+        else _storage_axes_for_shard_counts(where, request, counts, mesh, used)
     )
 
 
-def _storage_axes_for_counts(
+def _storage_axes_for_shard_counts(
     where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     # Along axes with which the operator reads the parameter, storage needs no communication.

@@ -171,7 +171,7 @@ def pins_of(graph: Graph) -> Pins:
     strategies: dict[str, OperatorStrategy] = {}
     for op, strategy in (
         *_module_strategies(graph),
-        *_named_strategies(graph),
+        *_operator_strategies(graph),
         *_function_strategies(graph),
     ):
         # Two equal pins of one operator are valid: the module is used twice, or a pinned function
@@ -216,7 +216,7 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
         yield from ((path, tag) for tag in tags if isinstance(tag, Pin))
 
 
-def _named_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
     """Yield (operator, strategy) for names in a strategy file; a name without `@n` stands for the
     operator in every call."""
     ops_by_name: dict[str, list[Operator]] = {}

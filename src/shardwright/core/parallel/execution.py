@@ -1,8 +1,8 @@
 """Execute calls of a planned model on this rank.
 
-A program is valid for one *situation*: the Python state that `forward` reads, the training mode,
-which parameters are trained, the autocast dtype, and the shapes, dtypes and structure of the
-arguments. Each situation is captured on its first call and its program cached.
+A program is valid for one *specialization*: the Python state that `forward` reads, the training
+mode, which parameters are trained, the autocast dtype, and the shapes, dtypes and structure of the
+arguments. Each specialization is captured on its first call and its program cached.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ log = logging.getLogger(__name__)
 MAX_CACHED_PROGRAMS = 64
 """Capacity of the caches of programs and of training steps; the least recently used is evicted.
 
-Most runs have a few situations; without a limit, caches of runs with many sequence lengths would
-grow without bound."""
+Most runs have a few specializations; without a limit, caches of runs with many sequence lengths
+would grow without bound."""
 
 Bound = TypeVar("Bound")
 
@@ -110,10 +110,10 @@ class Execution(Recapture):
         self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
         state = self._state.key(), (), None
-        self._planned_situation: tuple[Any, ...] = (*state, graph.in_spec, leaves)
+        self._planned_specialization: tuple[Any, ...] = (*state, graph.in_spec, leaves)
         # A call with the shapes of a micro-batch has a loss of its own.
         prefix = ("micro-batch",) if graph.is_term_of_batch else ()
-        self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_situation)
+        self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_specialization)
         self._bind_planned_call()
 
     @property
@@ -127,7 +127,7 @@ class Execution(Recapture):
         Raises:
             PlanError: if called under a `torch.func` transform, or in a backward pass although the
                 model draws random numbers.
-            CaptureError: if the model cannot be captured in this situation.
+            CaptureError: if the model cannot be captured in this specialization.
         """
         return self.call(args, kwargs)[0]
 
@@ -140,7 +140,7 @@ class Execution(Recapture):
         Raises:
             PlanError: if called under a `torch.func` transform, or in a backward pass although the
                 model draws random numbers.
-            CaptureError: if the model cannot be captured in this situation.
+            CaptureError: if the model cannot be captured in this specialization.
         """
         is_distributed = self.devices.matrix.num_devices > 1
         # One device runs the operators of the model alone, to which all transforms apply.
@@ -151,15 +151,15 @@ class Execution(Recapture):
         leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
-        situation = self._call_state_key(spec, [argument_key(leaf) for leaf in global_leaves])
+        specialization = self._call_state_key(spec, [argument_key(leaf) for leaf in global_leaves])
         inputs = self._leaves.on_device(leaves, planned_indices)
-        call_key = ("forward", self.module.training, torch.is_grad_enabled(), *situation)
+        call_key = ("forward", self.module.training, torch.is_grad_enabled(), *specialization)
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
         self._guard.begin(call_key, inputs, planned_indices)
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         self._reachable.update()
-        key = self._python.matching(self._forwards, self._reachable.key(situation), call)
+        key = self._python.matching(self._forwards, self._reachable.key(specialization), call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
@@ -360,7 +360,7 @@ class Execution(Recapture):
         self._state.forget_removed_hooks()
 
     def _bind_planned_call(self) -> None:
-        """Lower the program of the planned situation, before the first call."""
+        """Lower the program for the planned mode, state and input shapes, before the first call."""
         self._forwards[self._planned_program] = self._bind_program(self.partitioned)
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
@@ -403,14 +403,16 @@ class Execution(Recapture):
         )
         # A step runs the program of one micro-batch; the number of micro-batches is part of the key
         # because the schedule depends on it.
-        situation = self._call_state_key(spec, [argument_key(leaf) for leaf in micro_batch_leaves])
-        key = (*situation, micro_batches)
+        specialization = self._call_state_key(
+            spec, [argument_key(leaf) for leaf in micro_batch_leaves]
+        )
+        key = (*specialization, micro_batches)
         inputs = self._leaves.on_device(leaves, planned_indices)
         self._guard.begin(key, inputs, planned_indices)
         key = self._python.matching(self._train_steps, self._reachable.key(key), call)
         if key not in self._train_steps:
             partitioned = self.partitioned
-            is_planned = key == (*self._planned_situation, micro_batches)
+            is_planned = key == (*self._planned_specialization, micro_batches)
             is_planned &= micro_batches == partitioned.pipeline.micro_batches
             if not (is_planned and self._python.holds(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
@@ -436,8 +438,8 @@ class Execution(Recapture):
 
     def _evict_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
         """Remove the least recently used programs from the cache `bound`, but none of the planned
-        situation."""
-        planned = self._planned_situation
+        specialization."""
+        planned = self._planned_specialization
         other_keys = [
             key for key in bound if key != self._planned_program and key[: len(planned)] != planned
         ]

@@ -112,7 +112,7 @@ class PipelineExecution(Execution):
     @property
     def _planned_stages(self) -> RankStages:
         micro_batches = self.partitioned.pipeline.micro_batches
-        stages = self._train_steps[(*self._planned_situation, micro_batches)].step
+        stages = self._train_steps[(*self._planned_specialization, micro_batches)].step
         assert isinstance(stages, RankStages)
         return stages
 
@@ -127,7 +127,7 @@ class PipelineExecution(Execution):
         return state
 
     def _bind_planned_call(self) -> None:
-        key = (*self._planned_situation, self.partitioned.pipeline.micro_batches)
+        key = (*self._planned_specialization, self.partitioned.pipeline.micro_batches)
         self._train_steps[key] = self._bind_step(self.partitioned)
 
     def _make_step(self, partitioned: Partitioned) -> RankStages:

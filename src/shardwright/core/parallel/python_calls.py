@@ -30,7 +30,8 @@ from shardwright.errors import CaptureError, PlanError
 log = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 8
-"""Maximum number of programs, for different Python states, per situation; as in `torch.compile`."""
+"""Maximum number of programs, for different Python states, per specialization; the limit of
+`torch.compile`."""
 
 ProgramResults = tuple[Sequence[Any], Mapping[str, Tensor]]
 """The outputs of the graph, and the buffers of the model by name."""
@@ -63,22 +64,23 @@ class PythonCalls:
     def matching(
         self,
         programs: Mapping[tuple[Any, ...], BoundProgram | BoundStep],
-        situation: tuple[Any, ...],
+        specialization: tuple[Any, ...],
         call: Call,
     ) -> tuple[Any, ...]:
         """Return the key of the program whose guards hold for `call`, or the key for a new program.
 
         Args:
-            programs: programs by key: `situation`, followed by 1, 2, ... for further Python states.
-            situation: the part of the key that does not depend on guards.
+            programs: programs by key: `specialization`, followed by 1, 2, ... for further Python
+                states.
+            specialization: the part of the key that does not depend on guards.
             call: arguments of the call.
 
         Raises:
-            PlanError: if `situation` already has `MAX_PROGRAMS` programs.
+            PlanError: if `specialization` already has `MAX_PROGRAMS` programs.
         """
         failed: PythonCall | None = None
         for number in count():
-            key = (*situation, number) if number else situation
+            key = (*specialization, number) if number else specialization
             if key not in programs:
                 break
             python = programs[key].python

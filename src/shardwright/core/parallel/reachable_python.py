@@ -24,7 +24,7 @@ MAX_UNREAD = 8
 capture."""
 
 MAX_SITUATIONS = 8
-"""Maximum number of situations (modes, shapes, batch sizes) whose last graph is cached."""
+"""Maximum number of specializations (modes, shapes, batch sizes) whose last graph is cached."""
 
 MAX_PARTS = 2_000
 """Maximum number of objects compared in each call, as an attribute may be a data set."""
@@ -59,20 +59,20 @@ class ReachablePython:
         result.version, result.is_guarded = self.version, self.is_guarded
         return result
 
-    def key(self, situation: tuple[object, ...]) -> tuple[object, ...]:
-        """Return `situation`, extended by the version of the Python state unless that is the plan's
-        state."""
-        return (*situation, "Python state", self.version) if self.version else situation
+    def key(self, specialization: tuple[object, ...]) -> tuple[object, ...]:
+        """Return `specialization`, extended by the version of the Python state unless that is the
+        plan's state."""
+        return (*specialization, "Python state", self.version) if self.version else specialization
 
-    def compare(self, situation: Hashable, graph: Graph) -> None:
-        """Compare `graph`, captured without guards, with the last graph of the same situation.
+    def compare(self, specialization: Hashable, graph: Graph) -> None:
+        """Compare `graph`, captured without guards, with the last graph of the same specialization.
 
         Args:
-            situation: equal for calls that differ only in the state.
+            specialization: equal for calls that differ only in the state.
             graph: the graph captured in the current state.
         """
-        version, before = self._captured.pop(situation, (self.version, graph))
-        self._captured[situation] = self.version, graph
+        version, before = self._captured.pop(specialization, (self.version, graph))
+        self._captured[specialization] = self.version, graph
         for oldest in list(self._captured)[:-MAX_SITUATIONS]:
             del self._captured[oldest]
         if version == self.version:

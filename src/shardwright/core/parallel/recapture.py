@@ -1,4 +1,4 @@
-"""Capture a planned model in a situation other than the planned one, with the plan's decisions."""
+"""Capture a planned model for another specialization, with the plan's decisions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Recapture:
             delattr(planned, name)
 
     def _call_state_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
-        """Return the cache key of the current situation.
+        """Return the cache key of the current specialization.
 
         Args:
             spec: the structure of the call's arguments.
@@ -126,7 +126,7 @@ class Recapture:
         micro_batches: int = 1,
         batch_dims: SampleDims = (),
     ) -> Partitioned:
-        """Capture the model in the current situation, and adapt the plan's decisions to its graph.
+        """Capture the model for the current specialization, and adapt the plan's decisions.
 
         Args:
             args, kwargs: arguments of the call, for one micro-batch.
@@ -135,7 +135,7 @@ class Recapture:
 
         Raises:
             PlanError: if a tensor has another dtype than planned.
-            CaptureError: if the model cannot be captured in this situation.
+            CaptureError: if the model cannot be captured in this specialization.
             MixedSamplesError: if the loss of the batch is neither a sum nor a mean over its
                 micro-batches.
         """

@@ -15,11 +15,11 @@ from shardwright.text_files import parse_json, read_text, write_text
 PROFILE_FILE = "profile.json"
 """File name of the profile in the log folder of a run."""
 
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 """Version of the profile's file format."""
 
 EXPOSED = "communication"
-"""Key of `MeasuredRank.kinds` for exposed communication."""
+"""Key of `MeasuredRank.component_seconds` for exposed communication."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class MeasuredRank:
         rank: the global rank.
         stage: the rank's pipeline stage.
         seconds: duration of the step.
-        kinds: seconds by component of the step time, with the keys of `core/cost/time_parts.py`.
-            Communication is exposed communication only.
+        component_seconds: seconds by component of the step time, with the keys of
+            `core/cost/time_parts.py`. Communication is exposed communication only.
         collectives: number, bytes and seconds of the rank's collectives; on an accelerator the
             seconds include overlapped communication.
-        peak: peak bytes of the rank's tensors.
+        peak_bytes: peak memory of the rank's tensors.
     """
 
     rank: int
     stage: int
     seconds: float
-    kinds: dict[str, float]
+    component_seconds: dict[str, float]
     collectives: tuple[CollectiveTotal, ...]
-    peak: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     """Return the chart of a step's predicted and measured time, by category."""
     stage, ranks = _busiest_stage(measured)
     seconds = fmean(rank.seconds for rank in ranks)
-    seconds_of = {each: fmean(rank.kinds.get(each, 0.0) for rank in ranks) for each in KINDS}
+    seconds_of = {
+        each: fmean(rank.component_seconds.get(each, 0.0) for rank in ranks) for each in KINDS
+    }
     seconds_of[BETWEEN_OPERATORS] = max(0.0, seconds - sum(seconds_of.values()))
     predicted_kinds = _predicted_seconds(plan)
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
@@ -60,7 +62,9 @@ def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
         stages.setdefault(rank.stage, []).append(rank)
 
     def computation_seconds(stage: int) -> float:
-        return fmean(sum(map(rank.kinds.get, COMPUTATION, [0.0] * 5)) for rank in stages[stage])
+        return fmean(
+            sum(map(rank.component_seconds.get, COMPUTATION, [0.0] * 5)) for rank in stages[stage]
+        )
 
     stage = max(stages, key=computation_seconds)
     return stage, stages[stage]
@@ -170,14 +174,14 @@ def _collective_cells(
 def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
     """Return the table of memory and step time of the `MAX_RANKS` ranks with the highest peaks."""
     stages = {} if plan.known_memory is None else {s.stage: s for s in plan.known_memory.stages}
-    ranks = sorted(measured.ranks, key=lambda rank: -rank.peak)[:MAX_RANKS]
+    ranks = sorted(measured.ranks, key=lambda rank: -rank.peak_bytes)[:MAX_RANKS]
     table = []
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         predicted = stages[rank.stage].peak if rank.stage in stages else None
-        ratio = f"{rank.peak / predicted:.2f}" if predicted else ""
+        ratio = f"{rank.peak_bytes / predicted:.2f}" if predicted else ""
         predicted_text = "" if predicted is None else binary(predicted)
-        peaks = (predicted_text, binary(rank.peak), ratio)
-        exposed = seconds_text(rank.kinds.get(EXPOSED, 0.0))
+        peaks = (predicted_text, binary(rank.peak_bytes), ratio)
+        exposed = seconds_text(rank.component_seconds.get(EXPOSED, 0.0))
         table.append((f"rank {rank.rank}", *peaks, seconds_text(rank.seconds), exposed))
     header = ("memory peak", *HEADER, "step", EXPOSED)
     omitted = len(measured.ranks) - len(ranks)

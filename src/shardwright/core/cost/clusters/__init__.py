@@ -41,7 +41,7 @@ def _content(name: str | Path, derived: tuple[str, ...]) -> Any:
     Args:
         derived: names of the files that are derived from this one, the first one first.
     """
-    content = parse_yaml(_text(name), str(name), ConfigError)
+    content = parse_yaml(_read_cluster_file(name), str(name), ConfigError)
     if not isinstance(content, Mapping) or "base" not in content:
         return content
     base, path = content["base"], Path(name)
@@ -66,7 +66,7 @@ def _content(name: str | Path, derived: tuple[str, ...]) -> Any:
     return merged if "name" in content else {**merged, "name": path.stem}
 
 
-def _text(name: str | Path) -> str:
+def _read_cluster_file(name: str | Path) -> str:
     if str(name) in built_in():
         return (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     path = Path(name)
