@@ -243,6 +243,10 @@ TENSORS = (
         "torch._guards.TracingContext",
         "whether this thread traces, while `torch.compiler.is_compiling()` is of the process",
     ),
+    PrivateName(
+        "torch._dynamo.variables.UserDefinedDictVariable._base_vt",
+        "the entries of an `OrderedDict` in a trace, whose order is replayed",
+    ),
     PrivateName("torch.Tensor._base", "is told from operators that make tensors"),
     PrivateName("torch.Tensor._version", "finds tensors that were changed in place"),
     PrivateName(

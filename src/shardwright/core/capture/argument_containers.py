@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.core.capture.naming import located
-from shardwright.core.capture.state_contents import MISSING, Parts, contents_of, is_same
+from shardwright.core.capture.state_contents import MISSING, After, Parts, contents_of, is_same
 from shardwright.errors import CaptureError
 
 _CONTAINERS = (list, dict, set, deque)
@@ -52,6 +52,7 @@ class ArgumentContainers:
             for key, now in contents_of(container).items():
                 old = before.get(key, MISSING)
                 prepared = by_name and isinstance(now, Tensor)
+                prepared |= isinstance(key, After)
                 if not prepared and not is_same(old, now, lambda before_call, other: False):
                     where = f"{path}[{key!r}]" if by_name else path
                     return located(

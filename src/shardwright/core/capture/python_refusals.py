@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,13 +65,6 @@ def check_changes(dynamo: DynamoCapture) -> None:
             f"`forward` calls {name!r} under `functools.lru_cache`, which draws random numbers or"
             " changes an object, or whose result is changed\nremove `lru_cache` from it"
         )
-    for change in dynamo.changes:
-        if isinstance(change.value, deque) and change.value.maxlen is not None:
-            # TorchDynamo 2.13 appends to it without dropping elements beyond `maxlen`.
-            raise CaptureError(
-                "`forward` changes a `deque` with `maxlen`\n"
-                "use a list: `self.last = [*self.last, x][-n:]`"
-            )
 
 
 def check_state(tensor: Any) -> None:

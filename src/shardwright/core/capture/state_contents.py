@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, MethodType
 from typing import Any, TypeAlias
 
@@ -42,6 +43,17 @@ OF_TORCH = frozenset(
 Models of `transformers` install hooks in the first call that requests outputs of submodules, such
 as router logits.
 """
+
+
+@dataclass(frozen=True)
+class After:
+    """Key of the entry before the entry `key` of an `OrderedDict`."""
+
+    key: Hashable
+
+    def __repr__(self) -> str:
+        return f"order of {self.key!r}"
+
 
 Cache = type(functools.lru_cache(lambda: None))
 
@@ -114,7 +126,7 @@ def _read_tensor(value: Tensor) -> Parts:
 def _read_ordered(value: collections.OrderedDict[Any, Any]) -> Parts:
     keys = list(value)
     # `move_to_end` changes who follows whom; a key that is added at the end changes nothing.
-    before = {(STATE, key): previous for previous, key in itertools.pairwise([MISSING, *keys])}
+    before = {After(key): previous for previous, key in itertools.pairwise([MISSING, *keys])}
     return {**before, **dict(dict.items(value))}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -68,6 +68,7 @@ def _get_namespace(change: ChangedObject) -> Any:
 
 _CONTAINERS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (list, list.extend),
+    (OrderedDict, OrderedDict.update),
     (dict, dict.update),
     (set, set.update),
     (deque, deque.extend),
@@ -80,7 +81,8 @@ def _make_contents_restorer(value: Any) -> Callable[[], None] | None:
     # Methods of the base class, since a subclass may override them with side effects.
     for cls, fill in _CONTAINERS:
         if isinstance(value, cls):
-            return partial(_replace_contents, value, cls.copy(value), cls.clear, fill)
+            contents = dict(cls.items(value)) if issubclass(cls, dict) else cls.copy(value)
+            return partial(_replace_contents, value, contents, cls.clear, fill)
     return None
 
 

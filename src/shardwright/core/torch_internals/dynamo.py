@@ -43,6 +43,10 @@ from torch._dynamo.variables.nn_module import record_nn_module_stack
 
 from shardwright.core.torch_internals.dynamo_attributes import guarding_missing_attributes
 from shardwright.core.torch_internals.dynamo_caches import CachedFunctionCalls
+from shardwright.core.torch_internals.dynamo_containers import (
+    replay_all_contents,
+    tracing_bounded_deques,
+)
 
 _OPTIONS: dict[str, Any] = {
     # Every size and number is a constant of the graph, unless it was seen to change.
@@ -218,6 +222,7 @@ class DynamoCapture:
 
         def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
             changes[:] = _changed_objects(self)  # Dynamo forgets them once the code is written.
+            replay_all_contents(self)
             emit(self, *args, **kwargs)
 
         call_module = UnspecializedNNModuleVariable.call_function
@@ -232,6 +237,7 @@ class DynamoCapture:
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
             guarding_missing_attributes(),
+            tracing_bounded_deques(),
             patch.object(NumpyVariable, "call_function", _trace_numpy_call),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
