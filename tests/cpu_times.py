@@ -63,7 +63,8 @@ class CpuTimes:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         file = report.nodeid.partition("::")[0]
-        self.cpu[file] += report.cpu_seconds
+        # A report of a worker that was killed has no CPU time.
+        self.cpu[file] += getattr(report, "cpu_seconds", 0.0)
         self.wall[file] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

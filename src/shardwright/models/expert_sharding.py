@@ -176,21 +176,23 @@ def expert_stages(
         ConfigError: if there are fewer blocks than stages, or `layers` does not add up to the
             number of blocks.
     """
-    blocks, parts = list(paths_of_blocks(net)), stages * chunks
-    if layers is not None and (len(layers) != parts or sum(layers) != len(blocks)):
+    blocks, num_chunks = list(paths_of_blocks(net)), stages * chunks
+    if layers is not None and (len(layers) != num_chunks or sum(layers) != len(blocks)):
         raise ConfigError(
-            f"layers {list(layers)} do not assign {len(blocks)} blocks to {parts} stages\n"
-            f"use {parts} numbers that add up to {len(blocks)}"
+            f"layers {list(layers)} do not assign {len(blocks)} blocks to {num_chunks} stages\n"
+            f"use {num_chunks} numbers that add up to {len(blocks)}"
         )
-    if len(blocks) < parts:
+    if len(blocks) < num_chunks:
         raise ConfigError(
-            f"pipeline_stage: {len(blocks)} layers cannot fill {parts} stages\nuse at most"
+            f"pipeline_stage: {len(blocks)} layers cannot fill {num_chunks} stages\nuse at most"
             f" {len(blocks)}"
         )
-    chunk_of_block = [index * parts // len(blocks) for index in range(len(blocks))]
+    chunk_of_block = [index * num_chunks // len(blocks) for index in range(len(blocks))]
     if layers is not None:
         chunk_of_block = [chunk for chunk, count in enumerate(layers) for _ in range(count)]
-    stage_of_chunk = [schedule_spec(schedule).stage_of(chunk, stages) for chunk in range(parts)]
+    stage_of_chunk = [
+        schedule_spec(schedule).stage_of(chunk, stages) for chunk in range(num_chunks)
+    ]
     stage_of = {
         path: stage_of_chunk[chunk] for path, chunk in zip(blocks, chunk_of_block, strict=True)
     }

@@ -101,7 +101,7 @@ def test_the_table_names_axes_that_cut_nothing() -> None:
 
 
 def test_explain_of_an_unknown_operator_names_the_nearest() -> None:
-    with pytest.raises(sw.PlanError, match="no operator 'layr1'\nsimilar names: layer1"):
+    with pytest.raises(sw.PlanError, match="no operator 'layr1'\nuse a similar name: layer1"):
         plan_of_network().explain("layr1")
 
 

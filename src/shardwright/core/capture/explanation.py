@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardwright.core.capture.inline_regions import CONTROL_FLOW_REMEDY
 from shardwright.core.capture.naming import NO_LINE, line_of_error
 
 NESTED = (
@@ -57,8 +58,7 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
     if "HigherOrderOp" in type(error).__name__:
         return (
             f"{line}: an operator that calls functions, such as `torch.cond`, `while_loop`, `scan` "
-            "or `map`, cannot be sharded\ncompute both branches and select by `torch.where`, loop "
-            "in Python a known number of times, and call `torch.vmap` in place of `map`"
+            f"or `map`, cannot be sharded\n{CONTROL_FLOW_REMEDY}"
         )
     if "Unsupported input type" in message:
         object_type = message.partition("input type ")[2].partition(">. ")[0]

@@ -136,13 +136,13 @@ class _IndexByScalars(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__getitem__:
             x, index = args
-            parts = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(part, Tensor) and part.ndim == 0 for part in parts) and all(
-                isinstance(part, Tensor | int) for part in parts
+            indices = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(each, Tensor) and each.ndim == 0 for each in indices) and all(
+                isinstance(each, Tensor | int) for each in indices
             ):
                 tensors = [
-                    part if isinstance(part, Tensor) else torch.tensor(part, device=x.device)
-                    for part in parts
+                    each if isinstance(each, Tensor) else torch.tensor(each, device=x.device)
+                    for each in indices
                 ]
                 return torch.ops.aten.index.Tensor(x, tensors)
         return func(*args, **(kwargs or {}))

@@ -16,6 +16,11 @@ from shardwright.core.torch_internals.operators import HigherOrderOperator, OpOv
 from shardwright.errors import CaptureError
 
 aten = torch.ops.aten
+CONTROL_FLOW_REMEDY = (
+    "compute both branches and select by `torch.where`, loop in Python a known number of times, and"
+    " call `torch.vmap` in place of `map`"
+)
+
 _SET_GRAD = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 
@@ -50,8 +55,8 @@ def _inline_subgraphs(graph: fx.Graph, owner: fx.GraphModule) -> None:
             _splice_region(node, _find_subgraph(owner, region), args, None, dtype if acts else None)
         else:
             raise CaptureError(
-                f"{line_of(node)}: cannot capture `{name}`, which contains a sub-graph\n"
-                "use operators on tensors (`torch.where`), or Python control flow on constants"
+                f"{line_of(node)}: cannot capture `{name}`, which calls functions\n"
+                f"{CONTROL_FLOW_REMEDY}"
             )
 
 

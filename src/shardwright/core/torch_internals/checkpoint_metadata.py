@@ -74,14 +74,12 @@ def loads_metadata(content: bytes) -> Metadata:
     entries, storage = (
         _field(root, name, dict) for name in ("state_dict_metadata", "storage_data")
     )
-    chunks_left = len(content)
     tensors: dict[str, Any] = {}
+    chunk_ids: set[int] = set()
     for key, entry in entries.items():
         if _check_type(entry, _Record).name != "TensorStorageMetadata":
             continue
-        tensors[_check_type(key, str)] = tensor = _to_tensor(entry, chunks_left)
-        # References to one list could otherwise make a small file as large as they like.
-        chunks_left -= len(tensor.chunks)
+        tensors[_check_type(key, str)] = _to_tensor(entry, chunk_ids)
     return Metadata(tensors, storage_data=_to_storage(storage, tensors))
 
 
@@ -108,10 +106,18 @@ def _to_storage(
     return converted
 
 
-def _to_tensor(entry: _Record, max_chunks: int) -> TensorStorageMetadata:
+def _to_tensor(entry: _Record, chunk_ids: set[int]) -> TensorStorageMetadata:
+    """Convert the description of a tensor.
+
+    Args:
+        chunk_ids: the ids of the chunks of earlier tensors; extended in place.
+    """
     state = _check_type(_field(entry, "properties", _Record).state, tuple)
     chunks = _field(entry, "chunks", list)
-    if len(chunks) > max_chunks or not state:
+    known_chunks = len(chunk_ids)
+    chunk_ids.update(map(id, chunks))
+    # Many references to one chunk take a byte or two each in the file, and a kilobyte in memory.
+    if len(chunk_ids) != known_chunks + len(chunks) or not state:
         raise ValueError("the table of tensors is malformed")
     return TensorStorageMetadata(
         TensorProperties(_check_type(state[0], torch.dtype)),

@@ -51,26 +51,26 @@ _SERIALIZED = "torch.nn.attention.flex_attention.BlockMask"
 
 @dataclass(frozen=True, eq=False)
 class MaskContext:
-    """What a `BlockMask` consists of besides tensors.
+    """The pytree context of a `BlockMask`: its contents besides tensors.
 
     Args:
-        text: its lengths, and the name of its mask function.
-        context: as of PyTorch, with the code and the constants of its mask function; None if read
-            from a file.
+        description: lengths of the mask, and the name of its mask function.
+        context: PyTorch's own context, with the code and the constants of the mask function; None
+            if read from a file.
     """
 
-    text: str
+    description: str
     context: Any = field(default=None, repr=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskContext):
             return NotImplemented
         if self.context is None or other.context is None:
-            return self.text == other.text
+            return self.description == other.description
         return bool(self.context == other.context)
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self.description)
 
 
 def register_block_masks(value: Any) -> None:
@@ -85,7 +85,7 @@ def register_block_masks(value: Any) -> None:
         _pytree.register_pytree_node(
             *(BlockMask, _flatten, _unflatten),
             serialized_type_name=_SERIALIZED,
-            to_dumpable_context=lambda context: json.dumps(context.text),
+            to_dumpable_context=lambda context: json.dumps(context.description),
             from_dumpable_context=lambda text: MaskContext(json.loads(text)),
             flatten_with_keys_fn=_flatten_with_keys,
         )

@@ -74,8 +74,8 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
 
 
 def _name_with_framework(run: PublishedRun) -> str:
-    for text in filter(None, (run.framework, run.source)):
+    for label in filter(None, (run.framework, run.source)):
         for word, suffix in FRAMEWORKS.items():
-            if word in text.lower() and f"{run.hardware}_{suffix}" in built_in():
+            if word in label.lower() and f"{run.hardware}_{suffix}" in built_in():
                 return f"{run.hardware}_{suffix}"
     return run.hardware

@@ -52,15 +52,15 @@ def _content(name: str | Path, derived: tuple[str, ...]) -> Any:
             f"{name}: base must be the name or file of another cluster, not {short_repr(base)}\n"
             f"use one of {', '.join(built_in())}, or the path of a file"
         )
-    whole = _content(inherited, (*derived, str(name)))
-    if not isinstance(whole, Mapping):
-        return whole
-    for part, file in ((whole, inherited), (content, name)):
-        warn_if_edited(part, str(file))
+    base_content = _content(inherited, (*derived, str(name)))
+    if not isinstance(base_content, Mapping):
+        return base_content
+    for values, file in ((base_content, inherited), (content, name)):
+        warn_if_edited(values, str(file))
     # A digest is that of one file, not of both together.
-    keys = {**whole, **content}.keys() - {"base", DIGEST}
-    merged = {key: content.get(key, whole.get(key)) for key in keys}
-    inherited_device, device = whole.get("device"), content.get("device", {})
+    keys = {**base_content, **content}.keys() - {"base", DIGEST}
+    merged = {key: content.get(key, base_content.get(key)) for key in keys}
+    inherited_device, device = base_content.get("device"), content.get("device", {})
     if isinstance(inherited_device, Mapping) and isinstance(device, Mapping):
         merged["device"] = {**inherited_device, **device}
     return merged if "name" in content else {**merged, "name": path.stem}
