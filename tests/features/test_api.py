@@ -97,7 +97,7 @@ def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
     net, args, kwargs = mlp()
     parallel = sw.parallelize(net, sw.plan(net, args, kwargs, devices=1), copy=True)
     x, y = args
-    with pytest.raises(sw.PlanError, match="torch.float64, but the plan expects torch.float32"):
+    with pytest.raises(sw.PlanError, match=r"torch\.float64, but the plan expects torch.float32"):
         parallel(x.double(), y)
     with pytest.raises(sw.PlanError, match="called with 1 positional argument: missing a required"):
         parallel(x)
