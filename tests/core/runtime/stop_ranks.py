@@ -63,7 +63,8 @@ def check_all_ranks_stop_after_the_step_in_which_one_receives_a_signal() -> None
         with sw.StopSignals() as stop:
             done = train(net, optimizer, range(STEPS), stop)
             sw.save_checkpoint(folder, net, optimizer, position=sw.Position(step=done))
-        assert values_of_ranks((done, stop.stopped_by)) == [(3, (1, signal.SIGTERM))] * 3
+        assert stop.stopped_by == (1, signal.SIGTERM)
+        assert values_of_ranks(done) == [3] * 3
         assert signal.getsignal(signal.SIGTERM) is handler
         other, other_optimizer = planned()
         position = sw.load_checkpoint(folder, other, other_optimizer)

@@ -101,7 +101,7 @@ def test_the_digits_are_scaled_and_may_be_enlarged_with_a_border() -> None:
     assert large.shape == (1797, 1, 28, 28)
     torch.testing.assert_close(large[:, :, 3:26:3, 3:26:3], small)
     torch.testing.assert_close(large.sum(), 9 * small.sum(), rtol=1e-5, atol=0)
-    with pytest.raises(DataError, match="image_size=7 is too small\nuse at least 8 pixels per side"):
+    with pytest.raises(DataError, match="image_size=7 is too small\nuse at least 8 pixels"):
         digits(7)
 
 

@@ -13,6 +13,16 @@ WAITED = RankError("CommunicationError", "communication failed in x", "Traceback
 OWN = RankError("ValueError", "wrong", "Traceback …\nValueError: wrong")
 
 
+@pytest.fixture(autouse=True)
+def logs_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty log files of three ranks."""
+    monkeypatch.chdir(tmp_path)
+    for rank in range(3):
+        file = Path("logs") / "1" / f"rank.{rank}" / "stderr"
+        file.parent.mkdir(parents=True)
+        file.touch()
+
+
 def end(rank: int, status: int, time: float = 0.0, **options: object) -> RankEnd:
     return RankEnd(rank, 100 + rank, status, time, **options)  # type: ignore[arg-type]
 
