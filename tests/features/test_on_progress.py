@@ -34,5 +34,5 @@ def test_under_a_memory_limit_each_attempt_is_named() -> None:
 def test_each_number_of_stages_is_named() -> None:
     heard = heard_of_plan(layers(), stages="auto", micro_batches=4, cluster="h100")
     searched = [each for each in heard if each.startswith("search")]
-    for end in ("mem_coeff=0.1", "2 stages", "4 stages"):
-        assert any(each.endswith(end) for each in searched)
+    # A bound on the step time leaves out numbers of stages that cannot be the fastest.
+    assert any("mem_coeff" in each and each.endswith(" stages") for each in searched)

@@ -36,7 +36,9 @@ def test_code_in_the_names_of_a_plan_file_is_not_run(
     content = planted(file.read_text())
     assert "open(" in content
     file.write_text(content)
-    sw.check(net, args, kwargs, sw.Plan.load(file))
+    # A name with control characters is refused when the file is read.
+    with suppress(sw.PlanError):
+        sw.check(net, args, kwargs, sw.Plan.load(file))
     assert not Path("run").exists()
 
 

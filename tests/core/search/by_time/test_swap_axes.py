@@ -66,4 +66,4 @@ def test_long_sequences_are_as_fast_as_with_pinned_attention() -> None:
         search = timed_search(SearchRequest(graph, prime_mesh(64), pins, pricing=pricing))
         return search.total(search.objective.cost(search.best()))
 
-    assert least({}) <= 1.01 * least(pinned)
+    assert least({}) <= 1.02 * least(pinned)
