@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,46 @@ def named_axis(content: str) -> str:
 def named_segment(content: str) -> str:
     plan: dict[str, Any] = json.loads(content)
     for mark in plan["recompute"].values():
+        mark["segment"] = "x'); open('run', 'w'); print('"
+    return json.dumps(plan)
+
+
+def named_segment_of_several_lines(content: str) -> str:
+    plan: dict[str, Any] = json.loads(content)
+    for mark in plan["recompute"].values():
         mark["segment"] = "x\n    open('run', 'w')\r    open('run', 'w')  #"
     return json.dumps(plan)
 
 
-@pytest.mark.parametrize("planted", [named_axis, named_segment])
-def test_code_in_the_names_of_a_plan_file_is_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Callable[[str], str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def planted_plan(plant: Callable[[str], str]) -> tuple[Any, Path]:
+    """A model with its arguments, and the file of a plan with code in its names."""
     net, args, kwargs = mlp()
     sw.recompute(net)
     file = Path("plan.json")
     sw.plan(net, args, kwargs, devices=2, mode="data_parallel").save(file)
-    content = planted(file.read_text())
+    content = plant(file.read_text())
     assert "open(" in content
     file.write_text(content)
-    # A name with control characters is refused when the file is read.
-    with suppress(sw.PlanError):
-        sw.check(net, args, kwargs, sw.Plan.load(file))
+    return (net, args, kwargs), file
+
+
+@pytest.mark.parametrize("plant", [named_axis, named_segment])
+def test_code_in_the_names_of_a_plan_file_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[str], str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, file = planted_plan(plant)
+    sw.check(*call, sw.Plan.load(file))
+    assert not Path("run").exists()
+
+
+def test_names_of_several_lines_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, file = planted_plan(named_segment_of_several_lines)
+    with pytest.raises(sw.PlanError, match="has control characters"):
+        sw.Plan.load(file)
     assert not Path("run").exists()
 
 

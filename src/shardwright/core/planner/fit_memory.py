@@ -84,11 +84,11 @@ def _search_phases(
     below: float,
     ranking: Ranking | None,
 ) -> Candidate | None:
-    search.num_options = len(stage_options)
-    on_progress = search.count_options(stage_options[0].options.on_progress)
+    on_progress = search.count_groups(stage_options[0].options.on_progress)
     phases_by_stages = [
         attempt_phases(replace(each.options, on_progress=on_progress)) for each in stage_options
     ]
+    search.num_groups = sum(len(groups) for phases in phases_by_stages for groups in phases)
     for each in stage_options:
         if each.relaxed is not None:
             each.relaxed = replace(each.relaxed, on_progress=on_progress)

@@ -67,8 +67,8 @@ class MemorySearch:
         entry_keys: keys of the candidates that were queued or dropped.
         queue: heap of (lower bound in seconds, own lower bound in seconds, entry number, entry).
         entry_numbers: numbers that break ties, as entries cannot be compared.
-        num_options: number of `StageOptions` of the search.
-        examined: ids of the `StageOptions` that were searched.
+        num_groups: number of groups of attempts of the search.
+        num_searched: number of groups that were searched.
         report_times: when to report the best candidate so far.
     """
 
@@ -87,8 +87,8 @@ class MemorySearch:
         default_factory=list
     )
     entry_numbers: Iterator[int] = field(default_factory=count)
-    num_options: int = 1
-    examined: set[int] = field(default_factory=set)
+    num_groups: int = 1
+    num_searched: int = 0
     report_times: ReportTimes = field(default_factory=ReportTimes)
 
     def add(
@@ -102,16 +102,16 @@ class MemorySearch:
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
-    def count_options(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback to report how many of all options were searched.
+    def count_groups(self, on_progress: OnProgress) -> OnProgress:
+        """Wrap a progress callback to report how many of all groups of attempts were searched.
 
-        The total is known from the start. A search may end before it is reached, as options that
+        The total is known from the start. A search may end before it is reached, as attempts that
         cannot be faster are not searched.
         """
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
-            searched = min(len(self.examined), self.num_options - 1)
-            nested_progress(on_progress, "", searched, self.num_options)(doing, done, of)
+            searched = min(self.num_searched, self.num_groups - 1)
+            nested_progress(on_progress, "", searched, self.num_groups)(doing, done, of)
 
         return report
 
@@ -221,11 +221,11 @@ class MemorySearch:
             bound: lower bound in seconds on the step time of all attempts.
         """
         stage_options, groups = queued.stage_options, queued.groups
-        self.examined.add(id(stage_options))
         if stage_options.relaxed is not None:
             if self._tighten_bound(stage_options):
                 self.add(max(bound, stage_options.min_seconds), queued)
             return
+        self.num_searched += 1
         min_seconds, num_queued, num_dropped = bound, 0, len(self.dropped)
         for attempt in self._attempts_that_may_fit(stage_options, groups[0]):
             for candidate in self._new_candidates(attempt):
