@@ -9,7 +9,7 @@ from shardwright.run.launch.log_folder import LogFolder
 from shardwright.run.launch.rank_failure import RankEnd, RankError, first_failure
 
 LOGS = LogFolder(Path("logs"))
-WAITED = RankError("CommunicationError", "communication failed in x", "Traceback …")
+WAITED = RankError("CommunicationError", "communication failed in x\nsee the logs", "Traceback …")
 OWN = RankError("ValueError", "wrong", "Traceback …\nValueError: wrong")
 
 

@@ -137,7 +137,9 @@ class RankEnd:
         if self.stopped_by is not None:
             return f"{name} was stopped by {signal.Signals(self.stopped_by).name}"
         if self.error is not None and self.error.is_consequence:
-            return f"rank {self.rank}: {self.error.message}"
+            # Without the remedy, to read the logs of other ranks, which this error names.
+            summary, _, _ = self.error.message.partition("\n")
+            return f"rank {self.rank}: {summary}"
         if self.error is not None:
             return f"rank {self.rank} failed"
         if self.signals:
