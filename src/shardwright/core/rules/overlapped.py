@@ -17,7 +17,13 @@ from torch.nn import functional
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import WithArguments, binder, call_arguments
 from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
-from shardwright.core.rules.windowed import Window, per_dim, sharded_windows
+from shardwright.core.rules.windowed import (
+    Window,
+    halo_exchanges,
+    per_dim,
+    shard_shape,
+    sharded_windows,
+)
 
 
 def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
@@ -46,29 +52,15 @@ class Overlapped:
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
         """Return the exchanges of rows, for `ShardingRule.reductions`."""
-        shape = [
-            size // shard_counts.get(factor or "", 1)
-            for size, factor in zip(op.output.shape, self.dims, strict=True)
-        ]
+        shape = shard_shape(op.output, self.dims, shard_counts)
         sharded = sharded_windows(self.windows, shard_counts)
         # Rows of corners go through the neighbor in the first dimension to that in the next.
         for window, shards in sharded:
             shape[window.dim] += window.before(shards) + window.after(shards)
-        exchanges = []
+        exchanges: list[Reduction] = []
         for window, shards in sharded:
-            for rows, operation in (
-                (window.before(shards), NEXT),
-                (window.after(shards), PREVIOUS),
-            ):
-                if rows:
-                    halo = (*shape[: window.dim], rows, *shape[window.dim + 1 :])
-                    exchanges.append(
-                        Reduction(
-                            *((window.factor,), operation, halo, op.output.dtype),
-                            varying=True,
-                            differentiable=op.output.differentiable,
-                        )
-                    )
+            rows = ((window.before(shards), NEXT), (window.after(shards), PREVIOUS))
+            exchanges += halo_exchanges(op.output, window, shape, rows)
             shape[window.dim] = window.size // shards
         return tuple(exchanges)
 

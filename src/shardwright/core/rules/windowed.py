@@ -12,7 +12,7 @@ of both neighbors, and each shard selects the rows of its windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, isqrt
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwright.core.graph.graph import Op
+from shardwright.core.graph.graph import Op, Value
 from shardwright.core.rules.notation import WithArguments, binder, call_arguments
 from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
 
@@ -179,6 +179,36 @@ def sharded_windows(windows: Sequence[_S], shard_counts: Mapping[str, int]) -> l
     return [(window, shards) for window, shards in counts if shards > 1]
 
 
+def shard_shape(value: Value, dims: Dims, shard_counts: Mapping[str, int]) -> list[int]:
+    """Return the shape of a shard of `value`.
+
+    Args:
+        dims: the factor of each dimension; None for a dimension that is not sharded.
+        shard_counts: number of shards by factor.
+    """
+    pairs = zip(value.shape, dims, strict=True)
+    return [size // shard_counts.get(factor or "", 1) for size, factor in pairs]
+
+
+def halo_exchanges(
+    value: Value, window: Sliding, shape: Sequence[int], halos: Iterable[tuple[int, str]]
+) -> Iterator[Reduction]:
+    """Yield the exchange of each halo of `value` along one dimension.
+
+    Args:
+        shape: shape of the exchanging shard in the other dimensions.
+        halos: (number of rows, `PREVIOUS` or `NEXT`); no exchange for 0 rows.
+    """
+    for num_rows, operation in halos:
+        if num_rows:
+            halo = (*shape[: window.dim], num_rows, *shape[window.dim + 1 :])
+            yield Reduction(
+                *((window.factor,), operation, halo, value.dtype),
+                varying=True,
+                differentiable=value.differentiable,
+            )
+
+
 def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
     return {}
 
@@ -218,25 +248,11 @@ class Windowed:
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
         """Return the exchanges of halos, for `ShardingRule.reductions`."""
         x = op.inputs[0]
-        shape = [
-            size // shard_counts.get(factor or "", 1)
-            for size, factor in zip(x.shape, self.dims, strict=True)
-        ]
-        exchanges = []
+        shape = shard_shape(x, self.dims, shard_counts)
+        exchanges: list[Reduction] = []
         for window, shards in sharded_windows(self.windows, shard_counts):
-            for rows, operation in (
-                (window.before(shards), PREVIOUS),
-                (window.after(shards), NEXT),
-            ):
-                if rows:
-                    halo = (*shape[: window.dim], rows, *shape[window.dim + 1 :])
-                    exchanges.append(
-                        Reduction(
-                            *((window.factor,), operation, halo, x.dtype),
-                            varying=True,
-                            differentiable=x.differentiable,
-                        )
-                    )
+            rows = ((window.before(shards), PREVIOUS), (window.after(shards), NEXT))
+            exchanges += halo_exchanges(x, window, shape, rows)
             # The next dimension has the halo of this one, so that corners are exchanged too.
             shape[window.dim] = window.num_rows(shards)
         return tuple(exchanges)
