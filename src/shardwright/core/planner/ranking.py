@@ -90,10 +90,10 @@ class Ranking:
         self.left_out.clear()
 
     def replace_models(self, models: Mapping[int, CapturedModel]) -> None:
-        """Replace the models of all candidates by equal ones.
+        """Replace the derived models of candidates by captured ones, with equal graphs.
 
         Args:
-            models: model by number of micro-batches.
+            models: captured models by number of micro-batches.
         """
         for plan_kind, candidate in self.fastest.items():
             model = models.get(plan_kind.micro_batches, candidate.model)
