@@ -16,7 +16,7 @@ from torch import nn
 import shardwright as sw
 from benchmarks.bit_flips import RAW, REFUSED, SILENT
 from shardwright.core.checkpoint.file_checksum import write_checksum
-from shardwright.core.cost.cluster import cluster_file_text
+from shardwright.core.cost.cluster_file import cluster_file_text
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.run.data.token_files import token_sequences, write_tokens
 from shardwright.text_files import EditedFileWarning

@@ -28,7 +28,7 @@ import shardwright
 from forked import python
 from markdown_fences import PAGES, ROOT, Fence, fences
 from shardwright.cli import app
-from shardwright.core.cost.cluster import read_cluster
+from shardwright.core.cost.cluster_file import read_cluster
 from shardwright.core.rules import rule
 from shardwright.run.config import parse
 

@@ -20,7 +20,7 @@ from benchmarks.one_gpu.rates import measured_cluster
 from benchmarks.one_gpu.sizes import FULL, TINY, Sizes
 from benchmarks.page import commit
 from benchmarks.table import Table
-from shardwright.core.cost.cluster import cluster_to_yaml
+from shardwright.core.cost.cluster_file import cluster_to_yaml
 from shardwright.core.cost.clusters import built_in
 from shardwright.core.runtime.accelerator import CPU, device_of_group, use_device
 

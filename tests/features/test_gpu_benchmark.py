@@ -15,7 +15,7 @@ from benchmarks.one_gpu.memory import PLANS, ranks_of
 from benchmarks.one_gpu.rates import matrix_figures, measured_cluster
 from benchmarks.one_gpu.sizes import FULL, TINY
 
-from shardwright.core.cost.cluster import cluster_to_yaml, read_cluster
+from shardwright.core.cost.cluster_file import cluster_to_yaml, read_cluster
 from shardwright.core.cost.clusters import load_cluster
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from shardwright.cli.app import app, echo
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
-from shardwright.core.cost.cluster import cluster_file_text, cluster_to_yaml
+from shardwright.core.cost.cluster_file import cluster_file_text, cluster_to_yaml
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.local_cluster import cache_file
 from shardwright.core.plan.text_columns import PrintableConsole

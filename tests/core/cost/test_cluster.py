@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from shardwright.core.cost import local_cluster
-from shardwright.core.cost.cluster import Cluster, cluster_to_yaml, read_cluster
+from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.cluster_file import cluster_to_yaml, read_cluster
 from shardwright.core.cost.clusters import built_in, load_cluster
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh

@@ -19,6 +19,7 @@ KINDS = re.compile(r"cuda|nccl|hccl|xccl|rccl|gloo|npu|xpu|mps|hip", re.I)
 CALLS = re.compile(r"Stream|accelerator|get_device_module|[gs]et_rng_state|pin_memory")
 DATA = {
     "core/cost/cluster.py": "how a link's collectives go, a word of the cluster file",
+    "core/cost/cluster_file.py": "the same word, where the file is read",
     "core/cost/collectives.py": "the same, in the time model",
     "core/cost/local_cluster.py": "the same, of this machine's assumed link",
     "core/cost/measure.py": "the same, of its measured link",

@@ -11,7 +11,7 @@ import yaml
 
 from mindformers.files import small
 from shardwright.cli.compare import comparison_table, too_large_text
-from shardwright.core.cost.cluster import cluster_to_yaml
+from shardwright.core.cost.cluster_file import cluster_to_yaml
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.memory import binary as size
 from shardwright.errors import ConfigError

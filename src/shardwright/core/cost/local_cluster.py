@@ -12,14 +12,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from shardwright.core.cost.cluster import (
-    GLOO,
-    LOCAL,
-    Cluster,
-    LinkLevel,
-    cluster_file_text,
-    read_cluster,
-)
+from shardwright.core.cost.cluster import GLOO, LOCAL, Cluster, LinkLevel
+from shardwright.core.cost.cluster_file import cluster_file_text, read_cluster
 from shardwright.core.cost.measure import measure_device
 from shardwright.errors import ConfigError
 from shardwright.text_files import read_text, write_text

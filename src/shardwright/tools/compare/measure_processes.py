@@ -22,12 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from shardwright.core.cost.cluster import (
-    LOCAL,
-    Cluster,
-    cluster_to_yaml,
-    read_cluster,
-)
+from shardwright.core.cost.cluster import LOCAL, Cluster
+from shardwright.core.cost.cluster_file import cluster_to_yaml, read_cluster
 from shardwright.core.cost.local_cluster import ASSUMED_LINK, PASS_OVERHEAD, save
 from shardwright.core.cost.measure import Clock, measure_device
 from shardwright.core.cost.predict import predict

@@ -7,7 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from shardwright.core.cost.cluster import LOCAL, Cluster, cluster_of_content
+from shardwright.core.cost.cluster import LOCAL, Cluster
+from shardwright.core.cost.cluster_file import cluster_of_content
 from shardwright.core.cost.local_cluster import local_cluster
 from shardwright.errors import ConfigError
 from shardwright.text_files import DIGEST, parse_yaml, read_text, short_repr, warn_if_edited

@@ -1,0 +1,260 @@
+"""Read and write the YAML files of clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from shardwright.core.cost.cluster import GLOO, RINGS, TREES, Cluster, Device, LinkLevel
+from shardwright.core.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
+from shardwright.errors import ConfigError, printable
+from shardwright.text_files import DIGEST, content_digest, parse_yaml, short_repr, warn_if_edited
+
+
+def read_cluster(text: str, where: str) -> Cluster:
+    """Return the cluster that a YAML text describes.
+
+    Args:
+        text: contents of a cluster file.
+        where: name of the file, for errors.
+
+    Raises:
+        ConfigError: if an entry is invalid; the message contains the file, the key, its value and
+            the valid values.
+    """
+    return cluster_of_content(parse_yaml(text, where, ConfigError), where)
+
+
+def cluster_of_content(content: Any, where: str) -> Cluster:
+    """Return the cluster that the contents of a cluster file describe; see `read_cluster`."""
+    entries = _MappingReader(content, where, "")
+    entries.check_keys("name", "software", "device", "levels", DIGEST)
+    name = entries.name(Path(where).stem)
+    device = _read_device(_MappingReader(entries.required("device"), where, "device."))
+    levels = entries.required("levels")
+    if not isinstance(levels, list) or not levels:
+        raise ConfigError(
+            f"{where}: levels must be a list, the fastest links first\n"
+            "for example `levels: [{name: NVLink, bandwidth: 450 GB/s, latency: 1 us}]`"
+        )
+    parsed = tuple(
+        _read_level(_MappingReader(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
+    )
+    _check_levels(parsed, where)
+    warn_if_edited(content, where)
+    return Cluster(name, device, parsed, str(content.get("software", "")))
+
+
+def cluster_to_yaml(cluster: Cluster) -> str:
+    """Return YAML text from which `read_cluster` returns an equal cluster."""
+    # Numbers in base units are read back exactly, unlike rounded numbers with prefixes.
+    content = {
+        "name": cluster.name,
+        **({"software": cluster.software} if cluster.software else {}),
+        "device": _non_default_fields(cluster.device),
+        "levels": [_non_default_fields(level) for level in cluster.levels],
+    }
+    return yaml.safe_dump(content, sort_keys=False)
+
+
+def cluster_file_text(cluster: Cluster) -> str:
+    """Return the YAML text of a measured cluster, with a digest that shows later edits."""
+    content = cluster_to_yaml(cluster)
+    return (
+        f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
+    )
+
+
+def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
+    """Return the fields of a device or link level that differ from their defaults, by name."""
+    values = ((each, getattr(config, each.name)) for each in fields(config))
+    return {
+        each.name: dict(value) if isinstance(value, Mapping) else value
+        for each, value in values
+        if value != each.default
+    }
+
+
+LARGEST_VALUE = 1e30
+"""Largest number in a cluster file, in base units; the smallest is its inverse. No prediction
+overflows within this range."""
+
+
+class _MappingReader:
+    """Reader of one mapping of a cluster file; its errors contain the file and the key.
+
+    Args:
+        where: name of the file.
+        prefix: path of the mapping in the file, such as `device.`; empty for the top level.
+    """
+
+    def __init__(self, mapping: Any, where: str, prefix: str) -> None:
+        self.where, self.prefix = where, prefix
+        if not isinstance(mapping, dict):
+            name = prefix.rstrip(".") or "the file"
+            raise ConfigError(
+                f"{where}: {name} must be a mapping, not {short_repr(mapping)}\n"
+                "write one `key: value` per line"
+            )
+        self.mapping: dict[Any, Any] = mapping
+
+    def check_keys(self, *valid: str) -> None:
+        for key in self.mapping:
+            if key not in valid:
+                raise ConfigError(
+                    f"{self.where}: unknown key {self.prefix}{key}\n"
+                    f"valid keys are {', '.join(valid)}"
+                )
+
+    def required(self, key: str) -> Any:
+        if key not in self.mapping:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} is missing\n"
+                "add the key, as in the built-in cluster files in shardwright/core/cost/clusters"
+            )
+        return self.mapping[key]
+
+    def name(self, default: str | None = None) -> str:
+        name = self.required("name") if default is None else self.mapping.get("name", default)
+        return printable(str(name), lines=False)
+
+    def number(
+        self, key: str, units: dict[str, float], default: float | None = None, zero: bool = False
+    ) -> float:
+        if default is not None and key not in self.mapping:
+            return default
+        value = self.required(key)
+        number = quantity(value, units)
+        in_range = number is not None and 1 / LARGEST_VALUE <= number <= LARGEST_VALUE
+        if number is None or not (in_range or (zero and number == 0)):
+            example = ", ".join(unit for unit in units if unit)
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be a positive number, not"
+                f" {short_repr(value)}\nuse a number from {1 / LARGEST_VALUE:g} to"
+                f" {LARGEST_VALUE:g} with one of these units: {example}"
+            )
+        return number
+
+    def share(self, key: str, default: float = 1.0) -> float:
+        share = self.number(key, SHARE, default, zero=not default)
+        if share > 1:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be at most 1 (100%), not {share:g}\n"
+                "use a fraction such as 0.8, or 80%"
+            )
+        return share
+
+    def yes(self, key: str, default: bool) -> bool:
+        value = self.mapping.get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be true or false, not {short_repr(value)}\n"
+                "write `true` or `false`"
+            )
+        return value
+
+    def one_of(self, key: str, valid: tuple[str, ...]) -> str:
+        """Return the value of a key that must be one of `valid`; `valid[0]` if the key is
+        missing."""
+        choice = self.mapping.get(key, valid[0])
+        if choice not in valid:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} {short_repr(choice)} is unknown\n"
+                f"use one of {', '.join(valid)}"
+            )
+        return str(choice)
+
+    def count(self, key: str) -> int | None:
+        count = self.mapping.get(key)
+        if count is None:
+            return None
+        # YAML reads `yes` as a boolean, which is an integer in Python.
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ConfigError(
+                f"{self.where}: {self.prefix}{key} must be a positive whole number,"
+                f" not {short_repr(count)}\nuse for example 8, or omit the key for no limit"
+            )
+        return count
+
+
+def _read_device(entries: _MappingReader) -> Device:
+    entries.check_keys(
+        *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
+        *("attention_efficiency", "attention_half", "matrix_half", "overlap_slowdown", "overhead"),
+        *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
+        *("pass_overhead", "step_overhead", "at_full_rate"),
+    )
+    rates = _MappingReader(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
+    for dtype in rates.mapping:
+        if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise ConfigError(
+                f"{entries.where}: {rates.prefix}{dtype} is not a torch dtype\n"
+                "use names such as bfloat16 or float32"
+            )
+    if not rates.mapping:
+        raise ConfigError(
+            f"{entries.where}: {entries.prefix}rates is empty\n"
+            "add the peak rate of a dtype, for example `bfloat16: 989 TFLOP/s`"
+        )
+    return Device(
+        memory=int(entries.number("memory", BYTES)),
+        rates={str(dtype): rates.number(dtype, FLOPS) for dtype in rates.mapping},
+        memory_bandwidth=entries.number("memory_bandwidth", BYTES_PER_SECOND),
+        matrix_efficiency=entries.share("matrix_efficiency"),
+        memory_efficiency=entries.share("memory_efficiency"),
+        attention_efficiency=(
+            entries.share("attention_efficiency")
+            if "attention_efficiency" in entries.mapping
+            else None
+        ),
+        attention_half=entries.number("attention_half", {"": 1.0}, 0.0, zero=True),
+        matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
+        norm_traffic=entries.number("norm_traffic", SHARE, 1.0),
+        pointwise_traffic=entries.share("pointwise_traffic"),
+        overlaps_parameters=entries.yes("overlaps_parameters", True),
+        overlaps_products=entries.yes("overlaps_products", False),
+        overlap_slowdown=entries.share("overlap_slowdown", 0.0),
+        overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
+        pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),
+        step_overhead=entries.number("step_overhead", SECONDS, 0.0, zero=True),
+        at_full_rate=entries.count("at_full_rate"),
+    )
+
+
+def _read_level(entries: _MappingReader) -> LinkLevel:
+    entries.check_keys(
+        "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
+    )
+    return LinkLevel(
+        name=entries.name(),
+        bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
+        latency=entries.number("latency", SECONDS, zero=True),
+        call=entries.number("call", SECONDS, 0.0, zero=True),
+        devices=entries.count("devices"),
+        efficiency=entries.share("efficiency"),
+        collectives=entries.one_of("collectives", (TREES, RINGS, GLOO)),
+    )
+
+
+def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
+    # `Links` divides the group sizes of consecutive levels, so an outer size must be a multiple of
+    # the inner size.
+    for number, (inner, outer) in enumerate(pairwise(levels)):
+        if inner.devices is None:
+            raise ConfigError(
+                f"{where}: levels[{number}].devices is missing\n"
+                "only the last level may omit `devices`; for an inner level set, for example,"
+                " `devices: 8`"
+            )
+        if outer.devices is not None and outer.devices % inner.devices:
+            raise ConfigError(
+                f"{where}: levels[{number + 1}].devices is {outer.devices}, which is not a"
+                f" multiple of the {inner.devices} devices of level {inner.name!r}\n"
+                f"use for example {max(1, outer.devices // inner.devices) * inner.devices}"
+            )
