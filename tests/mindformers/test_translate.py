@@ -15,7 +15,7 @@ from mindformers.files import run_of, small
 from shardwright.cli import app
 from shardwright.core.capture.naming import local_operator_name
 from shardwright.core.cost.cluster import LinkLevel
-from shardwright.core.cost.cluster import cluster_to_yaml as written_cluster
+from shardwright.core.cost.cluster_file import cluster_to_yaml as written_cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.planner.options import MEM_COEFFS

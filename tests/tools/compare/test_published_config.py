@@ -11,7 +11,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.tools.compare.fit_cluster import fit_cluster
 from shardwright.tools.compare.published_config import planned_runs, read_configured
-from tools.compare.test_published import ROW
+from tools.compare.test_published_rows import ROW
 
 RUN = {
     "file": "tiny.yaml",
