@@ -46,12 +46,12 @@ def run_command() -> None:
     # A traceback through an import would help nobody, and some imports swallow KeyboardInterrupt.
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:
-        signal.signal(signal.SIGINT, _exit_at_once)
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
     problem = _unknown_keys(sys.argv[1:])
     if problem:
         sys.stderr.write(f"error: {problem}\n".replace("\n", "\n  ").rstrip() + "\n")
         sys.exit(INVALID_INPUT)
-    main = _import_main(sys.argv[1:])
+    main = _import_cli_main(sys.argv[1:])
     try:
         if handles_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -70,7 +70,7 @@ def _unknown_keys(arguments: Sequence[str]) -> str:
         # Files that do not exist or are invalid YAML are reported by the command.
         with suppress(OSError, ValueError, ShardwrightError):
             content = parse_yaml(file.read_text(encoding="utf-8"), str(file), ConfigError)
-            messages.append(_known_keys().unknown_keys(content, str(file)))
+            messages.append(_load_known_keys_module().unknown_keys(content, str(file)))
     return "\n".join(filter(None, messages))
 
 
@@ -83,7 +83,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
             yield Path(argument)
 
 
-def _known_keys() -> ModuleType:
+def _load_known_keys_module() -> ModuleType:
     """Load the module without its package, which imports torch."""
     spec = spec_from_file_location("known_keys", PACKAGE / "run" / "config" / "known_keys.py")
     assert spec is not None and spec.loader is not None
@@ -92,14 +92,14 @@ def _known_keys() -> ModuleType:
     return module
 
 
-def _exit_at_once(number: int, frame: FrameType | None) -> None:
+def _exit_on_interrupt(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def _import_main(arguments: Sequence[str]) -> Callable[[], None]:
+def _import_cli_main(arguments: Sequence[str]) -> Callable[[], None]:
     """Import the command line, with a note if this takes seconds, and return its entry point."""
     note = ""
-    if _needs_no_torch(arguments):
+    if _runs_without_torch(arguments):
         sys.meta_path.insert(0, EmptyModules())
     elif "--no-progress" in arguments:
         pass
@@ -117,7 +117,7 @@ def _import_main(arguments: Sequence[str]) -> Callable[[], None]:
     return main
 
 
-def _needs_no_torch(arguments: Sequence[str]) -> bool:
+def _runs_without_torch(arguments: Sequence[str]) -> bool:
     if not arguments or arguments[0] == "init" or arguments == ["--version"]:
         return True
     return arguments[-1] == "--help" and len(arguments) <= 2

@@ -190,7 +190,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 takes the locks; a rank of this command inherits its launcher's.
     with (
-        check_same_run(world, _settings_to_compare(run), timeout, run.config.train.device),
+        check_same_run(world, _settings_equal_on_nodes(run), timeout, run.config.train.device),
         lock_folders(*(_output_folders(run, logs) if world.rank == 0 else ())) as locks,
     ):
         if world.local_size < world.size:
@@ -216,7 +216,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
             _LocalRanks(options, run, logs, locks).train(plan_or_search, device_range)
 
 
-def _settings_to_compare(run: Run) -> dict[str, object]:
+def _settings_equal_on_nodes(run: Run) -> dict[str, object]:
     """Return the settings that must be equal on all nodes of a run, by configuration key."""
     # `resume` may differ, because a node that rejoins resumes.
     sections = run.config.model_dump(mode="json", exclude={"train": {"resume"}})

@@ -45,12 +45,12 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
     if not has_other_ranks():
         return value
     device = device_of_objects(None)
-    content_of_rank = _to_bytes(value if dist.get_rank() == rank else None, device)
+    content_of_rank = _json_to_byte_tensor(value if dist.get_rank() == rank else None, device)
     size = torch.tensor(len(content_of_rank), device=device)
     dist.broadcast(size, rank)
     content = content_of_rank if dist.get_rank() == rank else content_of_rank.new_empty(int(size))
     dist.broadcast(content, rank)
-    return value if dist.get_rank() == rank else cast("Sent", _from_bytes(content))
+    return value if dist.get_rank() == rank else cast("Sent", _json_from_byte_tensor(content))
 
 
 def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list[Sent]:
@@ -63,7 +63,7 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     if not has_other_ranks():
         return [value]
     device, ranks = device_of_objects(group), dist.get_world_size(group)
-    content = _to_bytes(value, device)
+    content = _json_to_byte_tensor(value, device)
     sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor(len(content), device=device), group=group)
     padded = content.new_zeros(max(map(int, sizes)))
@@ -71,15 +71,15 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     contents = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(contents, padded, group=group)
     pairs = zip(contents, sizes, strict=True)
-    return [cast("Sent", _from_bytes(content[: int(size)])) for content, size in pairs]
+    return [cast("Sent", _json_from_byte_tensor(content[: int(size)])) for content, size in pairs]
 
 
-def _to_bytes(value: object, device: torch.device) -> Tensor:
+def _json_to_byte_tensor(value: object, device: torch.device) -> Tensor:
     content = bytearray(json.dumps(value).encode())
     return torch.frombuffer(content, dtype=torch.uint8).to(device)
 
 
-def _from_bytes(content: Tensor) -> Any:
+def _json_from_byte_tensor(content: Tensor) -> Any:
     return json.loads(content.cpu().numpy().tobytes())
 
 

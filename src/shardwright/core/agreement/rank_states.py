@@ -76,8 +76,8 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
     Args:
         states: the last state of each rank.
     """
-    checks = _made_different_calls, _are_deadlocked, _has_begun_again
-    if not any(check(*pair) for pair in _state_pairs(states) for check in checks):
+    checks = _made_different_calls, _are_deadlocked, _has_repeated_call
+    if not any(check(*pair) for pair in _pairs_of_different_states(states) for check in checks):
         return ""
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
     groups = [([state.rank for state in group], each) for each, group in groupby(ordered, key=str)]
@@ -134,7 +134,7 @@ def store_has_ended(waiting: RankState) -> str:
     )
 
 
-def _state_pairs(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
+def _pairs_of_different_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
     """Return pairs of different states. One rank represents all ranks in an equal state, as a large
     run has too many pairs of ranks."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_again) for s in states]
@@ -152,7 +152,7 @@ def _are_deadlocked(a: RankState, b: RankState) -> bool:
     return a.is_inside and bool(b.waits_in) and not b.is_inside and b.count < a.count
 
 
-def _has_begun_again(a: RankState, b: RankState) -> bool:
+def _has_repeated_call(a: RankState, b: RankState) -> bool:
     return a.is_inside and b.is_inside and a.count == b.count and b.is_again and not a.is_again
 
 

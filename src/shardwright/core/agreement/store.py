@@ -64,9 +64,11 @@ def check_same_facts(
     if rank == 0:
         values = store.multi_get([f"rank {each}" for each in range(size)])
         ranks = [json.loads(value) for value in values]
-        difference = _publish(store, lambda: _setting_message(ranks) or _device_message(ranks), str)
+        difference = _send_result(
+            store, lambda: _setting_message(ranks) or _device_message(ranks), str
+        )
     else:
-        difference = _receive_result(store)
+        difference = _receive_result_or_raise(store)
     # Rank 0's process may serve the store: it must outlive the reads of the other ranks.
     count_until(store, "read", 1, lambda readers: rank != 0 or readers >= size)
     if difference:
@@ -104,7 +106,7 @@ def on_rank_0(
     if rank == 0:
         store.set("request", name)
         with _send_heartbeats(store):
-            return _publish(store, make, write)
+            return _send_result(store, make, write)
     if not _wait_for_key(store, "request", f"{what} of rank 0: make this call on all ranks"):
         # Undo the count, so that rank 0's call is matched with this rank's next call.
         calls.add(f"calls of rank {rank}", -1)
@@ -119,7 +121,7 @@ def on_rank_0(
                 f"rank 0, which computes the {what}, has ended or does not respond\nsee the log "
                 "of rank 0"
             )
-        result = _receive_result(store)
+        result = _receive_result_or_raise(store)
     except dist.DistNetworkError as error:
         raise CommunicationError(
             f"rank 0, which computes the {what}, has ended\nsee the log of rank 0"
@@ -183,7 +185,9 @@ def _wait_for_key(store: Store, key: str, expected: str = "") -> bool:
     return True
 
 
-def _publish(store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]) -> Answer:
+def _send_result(
+    store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]
+) -> Answer:
     """Return the result of `make`, and write the result or the error to the store."""
     try:
         result = make()
@@ -195,7 +199,7 @@ def _publish(store: Store, make: Callable[[], Answer], write: Callable[[Answer],
     return result
 
 
-def _receive_result(store: Store) -> str:
+def _receive_result_or_raise(store: Store) -> str:
     """Return the result of rank 0 as a string, or raise the error of rank 0."""
     pieces = (store.get(f"piece {number}") for number in range(int(store.get("pieces"))))
     answer: dict[str, Any] = json.loads(zlib.decompress(b"".join(pieces)))

@@ -220,12 +220,12 @@ def check(
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
-        partitioned = plan.partition(_without_effects(graph_in_float64(captured, double_graph)))
+        partitioned = plan.partition(_drop_effect_outputs(graph_in_float64(captured, double_graph)))
         state = {name: in_float64(tensor) for name, tensor in values.items()}
         return _compare_training(partitioned, module, state, leaves)
 
 
-def _without_effects(graph: Graph) -> Graph:
+def _drop_effect_outputs(graph: Graph) -> Graph:
     """Return the graph without outputs that are side effects on Python objects."""
     return replace(graph, outputs=graph.outputs[: graph.out_spec.num_leaves])
 
@@ -281,9 +281,9 @@ def _compare_training(
     differences = Differences.between(
         train_program(run_planned, graph, state),
         eager_steps,
-        zeros=_parameters_read_by(graph, opaque),
+        zeros=_parameters_used_by_operators(graph, opaque),
     )
-    counted, bytes_planned = _counted_and_planned_bytes(partitioned, outcomes[0])
+    counted, bytes_planned = _counted_and_planned_sent_bytes(partitioned, outcomes[0])
     result = Check(
         loss=_loss_of_first_step(graph, eager_steps),
         loss_difference=differences.output,
@@ -301,7 +301,7 @@ def _compare_training(
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
     custom_operators = {str(op.target) for op in graph.ops if not _is_builtin(op)}
-    if custom_operators and _runs_differ(eager, 0, 1) and not _runs_differ(eager, 0, 0):
+    if custom_operators and _depends_on_seed(eager, 0, 1) and not _depends_on_seed(eager, 0, 0):
         raise PlanError(
             f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
             "draws random numbers, but is not tagged as random, so ranks would draw different "
@@ -393,7 +393,7 @@ def _capture_micro_batch(
     )
 
 
-def _parameters_read_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
+def _parameters_used_by_operators(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters on which the inputs of `operators` depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
@@ -410,10 +410,10 @@ def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:
         return ()
-    return names if _runs_differ(eager, 0, 1) else ()
+    return names if _depends_on_seed(eager, 0, 1) else ()
 
 
-def _runs_differ(eager: EagerTraining, *seeds: int) -> bool:
+def _depends_on_seed(eager: EagerTraining, *seeds: int) -> bool:
     """Whether training runs with two seeds differ."""
     first, second = (_train_with_seed(eager, seed) for seed in seeds)
     return Differences.between(first, second).largest > TOLERANCE
@@ -433,7 +433,7 @@ def _has_random_tag(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
-def _counted_and_planned_bytes(
+def _counted_and_planned_sent_bytes(
     partitioned: Partitioned, outcome: Outcome
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the counted and the planned bytes that one device sends, each (forward, backward).

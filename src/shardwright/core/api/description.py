@@ -49,7 +49,7 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
         yield _type_name(value)
         if isinstance(value, nn.Module):
             yield from _module_lines(value, seen)
-        for component in _component_objects(value):
+        for component in _referenced_objects(value):
             yield from description_lines(component, seen)
 
 
@@ -58,7 +58,7 @@ def _type_name(value: Any) -> str:
     return f"{described_type.__module__}.{described_type.__qualname__}"
 
 
-def _component_objects(value: Any) -> Iterator[Any]:
+def _referenced_objects(value: Any) -> Iterator[Any]:
     """Yield the objects that `value` refers to, such as items or attributes; none if opaque."""
     if isinstance(value, (Tensor, np.ndarray)):
         yield from _tensor_properties(torch.as_tensor(value))

@@ -103,7 +103,7 @@ def _parallelize(
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
     with _with_training_mode(net, plan.training):
-        graph = _checked_graph(net, plan, rank_device)
+        graph = _capture_and_check_plan(net, plan, rank_device)
         partitioned = plan.partition(graph)
         devices = Devices.of_process(
             partitioned.mesh,
@@ -125,7 +125,7 @@ def _parallelize(
     return parallel
 
 
-def _checked_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
+def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
     """Return the graph of `net`, and check that model and plan match and are equal on all ranks.
 
     Raises:
@@ -138,7 +138,7 @@ def _checked_graph(net: nn.Module, plan: Plan, device: torch.device) -> Graph:
         return capture(net, args, kwargs, compute_dtype=plan.computed_in, autocast=autocast)
 
     def captured() -> Graph:
-        example = _planned_arguments(plan)
+        example = _meta_arguments_of_plan(plan)
         graph = captured_for(*example)
         if not plan.pipeline.averages_micro_batches:
             return graph
@@ -206,7 +206,7 @@ def _with_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _planned_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _meta_arguments_of_plan(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with the shapes and dtypes of the planned inputs, as meta tensors.
 
     Raises:

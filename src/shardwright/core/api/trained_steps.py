@@ -200,8 +200,10 @@ class EagerTraining:
         optimizer = _make_optimizer([p for p in self.module.parameters() if p.requires_grad])
         for _ in range(STEPS):
             self.module.zero_grad()
-            with self._batch_norms_as_planned():
-                roots = self._loss_roots() if self.trains_loss else self._outputs(self.calls[0])
+            with self._planned_batch_norms():
+                roots = (
+                    self._loss_roots() if self.trains_loss else self._output_tensors(self.calls[0])
+                )
                 root_gradients = root_gradients or _root_gradients(self.graph, roots)
                 backward(roots, root_gradients)
             outputs.append([end.detach().clone() for end in roots])
@@ -217,7 +219,7 @@ class EagerTraining:
         return TrainedSteps(outputs, gradients, state), root_gradients
 
     @contextmanager
-    def _batch_norms_as_planned(self) -> Iterator[None]:
+    def _planned_batch_norms(self) -> Iterator[None]:
         """Context manager in which batch norms use, and update buffers by, the statistics of each
         micro-batch in `batch_norm_calls`."""
         if not self.batch_norm_calls:
@@ -225,7 +227,7 @@ class EagerTraining:
             return
         with RecordedBatchNorms() as recorded:
             for leaves in self.batch_norm_calls:
-                self._outputs(leaves)
+                self._output_tensors(leaves)
         buffers = dict(self.module.named_buffers())
         updated = {name: buffer.clone() for name, buffer in buffers.items()}
         with SplitBatchNorms(len(self.batch_norm_calls), self.shards, recorded.shapes):
@@ -233,7 +235,7 @@ class EagerTraining:
         for name, buffer in buffers.items():
             buffer.copy_(updated[name])
 
-    def _outputs(self, leaves: Sequence[Any]) -> list[Tensor]:
+    def _output_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Call the module, and return the tensors among the results.
 
         Args:
@@ -244,7 +246,7 @@ class EagerTraining:
         """
         args, kwargs = pytree.tree_unflatten(leaves, self.graph.in_spec)
         with EverythingInFloat64(), CastsToFloat64():  # type: ignore[no-untyped-call]
-            results = self._result_leaves(args, kwargs)
+            results = self._call_for_result_leaves(args, kwargs)
         tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         captured = [value.shape for value in self.graph.output_values]
@@ -258,7 +260,7 @@ class EagerTraining:
             )
         return tensors
 
-    def _result_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _call_for_result_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         python = self.graph.python
         if python is None:
             leaves: list[Any] = pytree.tree_leaves(_call_forward(self.module, args, kwargs))
@@ -271,7 +273,9 @@ class EagerTraining:
 
     def _loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
-        return [torch.stack([self._outputs(leaves)[loss_index] for leaves in self.calls]).sum()]
+        return [
+            torch.stack([self._output_tensors(leaves)[loss_index] for leaves in self.calls]).sum()
+        ]
 
 
 def _call_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,12 +288,12 @@ def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None
     loss = graph.loss
     values = list(graph.output_values) if len(roots) == len(graph.output_values) else [loss]
     for value, tensor in zip(values, roots, strict=True):
-        start = torch.ones_like(tensor) if value is loss else _distinct_gradient(tensor)
+        start = torch.ones_like(tensor) if value is loss else _deterministic_gradient(tensor)
         root_gradients.append(start.detach() if tensor.requires_grad else None)
     return root_gradients
 
 
-def _distinct_gradient(like: Tensor) -> Tensor:
+def _deterministic_gradient(like: Tensor) -> Tensor:
     """Return a tensor of distinct numbers with the shape and dtype of `like`: sines of 1, 2, 3, ...
     radians or, for complex dtypes, points of the unit circle at these angles."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)

@@ -84,7 +84,7 @@ class CheckedFile:
             raise error_type(f"{beside} is damaged\ndelete it to read {path.name} unverified")
         file = CheckedFile(path, checksums, error_type)
         if path.stat().st_size != checksums.size:
-            raise file._damage(f"it has {path.stat().st_size} bytes, not {checksums.size}")
+            raise file._checksum_error(f"it has {path.stat().st_size} bytes, not {checksums.size}")
         return file
 
     def verify(self, start: int = 0, end: int | None = None) -> None:
@@ -96,24 +96,24 @@ class CheckedFile:
         checksums = self.checksums
         last = checksums.size if end is None else min(end, checksums.size)
         for number in range(start // checksums.block, -(-last // checksums.block)):
-            if number in self._verified:
+            if number in self._verified_block_numbers:
                 continue
             first = checksums.starts[number]
-            crc32 = zlib.crc32(self._bytes[first : first + checksums.block])
+            crc32 = zlib.crc32(self._map_file[first : first + checksums.block])
             if crc32 != checksums.crc32[number]:
-                raise self._damage(f"the checksum of the bytes from {first} on differs")
-            self._verified.add(number)
+                raise self._checksum_error(f"the checksum of the bytes from {first} on differs")
+            self._verified_block_numbers.add(number)
 
     @cached_property
-    def _verified(self) -> set[int]:
+    def _verified_block_numbers(self) -> set[int]:
         return set()
 
     @cached_property
-    def _bytes(self) -> mmap.mmap:
+    def _map_file(self) -> mmap.mmap:
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def _damage(self, reason: str) -> Exception:
+    def _checksum_error(self, reason: str) -> Exception:
         beside = checksum_file(self.path).name
         return self.error_type(
             f"{self.path} is damaged: {reason}\n"

@@ -168,11 +168,11 @@ def find_damage(folder: Path, files: Iterable[tuple[str, FileChecksum]]) -> str 
         intact.
     """
     with ThreadPoolExecutor(_VERIFYING_THREADS) as pool:
-        problems = pool.map(lambda file: _damage_of_file(folder / file[0], file[1]), files)
+        problems = pool.map(lambda file: _damaged_file_message(folder / file[0], file[1]), files)
         return next((problem for problem in problems if problem is not None), None)
 
 
-def _damage_of_file(path: Path, checksum: FileChecksum) -> str | None:
+def _damaged_file_message(path: Path, checksum: FileChecksum) -> str | None:
     crc32, block = 0, memoryview(bytearray(_BLOCK_BYTES))
     try:
         with open_regular_file(path) as file:

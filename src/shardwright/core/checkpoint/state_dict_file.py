@@ -130,7 +130,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             f"{path}: no such file or folder with .safetensors files\npass a file, or a folder that"
             " `save_pretrained` of transformers has written"
         )
-    for file in (*_files_in_index(path), *_all_files_of_series(files)):
+    for file in (*_files_in_index(path), *_files_of_numbered_series(files)):
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is missing, but other files of the folder refer to it\n"
@@ -167,7 +167,7 @@ def _files_in_index(folder: Path) -> list[Path]:
     return [folder / str(name) for name in sorted(names, key=str)]
 
 
-def _all_files_of_series(files: Sequence[Path]) -> Iterator[Path]:
+def _files_of_numbered_series(files: Sequence[Path]) -> Iterator[Path]:
     """Yield all files of the numbered series, such as `-00001-of-00006`, to which `files`
     belong."""
     for file in files:

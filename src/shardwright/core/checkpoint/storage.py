@@ -63,7 +63,7 @@ class CheckpointReader(FileSystemReader):
 
     def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
         super().__init__(folder)
-        self.fs, self._names = _RegularFiles(), files
+        self.fs, self._names = _RegularFileSystem(), files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the metadata of the checkpoint's tensors.
@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
         try:
             with open_regular_file(path) as file:
                 metadata = loads_metadata(file.read())
-            self._check_places(metadata)
+            self._check_tensor_ranges(metadata)
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(
                 f"{path} cannot be read: {error}\nload an earlier checkpoint of the folder"
@@ -84,7 +84,7 @@ class CheckpointReader(FileSystemReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
-    def _check_places(self, metadata: Metadata) -> None:
+    def _check_tensor_ranges(self, metadata: Metadata) -> None:
         """Raise ValueError if a tensor is not in a file of the checkpoint, or is larger than it."""
         sizes = dict[str, int]()
         for index, info in metadata.storage_data.items():
@@ -157,7 +157,7 @@ class PublishingWriter(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         # The earlier checkpoint of this step is removed only once the new one has its name.
-        replaced = _rename_to_remove(self._folder)
+        replaced = _rename_before_removal(self._folder)
         partial.rename(self._folder)
         if replaced is not None:
             shutil.rmtree(replaced)
@@ -193,7 +193,7 @@ class _ChecksumResult(WriteResult):
     checksums: dict[str, FileChecksum]
 
 
-class _RegularFiles(FileSystem):
+class _RegularFileSystem(FileSystem):
     """DCP file system that opens only regular files: no links, pipes or devices."""
 
     @contextmanager
@@ -274,12 +274,12 @@ def clear_leftovers(folder: Path) -> None:
 
 def _remove_checkpoint(folder: Path) -> None:
     """Rename a checkpoint, then remove it, so that it never looks complete after a crash."""
-    removed = _rename_to_remove(folder)
+    removed = _rename_before_removal(folder)
     if removed is not None:
         shutil.rmtree(removed)
 
 
-def _rename_to_remove(folder: Path) -> Path | None:
+def _rename_before_removal(folder: Path) -> Path | None:
     if not folder.exists():
         return None
     return folder.rename(folder.with_name(f"{folder.name}.removed"))

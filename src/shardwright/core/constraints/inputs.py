@@ -68,7 +68,7 @@ def arrivals(
     if strategy == "full_batch":
         return {}
     if strategy == "data_parallel":
-        return {value.name: _batch_axes(value, mesh) for value in _batch_inputs(graph)}
+        return {value.name: _batch_axes(value, mesh) for value in _inputs_with_batch_dim(graph)}
     sharded = {}
     for value in graph.input_values:
         replicated: tuple[Axes, ...] = ((),) * len(value.shape)
@@ -80,7 +80,7 @@ def arrivals(
     return sharded
 
 
-def _batch_inputs(graph: Graph) -> list[Value]:
+def _inputs_with_batch_dim(graph: Graph) -> list[Value]:
     """Return the inputs with a batch dimension: inputs whose dimension 0 has the same size as
     dimension 0 of the first non-scalar input."""
     non_scalar = [value for value in graph.input_values if value.shape]

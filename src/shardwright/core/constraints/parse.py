@@ -89,11 +89,11 @@ class StrategyParser:
                 values.
         """
         try:
-            return self._axes_of_factors(self._factor_requests())
+            return self._axes_of_factors(self._merge_requests_by_factor())
         except _ConflictError as conflict:
-            raise self._conflict_error(*conflict.args) from None
+            raise self._conflicting_requests_error(*conflict.args) from None
 
-    def _factor_requests(self) -> dict[str, _DimRequest]:
+    def _merge_requests_by_factor(self) -> dict[str, _DimRequest]:
         """Combine the requests of all dimensions of a factor into one request, by factor.
 
         Raises:
@@ -101,7 +101,7 @@ class StrategyParser:
             StrategyError: if an entry is invalid by itself.
         """
         requests: dict[str, _DimRequest] = {}
-        for request, factor in self._requests_of_dims():
+        for request, factor in self._dim_requests_with_factors():
             first = requests.setdefault(factor, request)
             if not _are_compatible_requests(first, request):
                 raise _ConflictError(factor, first, request)
@@ -165,7 +165,7 @@ class StrategyParser:
                 names = dict.fromkeys(piece, name) | names
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
-    def _requests_of_dims(self) -> Iterator[tuple[_DimRequest, str]]:
+    def _dim_requests_with_factors(self) -> Iterator[tuple[_DimRequest, str]]:
         """Yield (request, factor) for each dimension, inputs before outputs."""
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
@@ -257,7 +257,7 @@ class StrategyParser:
                 f"shard\nvalid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
             )
 
-    def _conflict_error(
+    def _conflicting_requests_error(
         self, factor: str, first: _DimRequest, second: _DimRequest
     ) -> StrategyError:
         """Return the error for two conflicting requests, with a valid strategy if one is found."""
@@ -272,14 +272,14 @@ class StrategyParser:
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
         valid = next(
-            (f"\na valid strategy is {s}" for s in self._valid_corrections(first, second)), ""
+            (f"\na valid strategy is {s}" for s in self._similar_strategies(first, second)), ""
         )
         return self.error(
             f"conflicting shard counts for factor {factor!r} of `{self.rule}`: {describe(first)},"
             f" {describe(second)}{hint}{valid}"
         )
 
-    def _valid_corrections(
+    def _similar_strategies(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
         """Yield valid strategies similar to a strategy with two conflicting requests; strategies
@@ -308,7 +308,7 @@ class StrategyParser:
 
     def _is_valid_strategy(self, strategy: OperatorStrategy) -> bool:
         try:
-            StrategyParser(self.op, strategy, self.mesh)._factor_requests()
+            StrategyParser(self.op, strategy, self.mesh)._merge_requests_by_factor()
         except (_ConflictError, StrategyError):
             return False
         return True
@@ -423,7 +423,7 @@ def mesh_of(
         with suppress(LayoutError):
             sizes = common_axes(*matrices, (devices // per_node, per_node))
             matrices.append((devices // per_node, per_node))
-    mesh = _cached_mesh(sizes)
+    mesh = _cached_device_matrix(sizes)
     for where, layout in named:
         axes_on_mesh(where, layout, mesh)
     return mesh
@@ -463,7 +463,7 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 
 @cache
-def _cached_mesh(sizes: tuple[int, ...]) -> DeviceMatrix:
+def _cached_device_matrix(sizes: tuple[int, ...]) -> DeviceMatrix:
     """Return the device matrix with axes of the given sizes. Equal sizes give the same object, as
     cache lookups compare keys by `is` first."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

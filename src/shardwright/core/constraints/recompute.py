@@ -110,7 +110,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         for tag in tags
         if isinstance(tag, RecomputeRequest)
     }
-    functions = dict(_requested_calls(graph))
+    functions = dict(_calls_to_recompute(graph))
     _check_requested_modules(graph, modules)
     recomputed: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
@@ -170,7 +170,7 @@ def _op_indices(graph: Graph) -> dict[str, int]:
     return {op.name: index for index, op in enumerate(graph.ops)}
 
 
-def _requested_calls(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
+def _calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
     """Yield (id of the request, call) for each call of a function to recompute.
 
     Raises:
@@ -190,7 +190,7 @@ def _requested_calls(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
             )
         _check_op_types(f"the function called at {source or 'an unknown line'}", request, ops)
         segment = _RequestedSegment(request, ops[0].name)
-        yield id(request), _RequestedCall(segment, _common_depth([op.calls for op in ops]))
+        yield id(request), _RequestedCall(segment, _common_call_depth([op.calls for op in ops]))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _RequestedCall:
     depth: int
 
 
-def _common_depth(calls: Sequence[tuple[str, ...]]) -> int:
+def _common_call_depth(calls: Sequence[tuple[str, ...]]) -> int:
     """Return the number of module calls that enclose all operators.
 
     Args:

@@ -87,7 +87,7 @@ def resolve(
                 else output
             )
             # A pin of the bias itself takes precedence.
-            cuts.setdefault(bias.name, _cuts_for_first_input(bias, axes))
+            cuts.setdefault(bias.name, _cuts_from_first_input_axes(bias, axes))
     return ResolvedConstraints(mesh, cuts, outputs)
 
 
@@ -109,10 +109,10 @@ def _strategy_for_graph_shapes(
         if isinstance(entry, TensorLayout):
             first, *other_axes = axes_on_mesh(op.name, entry, mesh)
             sizes = [mesh.device_matrix[axis] for axis in first]
-            axes = _distribute_over_dims(flattened_shape, first, sizes)
+            axes = _assign_axes_to_dims(flattened_shape, first, sizes)
             return TensorLayout(mesh, (*map(tuple, axes), *other_axes))
         primes = prime_factors(entry[0])
-        counts = map(prod, _distribute_over_dims(flattened_shape, primes, primes))
+        counts = map(prod, _assign_axes_to_dims(flattened_shape, primes, primes))
         return (*counts, *entry[1:])
 
     def entries(values: Sequence[Value], requested: tuple[Entry, ...]) -> tuple[Entry, ...]:
@@ -127,7 +127,7 @@ def _strategy_for_graph_shapes(
     )
 
 
-def _distribute_over_dims(
+def _assign_axes_to_dims(
     shape: Sequence[int], axes: Iterable[int], sizes: Iterable[int]
 ) -> list[list[int]]:
     """Assign each axis to the outermost dimension whose local size is divisible by the size of the
@@ -159,7 +159,7 @@ def _computed_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes,
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
-def _cuts_for_first_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
+def _cuts_from_first_input_axes(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
     """Return the cuts of an operator that reads its first input sharded by `axes`: a list of axes
     for each dimension."""
     rule = rule_of(op)
@@ -365,7 +365,7 @@ def _storage_axes_for_shard_counts(
     where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     # Along axes with which the operator reads the parameter, storage needs no communication.
-    reused = [_leading_axes(count, axes, mesh) for count, axes in zip(counts, used, strict=True)]
+    reused = [_dividing_prefix(count, axes, mesh) for count, axes in zip(counts, used, strict=True)]
     used_axes = {axis for axes in reused for axis in axes}
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]
     stored = []
@@ -380,7 +380,7 @@ def _storage_axes_for_shard_counts(
     return tuple(stored)
 
 
-def _leading_axes(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
+def _dividing_prefix(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
     """Return the longest prefix of `axes` whose total size divides `count`."""
     leading: list[int] = []
     primes = list(prime_factors(gcd(count, mesh.num_devices)))

@@ -193,7 +193,7 @@ def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrateg
             continue
         ops = [op for path in paths for op in _main_operators_of_module(graph, path)]
         if not ops:
-            raise StrategyError(_no_operator_message(graph, paths[0], pin))
+            raise StrategyError(_pinned_module_without_operator_message(graph, paths[0], pin))
         for op in ops:
             yield op, pin.strategy
 
@@ -251,11 +251,11 @@ def _main_operators_of_module(graph: Graph, path: str) -> list[Operator]:
         raise StrategyError(_ambiguous_pin_message(where, inside))
     calls: dict[str, list[Operator]] = {}
     for op in direct:
-        calls.setdefault(_call_suffix(op.name, path), []).append(op)
-    return [_main_operator(where, ops) for ops in calls.values()]
+        calls.setdefault(_module_call_suffix(op.name, path), []).append(op)
+    return [_single_main_operator(where, ops) for ops in calls.values()]
 
 
-def _call_suffix(name: str, path: str) -> str:
+def _module_call_suffix(name: str, path: str) -> str:
     """Return the part of an operator's name that identifies the call of the module at `path`: `""`
     for the first call, `@2` for the second."""
     suffix = name.removeprefix(path)
@@ -277,10 +277,10 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrat
                 f"{where} is pinned as {pin.strategy}, but the graph has no operator of this call:"
                 " its result is unused, or it computes nothing\nremove the pin"
             )
-        yield _main_operator(where, ops), pin.strategy
+        yield _single_main_operator(where, ops), pin.strategy
 
 
-def _main_operator(where: str, ops: Sequence[Operator]) -> Operator:
+def _single_main_operator(where: str, ops: Sequence[Operator]) -> Operator:
     """Return the only operator of a pinned call; additions of biases and data movement do not
     count.
 
@@ -309,7 +309,7 @@ def _ambiguous_pin_message(where: str, ops: Sequence[Operator]) -> str:
     )
 
 
-def _no_operator_message(graph: Graph, path: str, pin: Pin) -> str:
+def _pinned_module_without_operator_message(graph: Graph, path: str, pin: Pin) -> str:
     near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
         f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"

@@ -235,7 +235,7 @@ class _MetaChunk:
         `B`, `I`, `W`).
 
         With several micro-batches, usually only a later micro-batch runs, and
-        `_first_phase_from_later` derives the first, which halves the time of a dry run.
+        `_first_micro_batch_phase` derives the first, which halves the time of a dry run.
 
         Args:
             has_several: whether a step has several micro-batches; if not, the second result is {}.
@@ -250,12 +250,12 @@ class _MetaChunk:
                 # Gathers finish in the first micro-batch, not in a later micro-batch.
                 self.module.unsharded.tensors()
             later[pass_type] = self.action(pass_type)
-            first[pass_type] = self._first_phase_from_later(start, later[pass_type])
+            first[pass_type] = self._first_micro_batch_phase(start, later[pass_type])
             if pass_type == FORWARD:
                 self._preallocate_gradients()
         return first, later
 
-    def _first_phase_from_later(self, start: int, later: Phase) -> Phase:
+    def _first_micro_batch_phase(self, start: int, later: Phase) -> Phase:
         """Return the memory of an action of the first micro-batch, derived from `later`.
 
         A later micro-batch adds its gradients to existing gradients and then frees its own. The
@@ -281,7 +281,7 @@ class _MetaChunk:
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
             self.live.watch([leaf.grad], GRADIENTS)
             gradient = self.live.storage_of(leaf.grad)
-            # The hook runs when the gradient has been accumulated, where `_first_phase_from_later`
+            # The hook runs when the gradient has been accumulated, where `_first_micro_batch_phase`
             # inserts an allocation.
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, gradient=gradient: self.added.append((len(self.live.history), gradient))
@@ -292,14 +292,14 @@ class _MetaChunk:
         first `num_events` allocations and frees, summed by category of tensor and operator."""
         sizes: dict[tuple[str, int], int] = {}
         for (category, line), size in self.live.bytes_by_line(num_events).items():
-            if line in self._operator_of_line and size:
-                key = category, self._operator_of_line[line]
+            if line in self._operator_index_by_line and size:
+                key = category, self._operator_index_by_line[line]
                 sizes[key] = sizes.get(key, 0) + size
         largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:LARGEST]
         return tuple((*key, size) for key, size in largest)
 
     @cached_property
-    def _operator_of_line(self) -> dict[int, int]:
+    def _operator_index_by_line(self) -> dict[int, int]:
         """Index of the operator of each program line; lines of a redistribution have the index of
         the next operator."""
         indices = {op.name: index for index, op in enumerate(self.module.chunk.graph.ops)}

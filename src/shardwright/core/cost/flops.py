@@ -83,7 +83,7 @@ def work_of(op: Op) -> Work:
         if rule is None:
             work = _compute_work(op, None, needs_gradient, differentiable)
         else:
-            work = _cached_work(_WorkKey(id(rule), needs_gradient, differentiable, rule, op))
+            work = _cached_work(_WorkCacheKey(id(rule), needs_gradient, differentiable, rule, op))
         cached = _CACHED_WORK[op] = rule, work
     return cached[1]
 
@@ -93,7 +93,7 @@ _CACHED_WORK: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyD
 
 
 @dataclass(frozen=True, slots=True)
-class _WorkKey:
+class _WorkCacheKey:
     """Cache key of an operator: the identity of its rule, and which tensors need a gradient."""
 
     rule_id: int
@@ -104,7 +104,7 @@ class _WorkKey:
 
 
 @lru_cache(maxsize=1 << 14)
-def _cached_work(key: _WorkKey) -> Work:
+def _cached_work(key: _WorkCacheKey) -> Work:
     return _compute_work(key.op, key.rule, key.needs_gradient, key.differentiable)
 
 
@@ -150,11 +150,11 @@ def _compute_work(
         gradients=count,
         sides=_matmul_dims(op, rule, flops),
         category="attention" if op.target in _ATTENTION else category,
-        traffic=_traffic(op),
+        traffic=_memory_traffic_type(op),
     )
 
 
-def _traffic(op: Op) -> MemoryTraffic:
+def _memory_traffic_type(op: Op) -> MemoryTraffic:
     if op.target in _NORMS:
         return "norm"
     tagged = isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags

@@ -203,8 +203,8 @@ def memory(
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, trained_shards(chunks, tables))
-        stock = _stock(dry_run_of.values(), pipeline.micro_batches)
-        moments = list(_memory_moments(order, dry_run_of, borders, state))
+        stock = _bytes_before_step(dry_run_of.values(), pipeline.micro_batches)
+        moments = list(_action_memories(order, dry_run_of, borders, state))
         stages_memory.append(_stage_memory(number, stock, moments, state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
@@ -301,7 +301,7 @@ def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[Tr
 
 
 @dataclass(frozen=True)
-class _StepMoment:
+class _ActionMemory:
     """Memory of one action, relative to the bytes that are live before it.
 
     Args:
@@ -322,7 +322,7 @@ class _StepMoment:
 def _stage_memory(
     number: int,
     stock: BytesByCategory,
-    moments: Sequence[_StepMoment],
+    moments: Sequence[_ActionMemory],
     optimizer: OptimizerBytes,
     chunks: Sequence[Chunk],
 ) -> StageMemory:
@@ -332,7 +332,7 @@ def _stage_memory(
         stock: bytes by category before the step.
         moments: all actions in order.
     """
-    totals = _peak_totals(stock, moments)
+    totals = _peak_bytes_of_actions(stock, moments)
     index = max(range(len(moments)), key=totals.__getitem__)
     moment = moments[index]
     # Most of the actions of a step are alike.
@@ -362,7 +362,7 @@ def _stage_memory(
     )
 
 
-def _peak_totals(stock: BytesByCategory, moments: Sequence[_StepMoment]) -> list[int]:
+def _peak_bytes_of_actions(stock: BytesByCategory, moments: Sequence[_ActionMemory]) -> list[int]:
     """Return the bytes at the peak of each action, without optimizer state."""
     sums: dict[int, int] = {}
     live, totals = sum(stock.values()), []
@@ -375,21 +375,21 @@ def _peak_totals(stock: BytesByCategory, moments: Sequence[_StepMoment]) -> list
     return totals
 
 
-def _stock(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesByCategory:
+def _bytes_before_step(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesByCategory:
     """Return the bytes by category before a step."""
     stock = plus({}, *(each.stock for each in dry_runs))
     # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
     return {**stock, BATCH: stock.get(BATCH, 0) * micro_batches}
 
 
-def _memory_moments(
+def _action_memories(
     order: Sequence[Action],
     dry_run_of: Mapping[int, DryRun],
     borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
-) -> Iterator[_StepMoment]:
+) -> Iterator[_ActionMemory]:
     for each in dry_run_of.values():
-        yield _StepMoment(BEGIN, each.begin.peak_bytes, each.begin.change)
+        yield _ActionMemory(BEGIN, each.begin.peak_bytes, each.begin.change)
     changes: dict[tuple[int, str, bool], BytesByCategory] = {}
     done_actions: set[tuple[int, str]] = set()
     activations = 0
@@ -404,17 +404,17 @@ def _memory_moments(
         change = changes[*key, repeats]
         activations += change[ACTIVATIONS]
         name = _action_name(action, len(dry_run_of))
-        yield _StepMoment(name, phase.peak_bytes, change, action.chunk, phase.largest)
+        yield _ActionMemory(name, phase.peak_bytes, change, action.chunk, phase.largest)
         done_actions.add(key)
     for each in dry_run_of.values():
-        yield _StepMoment(END, each.end.peak_bytes, each.end.change)
+        yield _ActionMemory(END, each.end.peak_bytes, each.end.change)
         activations += each.end.change.get(ACTIVATIONS, 0)
     activations += sum(
         each.stock.get(ACTIVATIONS, 0) + each.begin.change.get(ACTIVATIONS, 0)
         for each in dry_run_of.values()
     )
     # All tensors sent between stages are freed by the end of the step.
-    yield _StepMoment(UPDATE, {ACTIVATIONS: -activations, TEMPORARY: optimizer.temporary}, {})
+    yield _ActionMemory(UPDATE, {ACTIVATIONS: -activations, TEMPORARY: optimizer.temporary}, {})
 
 
 def _action_name(action: Action, num_chunks: int) -> str:

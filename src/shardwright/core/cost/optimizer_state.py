@@ -269,7 +269,7 @@ def _bytes_for_parameter(
         # training then has another optimizer for the others.
         return OptimizerBytes(0, 0)
     try:
-        measured = _measure_steps(optimizer, parameter)
+        measured = _measure_optimizer_bytes(optimizer, parameter)
         if full == shape:
             return measured
         replicated = _replicated_bytes(make, full, dtype) - _replicated_bytes(make, shape, dtype)
@@ -313,7 +313,7 @@ def _bytes_from_small_parameter(
     parameter = _derived_parameter(torch.ones(small, dtype=dtype))
     optimizer = make([parameter])
     try:
-        measured = _measure_steps(optimizer, parameter)
+        measured = _measure_optimizer_bytes(optimizer, parameter)
     except Exception as error:
         reason = str(error) or type(error).__name__
         raise PlanError(
@@ -347,7 +347,7 @@ def _primes_from(start: int) -> Iterator[int]:
     return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
 
 
-def _measure_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
+def _measure_optimizer_bytes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> OptimizerBytes:
     """Return the bytes of state and temporary tensors, measured in two steps of `optimizer` over
     `parameter`, which has a gradient."""
     assert parameter.grad is not None

@@ -207,7 +207,7 @@ class Timeline:
     def stages(self) -> tuple[tuple[Span, ...], ...]:
         """Spans of each stage, in execution order."""
         spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
-        for each, end in zip(_passes_of(self.pipeline), self.ends, strict=True):
+        for each, end in zip(_passes_of_pipeline(self.pipeline), self.ends, strict=True):
             action = each.action
             start = end - self.chunks[action.chunk].of(action.pass_type)
             spans[each.stage].append(Span(action, start, end))
@@ -223,7 +223,7 @@ class Timeline:
         """Fraction of the step for which each stage is idle."""
         busy = [0.0] * self.pipeline.stages
         seconds = _seconds_of_actions(self.chunks)
-        for each in _passes_of(self.pipeline):
+        for each in _passes_of_pipeline(self.pipeline):
             busy[each.stage] += seconds[each.action.pass_type][each.action.chunk]
         return tuple(1 - each / self.seconds for each in busy)
 
@@ -254,7 +254,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     seconds = _seconds_of_actions(chunks)
     sends = [chunk.send for chunk in chunks]
     ends: list[float] = []
-    for each in _passes_of(pipeline):
+    for each in _passes_of_pipeline(pipeline):
         start = 0.0
         if each.sender is not None:
             start = ends[each.sender]
@@ -273,7 +273,7 @@ def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _PipelinePass:
     """An action, and what it waits for.
 
     Args:
@@ -291,18 +291,20 @@ class _Pass:
     border: int | None
 
 
-def _passes_of(pipeline: PipelineSpec) -> tuple[_Pass, ...]:
+def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PipelinePass, ...]:
     check_pipelining(pipeline)
     # Assignments of operators to chunks are neither hashable nor needed.
     return _passes(pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks)
 
 
 @lru_cache(maxsize=64)
-def _passes(stages: int, micro_batches: int, schedule: str, chunks: int) -> tuple[_Pass, ...]:
+def _passes(
+    stages: int, micro_batches: int, schedule: str, chunks: int
+) -> tuple[_PipelinePass, ...]:
     """Return all passes of a step, each after those that it waits for."""
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders = actions(pipeline)
-    passes: list[_Pass] = []
+    passes: list[_PipelinePass] = []
     indices: dict[Action, int] = {}
     last: list[int | None] = [None] * len(orders)
     positions = [0] * len(orders)
@@ -314,7 +316,7 @@ def _passes(stages: int, micro_batches: int, schedule: str, chunks: int) -> tupl
             order = orders[stage]
             while positions[stage] < len(order):
                 action = order[positions[stage]]
-                senders = _senders(pipeline, action)
+                senders = _possible_sender_actions(pipeline, action)
                 sender = next((each for each in senders if each in indices), None)
                 if senders and sender is None:
                     break
@@ -322,7 +324,7 @@ def _passes(stages: int, micro_batches: int, schedule: str, chunks: int) -> tupl
                 if sender is not None and pipeline.stage_of(sender.chunk) != stage:
                     border = min(action.chunk, sender.chunk)
                 sent_by = None if sender is None else indices[sender]
-                passes.append(_Pass(action, stage, last[stage], sent_by, border))
+                passes.append(_PipelinePass(action, stage, last[stage], sent_by, border))
                 indices[action] = last[stage] = len(passes) - 1
                 positions[stage] += 1
             if positions[stage] == len(order):
@@ -331,7 +333,7 @@ def _passes(stages: int, micro_batches: int, schedule: str, chunks: int) -> tupl
     return tuple(passes)
 
 
-def _senders(pipeline: PipelineSpec, action: Action) -> list[Action]:
+def _possible_sender_actions(pipeline: PipelineSpec, action: Action) -> list[Action]:
     """Return the actions of which one computes the inputs of `action`; [] for a model's inputs."""
     chunk, micro_batch = action.chunk, action.micro_batch
     if action.pass_type == FORWARD:

@@ -89,7 +89,7 @@ def chunk_times(
                 chunk.decisions.cuts,
                 model,
                 micro_batches=pipeline.micro_batches,
-                overlaps=_overlaps(chunk, blocking, model.device.overlaps_products),
+                overlaps=_overlaps_of_chunk(chunk, blocking, model.device.overlaps_products),
                 orthogonalized=orthogonalized,
             )
         sent_bytes = chunk.border_bytes[0] if chunk.leaving else None
@@ -117,7 +117,7 @@ def _chunk_seconds(
         yield ChunkSeconds(forward, backward, send=send)
 
 
-def _overlaps(
+def _overlaps_of_chunk(
     chunk: Chunk, blocking: bool, overlaps_products: bool
 ) -> Mapping[Transfer, Overlap] | None:
     if overlaps_products:

@@ -27,7 +27,7 @@ def product_overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overla
         flow: communication of `graph`.
     """
     products: dict[Transfer, list[Op]] = {}
-    for op in filter(_is_product, graph.ops):
+    for op in filter(_is_linear_layer, graph.ops):
         # The first input of a matrix product is its activation.
         for transfer in flow.routes[op.name, 0][-1:]:
             products.setdefault(transfer, []).append(op)
@@ -37,12 +37,12 @@ def product_overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overla
             continue
         producer = graph.producer.get(transfer.value)
         beside = products.get(transfer, [])
-        if producer is not None and transfer.previous is None and _is_product(producer):
+        if producer is not None and transfer.previous is None and _is_linear_layer(producer):
             beside = [producer, *beside]
         if beside:
             result[transfer] = Overlap(tuple(beside), (), 1 - 1 / transfer.step.group_size)
     return result
 
 
-def _is_product(op: Op) -> bool:
+def _is_linear_layer(op: Op) -> bool:
     return op.target is aten.linear.default

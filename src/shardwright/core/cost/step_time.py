@@ -182,7 +182,7 @@ def step_time(
     for _, _, once_per_step, direction, seconds in bucket_seconds(flow, model):
         buckets[once_per_step, direction] += seconds
     trained = [value for value in graph.parameters if value.requires_grad]
-    stored = sum(_stored_bytes(flow, value) for value in trained)
+    stored = sum(_stored_shard_bytes(flow, value) for value in trained)
     return StepTime(
         forward=forward,
         backward=backward,
@@ -308,5 +308,5 @@ def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     return gather and gather + joining, reduce and reduce + joining
 
 
-def _stored_bytes(flow: Communication, value: Value) -> int:
+def _stored_shard_bytes(flow: Communication, value: Value) -> int:
     return prod(flow.initial_layouts[value].shard_shape(value.shape)) * value.stored_dtype.itemsize

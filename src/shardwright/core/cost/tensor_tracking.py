@@ -158,7 +158,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         if key in self._storages:
             return
-        tracked = TrackedStorage(storage.nbytes(), category, _program_line())
+        tracked = TrackedStorage(storage.nbytes(), category, _current_program_line())
         self.history.append((tracked, True))
         self.now += tracked.size
 
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[key] = (weakref.ref(storage, freed), tracked)
 
 
-def _program_line() -> int:
+def _current_program_line() -> int:
     """Return the current line of the generated program on the call stack; 0 without a program."""
     # Not `traceback`, which builds a list of all frames: this function runs for every new tensor.
     frame: FrameType | None = sys._getframe(1)

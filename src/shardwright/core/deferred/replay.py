@@ -89,7 +89,7 @@ def plan_replay(
         requested: views to compute, by name.
         states: indices of operations whose generator state after the draw is requested too.
     """
-    finished = _last_writes(record, {view.storage for view in requested.values()})
+    finished = _last_written_storages(record, {view.storage for view in requested.values()})
     live: set[int] = set()
     required_draws = {number for number in states if number not in record.states_after}
     steps = []
@@ -110,7 +110,7 @@ def plan_replay(
     return ReplaySchedule(tuple(reversed(steps)), frozenset(live | never_written))
 
 
-def _last_writes(record: Record, storages: set[int]) -> dict[int, set[int]]:
+def _last_written_storages(record: Record, storages: set[int]) -> dict[int, set[int]]:
     """Return, for each operation by its index, the storages in `storages` that no later operation
     writes."""
     # Backwards: the first operation found that writes a storage is the last to do so.
@@ -135,7 +135,7 @@ def _run_schedule(
     storages: dict[int, torch.UntypedStorage] = {}
     results = {}
     # A replay may run in the middle of a training step: it must not move the caller's generators.
-    with _preserve_state(record):
+    with _replay_context(record):
         for number, finished_here, freeable in schedule.steps:
             _run_operation(record, number, storages)
             for storage in sorted(finished_here):
@@ -172,10 +172,10 @@ def _run_operation(record: Record, number: int, storages: dict[int, torch.Untype
         record.states_after[number] = draw.generator.get_state()
     for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
         if view is not None:
-            storages[view.storage] = _checked_storage(operation, view, result)
+            storages[view.storage] = _storage_matching_view(operation, view, result)
 
 
-def _checked_storage(
+def _storage_matching_view(
     operation: Operation, view: StorageView, result: Tensor
 ) -> torch.UntypedStorage:
     """Return the storage of `result`, which later operations access by the recorded views.
@@ -198,7 +198,7 @@ def _checked_storage(
 
 
 @contextmanager
-def _preserve_state(record: Record) -> Iterator[None]:
+def _replay_context(record: Record) -> Iterator[None]:
     """Context that disables the caller's dispatch and function modes and gradients, and at its end
     restores the record's generators and the default dtype."""
     states = [(generator, generator.get_state()) for generator in record.generators()]

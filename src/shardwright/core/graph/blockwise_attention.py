@@ -165,14 +165,14 @@ class _BlockMask:
             end = min(first + rows, self.queries)
             begin = 0 if self.window is None else max(0, self.offset + first - self.window + 1)
             key_range = slice(begin, self.offset + end if self.causal else self.keys)
-            allowed = self._allowed_pairs(slice(first, end), key_range)
+            allowed = self._block_mask(slice(first, end), key_range)
             if self.terms:
                 # Conditions may exclude long ranges of keys, such as other documents. Trimming
                 # waits for the device to compute the mask, so it is done only then.
-                key_range, allowed = _trim_to_allowed(key_range, allowed)
+                key_range, allowed = _trim_to_allowed_keys(key_range, allowed)
             yield (slice(first, end), key_range, key_range), allowed
 
-    def _allowed_pairs(self, rows: slice, keys: slice) -> Tensor:
+    def _block_mask(self, rows: slice, keys: slice) -> Tensor:
         diagonal = self.offset + rows.start - keys.start
         count = (rows.stop - rows.start, keys.stop - keys.start)
         mask = self.query.new_ones(count, dtype=torch.bool)
@@ -181,19 +181,19 @@ class _BlockMask:
         if self.window is not None:
             mask = mask.triu(diagonal - self.window + 1)
         for comparison, *indices in self.terms:
-            vectors = [self._slice_vector(self.vectors[int(i)], rows, keys) for i in indices]
+            vectors = [self._slice_index(self.vectors[int(i)], rows, keys) for i in indices]
             mask = mask & (
                 vectors[0] if comparison == "all" else getattr(torch, comparison)(*vectors)
             )
         return mask
 
-    def _slice_vector(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
+    def _slice_index(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
         if vector.shape[-2] > 1:
             return vector[..., rows, :]
         return vector[..., keys] if vector.shape[-1] > 1 else vector
 
 
-def _trim_to_allowed(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
+def _trim_to_allowed_keys(keys: slice, allowed: Tensor) -> tuple[slice, Tensor]:
     """Return the range from the first to the last key that any query of the block reads, and the
     mask of that range; at least one key remains."""
     read_keys = allowed.flatten(0, -2).any(0).nonzero()

@@ -334,19 +334,19 @@ def run_steps(steps: Steps, x: Tensor) -> Tensor:
     """Apply a function of one tensor, given as data, to `x`."""
     results: list[Any] = [x]
     for name, args, kwargs in steps:
-        arguments = tuple(results[int(a[1:])] if _is_reference(a) else a for a in args)
-        results.append(_step_function(name)(*arguments, **dict(kwargs)))
+        arguments = tuple(results[int(a[1:])] if _is_step_reference(a) else a for a in args)
+        results.append(_parse_aten_operator(name)(*arguments, **dict(kwargs)))
     result: Tensor = results[-1]
     return result
 
 
-def _is_reference(argument: Any) -> bool:
+def _is_step_reference(argument: Any) -> bool:
     """Whether an argument such as `"%1"` refers to the input or to the result of an earlier
     step."""
     return isinstance(argument, str) and argument.startswith("%")
 
 
-def _step_function(name: str) -> Any:
+def _parse_aten_operator(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     _, packet, overload = name.split(".")

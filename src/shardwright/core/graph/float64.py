@@ -57,7 +57,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
             )
         args, kwargs = pytree.tree_map(convert, _arguments_with_floats_of(op, twin_of.get(op, op)))
         # The target of a `local_map` contains the dtypes of its results.
-        target = _converted_target(op)
+        target = _op_target_in_float64(op)
         outputs = tuple(new[v] for v in op.outputs)
         return replace(op, target=target, args=args, kwargs=kwargs, outputs=outputs)
 
@@ -111,10 +111,10 @@ def is_product_of_row_groups(op: Op) -> bool:
 
 
 def _target_in_float64(op: Op) -> object:
-    return SEGMENT_MATMUL if is_product_of_row_groups(op) else _converted_target(op)
+    return SEGMENT_MATMUL if is_product_of_row_groups(op) else _op_target_in_float64(op)
 
 
-def _converted_target(op: Op) -> Any:
+def _op_target_in_float64(op: Op) -> Any:
     """Return the target of an operator; for a `LocalCall`, which has dtypes, its float64 copy."""
     as_float64: Any = getattr(op.target, "as_float64", None)
     return op.target if as_float64 is None else as_float64()

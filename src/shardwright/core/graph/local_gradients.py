@@ -32,11 +32,11 @@ def empty_results(
         saved_bytes: bytes that the code saves for the backward pass; None to save the inputs and
             results.
     """
-    placeholders: tuple[Tensor, ...] = _EmptyResults.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
+    placeholders: tuple[Tensor, ...] = _EmptyResultsFunction.apply(results, saved_bytes, *tensors)  # type: ignore[no-untyped-call]
     return placeholders
 
 
-class _EmptyResults(torch.autograd.Function):
+class _EmptyResultsFunction(torch.autograd.Function):
     """Autograd function of `empty_results`: its results and gradients are uninitialized."""
 
     @staticmethod
@@ -102,11 +102,11 @@ def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -
         tensors: inputs of the code that require gradients.
     """
     edges = [get_gradient_edge(tensor) for tensor in tensors]
-    reached = _reached_edges(results, {edge.node for edge in edges})
+    reached = _edges_to_inputs(results, {edge.node for edge in edges})
     return [(edge.node, edge.output_nr) in reached for edge in edges]
 
 
-def _reached_edges(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tuple[Any, int]]:
+def _edges_to_inputs(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tuple[Any, int]]:
     """Return the edges of the autograd graph, (node, output index), between results and inputs.
 
     Args:
@@ -169,11 +169,11 @@ def on_each_rank(run: RunLocally, tensors: Sequence[Tensor]) -> tuple[Tensor, ..
     Returns:
         The results, with different values per simulated rank.
     """
-    results: tuple[Tensor, ...] = _OnEachRank.apply(run, *tensors)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _OnEachRankFunction.apply(run, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-class _OnEachRank(torch.autograd.Function):
+class _OnEachRankFunction(torch.autograd.Function):
     """Forward and backward pass of `on_each_rank`, with an autograd graph per rank."""
 
     @staticmethod
@@ -225,7 +225,7 @@ class _OnEachRank(torch.autograd.Function):
                     next(computed) if t.requires_grad else None for t in inputs
                 ]
         count = len(ctx.needs_input_grad) - 1
-        return None, *(_gradient_of_ranks(gradients_of_rank, index) for index in range(count))
+        return None, *(_input_gradient_of_ranks(gradients_of_rank, index) for index in range(count))
 
 
 def record_saved_inputs(
@@ -242,7 +242,7 @@ def record_saved_inputs(
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _gradient_of_ranks(
+def _input_gradient_of_ranks(
     gradients_of_rank: dict[int, list[Tensor | None]], index: int
 ) -> Tensor | None:
     """Return the gradient of input `index` on all simulated ranks; None if no rank has one."""

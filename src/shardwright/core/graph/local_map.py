@@ -97,7 +97,7 @@ def _argument_text(argument: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _BoundModule:
+class _LocalMapModule:
     """Module of a `local_map`, whose parameters and buffers are replaced while the module runs.
 
     Args:
@@ -112,7 +112,7 @@ class _BoundModule:
     caching: tuple[Any, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> _BoundModule:
+    def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> _LocalMapModule:
         configs = {id(c): c for each in module.modules() if (c := getattr(each, "config", None))}
         caching = (c for c in configs.values() if getattr(c, "use_cache", None) is True)
         return cls(module, TensorSlots.of(module, names), tuple(caching))
@@ -157,13 +157,13 @@ class ModuleBody:
     names: tuple[tuple[str, ...], ...]
     parameters: int
     description: str
-    _bound: dict[int, _BoundModule] = field(default_factory=dict)
+    _bound: dict[int, _LocalMapModule] = field(default_factory=dict)
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
         module = self._submodule()
         is_first = id(module) not in self._bound
         if is_first:
-            self._bound[id(module)] = _BoundModule.of(module, self.names)
+            self._bound[id(module)] = _LocalMapModule.of(module, self.names)
         # Normalizations change running statistics without increasing their version counter, so the
         # first call compares the values of buffers.
         copies = [t.detach().clone() for t in state[self.parameters :]] if is_first else []
@@ -175,7 +175,7 @@ class ModuleBody:
             if tensor is not before or version(tensor) != versions[index]
         }
         for index, copied in enumerate(copies, self.parameters):
-            if _differs_from_copy(after[index], copied):
+            if _differs_from_earlier_copy(after[index], copied):
                 changed[index] = after[index]
         return result, changed
 
@@ -198,7 +198,7 @@ def _container_text(result: Any) -> str:
     return f"a {type(result).__name__}"
 
 
-def _differs_from_copy(tensor: Tensor, copied: Tensor) -> bool:
+def _differs_from_earlier_copy(tensor: Tensor, copied: Tensor) -> bool:
     """Whether a tensor differs from an earlier copy; False for a meta or fake tensor."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False

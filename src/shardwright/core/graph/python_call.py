@@ -46,7 +46,7 @@ class HostNumbers:
                 numbers.add(node)
                 nodes.append(node)
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        read = [n for n in (*inputs, *nodes) if _is_read_by_operator(n, numbers, output)]
+        read = [n for n in (*inputs, *nodes) if _is_number_read_by_operator(n, numbers, output)]
         outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
         return cls(inputs, tuple(nodes), tuple(read), outputs)
 
@@ -84,7 +84,7 @@ def _is_number(node: fx.Node) -> bool:
     return _is_symbol(node) or (is_float and bool(node.users) and all(items))
 
 
-def _is_read_by_operator(number: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
+def _is_number_read_by_operator(number: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
     return any(user not in numbers and user is not output for user in number.users)
 
 
@@ -157,7 +157,7 @@ class PythonCall:
         # A stack, as `forward` of one model may call another model.
         self._program_stack.append(program)
         try:
-            return self._bytecode(owner, *args, **kwargs)
+            return self._call_from_bytecode(owner, *args, **kwargs)
         finally:
             self._program_stack.pop()
 
@@ -166,7 +166,7 @@ class PythonCall:
         return []
 
     @cached_property
-    def _bytecode(self) -> Callable[..., Any]:
+    def _call_from_bytecode(self) -> Callable[..., Any]:
         # The bytecode finds its program in the global variables of the user's module, which must
         # not keep this object alive.
         reference = weakref.ref(self)

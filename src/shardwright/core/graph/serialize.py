@@ -135,7 +135,7 @@ class _GraphReader:
             return self._values[entries[0]]
         if name in _LEAF_FORMATS:
             leaf_type, _, from_text = _LEAF_FORMATS[name]
-            return _check_type(leaf_type, from_text(entries[0]))
+            return _check_leaf_type(leaf_type, from_text(entries[0]))
         if name == "Value":
             value = Value(*map(self.read, entries))
             self._values.append(value)
@@ -216,7 +216,7 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
 function from a string)."""
 
 
-def _check_type(leaf_type: Any, obj: Any) -> Any:
+def _check_leaf_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
         raise TypeError(f"the graph contains {obj!r} where a {leaf_type.__name__} belongs")
     return obj

@@ -69,10 +69,10 @@ def _split_into_chunks(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
 ) -> tuple[GraphChunk, ...]:
     count = _num_chunks(graph, chunk_of)
-    repeatable = _repeatable_values(graph, random)
+    repeatable = _recomputable_activations(graph, random)
     ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
     _check_buffer_updates(graph, chunk_of)
-    crossing = _crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
+    crossing = _chunk_range_of_crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
     chunks = []
     for chunk_index, ops in enumerate(ops_of_chunk):
         arriving = [v for v, (first, last) in crossing.items() if first < chunk_index <= last]
@@ -99,7 +99,7 @@ def _num_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     return count
 
 
-def _repeatable_values(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
+def _recomputable_activations(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
     """Return the activations that every chunk can recompute instead of receiving them."""
     updated = {buffer for buffer, _ in graph.updates}
     repeatable = {
@@ -159,7 +159,7 @@ def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
                 )
 
 
-def _crossing_values(
+def _chunk_range_of_crossing_values(
     graph: Graph,
     chunk_of: Mapping[str, int],
     ops_of_chunk: Iterable[tuple[Op, ...]],

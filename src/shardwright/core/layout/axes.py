@@ -107,8 +107,8 @@ def axes_with_devices(
         LayoutError: if `sizes` is not a tuple of positive ints, `names` is not a tuple of distinct
             names, or their lengths differ.
     """
-    _check_sizes(sizes)
-    _check_names(names)
+    _check_device_matrix(sizes)
+    _check_alias_names(names)
     if len(sizes) != len(names):
         raise LayoutError(
             f"device_matrix {sizes} has {len(sizes)} axes, but alias_names {names} has {len(names)}"
@@ -122,7 +122,7 @@ def axes_with_devices(
     return sizes[:count], names[:count]
 
 
-def _check_sizes(sizes: object) -> None:
+def _check_device_matrix(sizes: object) -> None:
     if not isinstance(sizes, tuple):
         raise LayoutError(
             f"device_matrix must be a tuple of positive ints, not {sizes!r}\nuse for example (2, 4)"
@@ -138,7 +138,7 @@ def _check_sizes(sizes: object) -> None:
         )
 
 
-def _check_names(names: object) -> None:
+def _check_alias_names(names: object) -> None:
     if not isinstance(names, tuple):
         raise LayoutError(
             f"alias_names must be a tuple of names, not {names!r}\nuse for example ('dp', 'tp')"

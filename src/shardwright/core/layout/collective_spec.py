@@ -134,11 +134,11 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
     ]
     group = list(product(*(range(sizes[axis]) for axis in axes)))
     old = [
-        _cells_of_shard(before, cuts, dict(zip(axes, coords, strict=True)), sizes)
+        _cell_indices_of_shard(before, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
     new = [
-        _cells_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
+        _cell_indices_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
     sender = {cell: position for position, cells in enumerate(old) for cell in cells}
@@ -150,9 +150,9 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
         tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
         tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
         tuple(tuple(map(cells.index, order)) for cells, order in zip(old, sent, strict=True)),
-        tuple(_count_occurrences([receiver[cell] for cell in cells], len(group)) for cells in old),
+        tuple(_count_positions([receiver[cell] for cell in cells], len(group)) for cells in old),
         tuple(tuple(map(order.index, cells)) for cells, order in zip(new, received, strict=True)),
-        tuple(_count_occurrences([sender[cell] for cell in cells], len(group)) for cells in new),
+        tuple(_count_positions([sender[cell] for cell in cells], len(group)) for cells in new),
     )
 
 
@@ -183,7 +183,7 @@ def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Ax
     return before, after
 
 
-def _cells_of_shard(
+def _cell_indices_of_shard(
     cuts: list[Axes], cells: list[int], coordinates: dict[int, int], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """Return the cells of a device's shard in row-major order, as indices in the full tensor.
@@ -201,7 +201,7 @@ def _cells_of_shard(
     return list(product(*ranges))
 
 
-def _count_occurrences(positions: list[int], devices: int) -> tuple[int, ...]:
+def _count_positions(positions: list[int], devices: int) -> tuple[int, ...]:
     """Return the number of occurrences of each position from 0 to `devices` - 1."""
     counts = Counter(positions)
     return tuple(counts[position] for position in range(devices))

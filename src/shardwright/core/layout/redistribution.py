@@ -119,7 +119,7 @@ class RedistributionStep:
         shard. `layout` is `self.source` or `self.target`."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
-        differing = [_without_common_ends(before, after) for before, after in pairs]
+        differing = [_remove_common_axes(before, after) for before, after in pairs]
         layout_index = 0 if layout is self.source else 1
         positions: dict[tuple[int, ...], list[int]] = {}
         group = product(*(range(sizes[axis]) for axis in self.axes))
@@ -222,12 +222,12 @@ def redistribution_steps(
     _check_layouts(source, target, shape)
     if source == target:
         return ()
-    translation = _ProblemTranslation.of(source, target)
+    translation = _RouteProblemTranslation.of(source, target)
     problem = translation.problem(source, target, shape, differentiable)
     steps, current = [], source
     for move in route_search.route(problem):
         following = translation.layout_after(current, move)
-        steps.append(_step_of_move(move, translation, current, following))
+        steps.append(_redistribution_step_of_move(move, translation, current, following))
         current = following
     return tuple(_order_by_link_speed(steps))
 
@@ -313,7 +313,7 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
 
 
 @dataclass(frozen=True)
-class _ProblemTranslation:
+class _RouteProblemTranslation:
     """Translation between a redistribution and its reduced form, the problem that `route_search`
     solves.
 
@@ -330,11 +330,11 @@ class _ProblemTranslation:
     dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: TensorLayout, target: TensorLayout) -> _ProblemTranslation:
+    def of(cls, source: TensorLayout, target: TensorLayout) -> _RouteProblemTranslation:
         pairs = list(zip(source.axes, target.axes, strict=True))
         prefixes = tuple(before[: common_length(before, after)] for before, after in pairs)
         dims = tuple(dim for dim, (before, after) in enumerate(pairs) if before != after)
-        joined = tuple(_group_moving_axes(source, target, prefixes))
+        joined = tuple(_group_redistributed_axes(source, target, prefixes))
         return cls(source.layout, joined, prefixes, dims)
 
     def problem(
@@ -380,9 +380,9 @@ class _ProblemTranslation:
         )
 
 
-def _step_of_move(
+def _redistribution_step_of_move(
     move: route_search.Move,
-    translation: _ProblemTranslation,
+    translation: _RouteProblemTranslation,
     source: TensorLayout,
     target: TensorLayout,
 ) -> RedistributionStep:
@@ -395,7 +395,7 @@ def _step_of_move(
                 {
                     a
                     for pair in pairs
-                    for axes_of_dim in _without_common_ends(*pair)
+                    for axes_of_dim in _remove_common_axes(*pair)
                     for a in axes_of_dim
                 }
             )
@@ -407,7 +407,7 @@ def _step_of_move(
     return RedistributionStep(route_search.KINDS[move.operation], axes, dim, to_dim, source, target)
 
 
-def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:
+def _remove_common_axes(first: Axes, second: Axes) -> tuple[Axes, Axes]:
     """Remove the longest common prefix and suffix of two lists of axes."""
     prefix = common_length(first, second)
     first, second = first[prefix:], second[prefix:]
@@ -415,7 +415,7 @@ def _without_common_ends(first: Axes, second: Axes) -> tuple[Axes, Axes]:
     return first[: len(first) - suffix], second[: len(second) - suffix]
 
 
-def _group_moving_axes(
+def _group_redistributed_axes(
     source: TensorLayout, target: TensorLayout, prefixes: tuple[Axes, ...]
 ) -> list[Axes]:
     """Return the mesh axes that the redistribution moves, in groups of one axis; for more than

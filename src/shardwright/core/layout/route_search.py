@@ -245,7 +245,7 @@ def _remaining_cost_bound(problem: Problem, local_size: int, target_size: int) -
     return max(0, target_size - local_size)
 
 
-def _move_cost(problem: Problem, move: Move, local_size: int) -> int:
+def _communication_bytes_of_move(problem: Problem, move: Move, local_size: int) -> int:
     """Return the communication volume of a move, in the forward and, if differentiable, the
     backward pass."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.operation]]
@@ -271,8 +271,8 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     greedy = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
     for operation in (SLICE, REDUCE_SCATTER) if greedy else (SLICE,):
         for move in sharding_moves:
-            if move.operation == operation and _settles_dimension(problem, move):
-                return [(_move_cost(problem, move, local_size), move)]
+            if move.operation == operation and _reaches_target_prefix(problem, move):
+                return [(_communication_bytes_of_move(problem, move, local_size), move)]
     moves = sharding_moves
     moves += _gathering_moves(problem, state, settled)
     partial = sorted(state.partial)
@@ -281,12 +281,12 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
             moves.append(Move(ALL_REDUCE, -1, -1, axes, state.axes_by_dim))
     if varying := tuple(sorted(free & problem.varying)):
         moves.append(Move(VARY, -1, -1, varying, state.axes_by_dim, varying=True))
-    for axes_by_dim in _permuted_axes(problem, state.axes_by_dim, settled, sharded | free):
+    for axes_by_dim in _axis_permutations(problem, state.axes_by_dim, settled, sharded | free):
         moves.append(Move(PERMUTE, -1, -1, (), axes_by_dim))
-    return [(_move_cost(problem, move, local_size), move) for move in moves]
+    return [(_communication_bytes_of_move(problem, move, local_size), move) for move in moves]
 
 
-def _settles_dimension(problem: Problem, move: Move) -> bool:
+def _reaches_target_prefix(problem: Problem, move: Move) -> bool:
     """Whether all axes of the sharded dimension are settled after a slice or reduce-scatter."""
     axes = move.axes_by_dim[move.dim]
     return axes == problem.target[move.dim][: len(axes)]
@@ -344,7 +344,7 @@ def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, axes_by_dim)
 
 
-def _permuted_axes(
+def _axis_permutations(
     problem: Problem, axes_by_dim: AxesByDim, settled: Axes, axes: frozenset[int]
 ) -> Iterator[AxesByDim]:
     """Yield other assignments of axes to dimensions with the same numbers of shards.
@@ -366,7 +366,7 @@ def _permuted_axes(
     fixed = tuple(dim[:length] for dim, length in zip(axes_by_dim, settled, strict=True))
     unsettled = tuple(dim[length:] for dim, length in zip(axes_by_dim, settled, strict=True))
     movable = axes.difference(*fixed)
-    for replacements in _assignments_of_equal_counts(problem.sizes, unsettled, movable):
+    for replacements in _axis_assignments_with_equal_counts(problem.sizes, unsettled, movable):
         permuted = tuple(map(add, fixed, replacements))
         settles_more = any(map(gt, _num_settled_axes(permuted, problem.target), settled))
         if settles_more or len(problem.sizes) <= ALL_MOVES_AXES:
@@ -374,7 +374,7 @@ def _permuted_axes(
 
 
 @lru_cache(maxsize=1 << 14)
-def _assignments_of_equal_counts(
+def _axis_assignments_with_equal_counts(
     sizes: Axes, axes_by_dim: AxesByDim, axes: frozenset[int]
 ) -> tuple[AxesByDim, ...]:
     """Return the assignments of axes to dimensions, other than `axes_by_dim`, with the same numbers
@@ -443,6 +443,6 @@ def _total_cost(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
     """
     total = 0
     for move in moves:
-        total += _move_cost(problem, move, problem.local_size(axes_by_dim))
+        total += _communication_bytes_of_move(problem, move, problem.local_size(axes_by_dim))
         axes_by_dim = move.axes_by_dim
     return total

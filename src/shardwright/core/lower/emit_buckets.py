@@ -90,9 +90,9 @@ class BucketLines:
     @cached_property
     def _program_buckets(self) -> tuple[BoundBucket, ...]:
         """Buckets that the program gathers or reduces, rather than `UnshardedParameters`."""
-        return tuple(each for each in self.bound if self._is_in_program(each.bucket))
+        return tuple(each for each in self.bound if self._is_bucket_in_program(each.bucket))
 
-    def _is_in_program(self, bucket: Bucket) -> bool:
+    def _is_bucket_in_program(self, bucket: Bucket) -> bool:
         return not (self.unsharded and bucket.reduces_once)
 
     def _emit_bucket_entry(self, bound: BoundBucket) -> str:
@@ -111,8 +111,8 @@ class BucketLines:
             return None
         bucket, member = self._bucket_of[value, _transfer_ids(route[:num_bucketed])]
         if member not in self._members:
-            if self._is_in_program(bucket):
-                self._emit_members(bucket)
+            if self._is_bucket_in_program(bucket):
+                self._emit_bucket_members(bucket)
             else:
                 name = self._members[member] = self.source.name(member.name)
                 self.source.add([name], f"parameters[{used_member_key(member)!r}]", [])
@@ -133,7 +133,7 @@ class BucketLines:
             call = f"{self.source.refer(f'start_{number}', StartGather(bound))}({entered})"
         self.source.add([name], call, [entered], segment=bucket.segment)
 
-    def _emit_members(self, bucket: Bucket) -> None:
+    def _emit_bucket_members(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
         is_cached = self.unsharded and bucket.level == "level2"
         if bucket.gathers:

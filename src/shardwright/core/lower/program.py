@@ -138,11 +138,11 @@ def lower(
         current: names of constants that the program reads from its `buffers`, as their values
             differ between calls.
     """
-    return _Lowering(chunk, devices, unsharded, pending_loss, current).program()
+    return _ProgramEmitter(chunk, devices, unsharded, pending_loss, current).program()
 
 
 @dataclass
-class _Lowering:
+class _ProgramEmitter:
     chunk: Chunk
     devices: Devices
     unsharded: bool

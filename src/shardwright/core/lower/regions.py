@@ -58,12 +58,12 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
             available.update(line.names)
         else:
             remaining.append(line)
-    span = _longest_repetition(remaining)
+    span = _longest_run_of_equal_blocks(remaining)
     if span is None:
         return None
     candidates = [
-        (_return_positions(remaining, division, outputs), division)
-        for division in _aligned_blocks(remaining, *span)
+        (_positions_of_returned_variables(remaining, division, outputs), division)
+        for division in _divisions_into_equal_blocks(remaining, *span)
     ]
     if not candidates:
         return None
@@ -121,7 +121,7 @@ def _region_arguments(block: Sequence[Line]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for line in block for n in line.reads if n not in assigned))
 
 
-def _longest_repetition(lines: Sequence[Line]) -> tuple[int, int, int] | None:
+def _longest_run_of_equal_blocks(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     """Find the longest run of repeated blocks, ignoring variable names; ties go to the shortest
     block.
 
@@ -148,7 +148,7 @@ def _longest_repetition(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     return best
 
 
-def _aligned_blocks(
+def _divisions_into_equal_blocks(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the divisions of a run of `covered` lines into equal blocks, one for each offset at
@@ -165,7 +165,7 @@ def _aligned_blocks(
             yield length, first, count
 
 
-def _return_positions(
+def _positions_of_returned_variables(
     lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
     """Return the positions of variables that are read after their block: (index of the line in the

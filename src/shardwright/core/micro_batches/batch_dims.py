@@ -67,7 +67,7 @@ class JoinedDims:
             for value, names in tensors:
                 for dim, name in enumerate(names):
                     if name is not None and value.shape[dim] > 1:
-                        self._join_groups((value, dim), (op, name))
+                        self._merge_dim_groups((value, dim), (op, name))
 
     def candidates(self, count: int) -> Iterator[tuple[int | None, ...]]:
         """Yield candidates for the batch dimensions of all leaves of a call's arguments.
@@ -90,7 +90,7 @@ class JoinedDims:
             all_joined = self.of_inputs(
                 {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
             )
-            candidates |= dict.fromkeys(map(self._dims_of_leaves, (all_joined, joined)))
+            candidates |= dict.fromkeys(map(self._leaf_batch_dims, (all_joined, joined)))
         yield from list(candidates)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
@@ -126,7 +126,7 @@ class JoinedDims:
                 given[by_name[name]] = dim % rank
         dims = {**self.of_inputs(given), **given}
         in_full = {name for name, dim in batch_dims.items() if dim is None}
-        return self._dims_of_leaves({v: dim for v, dim in dims.items() if v.name not in in_full})
+        return self._leaf_batch_dims({v: dim for v, dim in dims.items() if v.name not in in_full})
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
         """Return the first dimension of each input that is in the same group as one of `dims`;
@@ -139,7 +139,7 @@ class JoinedDims:
             if self.root_of_group((value, dim)) in roots
         }
 
-    def _dims_of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
+    def _leaf_batch_dims(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
         leaves = self._graph.inputs
         return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in leaves)
 
@@ -153,7 +153,7 @@ class JoinedDims:
             node = self._parent[node]
         return node
 
-    def _join_groups(self, first: object, other: object) -> None:
+    def _merge_dim_groups(self, first: object, other: object) -> None:
         first, other = self.root_of_group(first), self.root_of_group(other)
         if first != other:
             self._parent[first] = other

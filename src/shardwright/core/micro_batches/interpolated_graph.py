@@ -53,11 +53,11 @@ class GraphsBySize:
         Raises:
             CaptureError: if the model cannot be captured.
         """
-        key = tuple(_description(leaf) for leaf in leaves)
+        key = tuple(_argument_cache_key(leaf) for leaf in leaves)
         if key in self.captured:
             return self.captured[key]
         if self.derive and key not in self._derived and len(self.captured) > 1:
-            graph = self._derive(key)
+            graph = self._interpolate_graph(key)
             if graph is not None:
                 self._derived[key] = graph
         if self.derive and key in self._derived:
@@ -77,7 +77,7 @@ class GraphsBySize:
         finally:
             self.derive = before
 
-    def _derive(self, key: tuple[Any, ...]) -> Graph | None:
+    def _interpolate_graph(self, key: tuple[Any, ...]) -> Graph | None:
         (key_a, graph_a), (key_b, graph_b), *_ = self.captured.items()
         try:
             rows = _rows(key_a, key_b, key)
@@ -86,7 +86,7 @@ class GraphsBySize:
             return None
 
 
-def _description(leaf: Any) -> Any:
+def _argument_cache_key(leaf: Any) -> Any:
     """Return what identifies the graph for a leaf: shape and kind of a tensor, or the object."""
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, (int, float, str, bool)) else id(leaf)
@@ -133,30 +133,30 @@ class _Interpolation:
         a, b = self._a, self._b
         if a.python is not None or b.python is not None or len(a.ops) != len(b.ops):
             raise NotInterpolableError
-        self._pair_equal(a.parameters, b.parameters)
-        self._pair_equal(a.buffers, b.buffers)
-        self._pair_equal(tuple(a.constants), tuple(b.constants))
+        self._pair_equal_values(a.parameters, b.parameters)
+        self._pair_equal_values(a.buffers, b.buffers)
+        self._pair_equal_values(tuple(a.constants), tuple(b.constants))
         for constant, other in zip(a.constants.values(), b.constants.values(), strict=True):
             if constant.is_meta or other.is_meta or not torch.equal(constant, other):
                 raise NotInterpolableError
         inputs = self._paired_inputs(a.inputs, b.inputs)
-        ops = tuple(self._op(*pair) for pair in zip(a.ops, b.ops, strict=True))
+        ops = tuple(self._interpolate_op(*pair) for pair in zip(a.ops, b.ops, strict=True))
         named = ("tied", "frozen", "compute_dtype", "attributes", "autocast_on", "whole_batch")
         if any(getattr(a, name) != getattr(b, name) for name in named):
             raise NotInterpolableError
         derived = {
-            each.name: self._argument(getattr(a, each.name), getattr(b, each.name))
+            each.name: self._interpolate_argument(getattr(a, each.name), getattr(b, each.name))
             for each in fields(Graph)
             if each.name in ("outputs", "updates", "loss", "other_losses")
         }
         return replace(a, ops=ops, inputs=inputs, capture_seconds=0.0, **derived)
 
-    def _pair_equal(self, values: Sequence[Value], others: Sequence[Value]) -> None:
+    def _pair_equal_values(self, values: Sequence[Value], others: Sequence[Value]) -> None:
         """Pair values that do not depend on the batch size, which the derived graph shares."""
         if len(values) != len(others):
             raise NotInterpolableError
         for value, other in zip(values, others, strict=True):
-            if _facts(value) != _facts(other) or value.shape != other.shape:
+            if _non_shape_fields(value) != _non_shape_fields(other) or value.shape != other.shape:
                 raise NotInterpolableError
             self._values[value] = other, value
 
@@ -165,28 +165,33 @@ class _Interpolation:
             raise NotInterpolableError
         for leaf, other in zip(leaves, others, strict=True):
             if isinstance(leaf, Value) and isinstance(other, Value):
-                self._value(leaf, other)
-        return tuple(map(self._argument, leaves, others))
+                self._interpolate_value(leaf, other)
+        return tuple(map(self._interpolate_argument, leaves, others))
 
-    def _value(self, value: Value, other: Value) -> Value:
+    def _interpolate_value(self, value: Value, other: Value) -> Value:
         """Pair a new value of each graph, and return that of the derived graph."""
-        if _facts(value) != _facts(other) or len(value.shape) != len(other.shape):
+        if _non_shape_fields(value) != _non_shape_fields(other) or len(value.shape) != len(
+            other.shape
+        ):
             raise NotInterpolableError
-        made = replace(value, shape=tuple(map(self._number, value.shape, other.shape)))
+        made = replace(value, shape=tuple(map(self._interpolate_number, value.shape, other.shape)))
         self._values[value] = other, made
         return made
 
-    def _op(self, op: Op, other: Op) -> Op:
+    def _interpolate_op(self, op: Op, other: Op) -> Op:
         facts = ("name", "target", "module", "source", "flattened", "calls")
         if any(getattr(op, name) != getattr(other, name) for name in facts):
             raise NotInterpolableError
         if len(op.outputs) != len(other.outputs):
             raise NotInterpolableError
-        args, kwargs = self._argument(op.args, other.args), self._argument(op.kwargs, other.kwargs)
-        outputs = tuple(map(self._value, op.outputs, other.outputs))
+        args, kwargs = (
+            self._interpolate_argument(op.args, other.args),
+            self._interpolate_argument(op.kwargs, other.kwargs),
+        )
+        outputs = tuple(map(self._interpolate_value, op.outputs, other.outputs))
         return replace(op, args=args, kwargs=kwargs, outputs=outputs)
 
-    def _argument(self, argument: Any, other: Any) -> Any:
+    def _interpolate_argument(self, argument: Any, other: Any) -> Any:
         """Return an argument of the derived graph, given that of each graph."""
         if isinstance(argument, Value):
             if argument not in self._values or self._values[argument][0] is not other:
@@ -197,19 +202,21 @@ class _Interpolation:
         if isinstance(argument, (list, tuple)):
             if len(argument) != len(other):
                 raise NotInterpolableError
-            items = map(self._argument, argument, other)
+            items = map(self._interpolate_argument, argument, other)
             return list(items) if isinstance(argument, list) else tuple(items)
         if isinstance(argument, dict):
             if argument.keys() != other.keys():
                 raise NotInterpolableError
-            return {key: self._argument(item, other[key]) for key, item in argument.items()}
+            return {
+                key: self._interpolate_argument(item, other[key]) for key, item in argument.items()
+            }
         if type(argument) is int:
-            return self._number(argument, other)
+            return self._interpolate_number(argument, other)
         if argument is not other and argument != other:
             raise NotInterpolableError
         return argument
 
-    def _number(self, number: int, other: int) -> int:
+    def _interpolate_number(self, number: int, other: int) -> int:
         if number == other:
             return number
         slope, remainder = divmod(number - other, self._rows_a - self._rows_b)
@@ -220,5 +227,5 @@ class _Interpolation:
         return fixed + slope * self._rows
 
 
-def _facts(value: Value) -> tuple[object, ...]:
+def _non_shape_fields(value: Value) -> tuple[object, ...]:
     return tuple(getattr(value, each.name) for each in fields(Value) if each.name != "shape")

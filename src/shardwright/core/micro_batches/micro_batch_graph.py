@@ -144,7 +144,7 @@ class MicroBatchGraph:
         if micro_op is None:
             changes = {*outside, *shared, *self.replaced}.intersection(op.inputs) or numbers
             if changes or self.pair.changed_numbers(op):
-                self._insert_missing_op(op, read, numbers or {})
+                self._insert_uncaptured_op(op, read, numbers or {})
             return
         args, kwargs, changed = merged_arguments(op, micro_op, read)
         for name, number in (numbers or {}).items():
@@ -152,7 +152,7 @@ class MicroBatchGraph:
         if changed or numbers:
             self._replace_op(op, replace(micro_op, args=args, kwargs=kwargs))
 
-    def _insert_missing_op(
+    def _insert_uncaptured_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
     ) -> None:
         """Insert an operator that is not captured for a micro-batch of one sample, such as the
@@ -249,7 +249,7 @@ class MicroBatchGraph:
         pairs = list(zip(self.pair.batch.output_values, graph.output_values, strict=True))
         ends_of = {twin: self.replaced.get(value, twin) for value, twin in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
-        ops = list(_needed_ops(self._changed_ops(), (*ends, *(new for _, new in graph.updates))))
+        ops = list(_producing_ops(self._merged_ops(), (*ends, *(new for _, new in graph.updates))))
         if self.pair.micro is not self.pair.twin:
             self.pair.check_operators(ops)
             for value, twin in pairs:
@@ -278,7 +278,7 @@ class MicroBatchGraph:
             ),
         )
 
-    def _changed_ops(self) -> list[Op]:
+    def _merged_ops(self) -> list[Op]:
         """Return the operators of the micro-batch, each followed by its replacements."""
         following: dict[Op | None, list[Op]] = {}
         before = None
@@ -290,7 +290,7 @@ class MicroBatchGraph:
 
     def _prologue_graph(self, values: Sequence[Value]) -> Graph:
         batch = self.pair.batch
-        ops = tuple(_needed_ops((*map(_fill_like_as_full, batch.ops), *self.counts), values))
+        ops = tuple(_producing_ops((*map(_fill_like_as_full, batch.ops), *self.counts), values))
         read = {value for op in ops for value in op.inputs} | set(values)
         return replace(
             batch,
@@ -321,7 +321,7 @@ def _fill_like_as_full(op: Op) -> Op:
     return replace(op, target=aten.full.default, args=arguments, kwargs={"dtype": op.output.dtype})
 
 
-def _needed_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
+def _producing_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
     """Return the operators among `ops` on which `values` depend, in order of execution."""
     needed, needed_ops = set(values), []
     for op in reversed(list(ops)):

@@ -60,7 +60,7 @@ class PairedGraphs:
 
     @cached_property
     def twin_values(self) -> Mapping[Value, Value]:
-        return dict(_paired_values(self.batch, self.twin, self.twin_ops))
+        return dict(_pairs_of_equal_values(self.batch, self.twin, self.twin_ops))
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
@@ -72,9 +72,9 @@ class PairedGraphs:
         """
         if self.micro is self.twin:
             return self.twin_ops
-        calls = self._equal_calls()
+        calls = self._match_equal_ops()
         ops: dict[Op, Op] = {}
-        values = dict(_paired_values(self.batch, self.micro, ops))
+        values = dict(_pairs_of_equal_values(self.batch, self.micro, ops))
         for op in self.batch.ops:
             micro_op = calls.get(op)
             if micro_op is None or len(op.inputs) != len(micro_op.inputs):
@@ -87,15 +87,15 @@ class PairedGraphs:
                 values.update(zip(op.outputs, micro_op.outputs, strict=True))
         return ops
 
-    def _equal_calls(self) -> Mapping[Op, Op]:
+    def _match_equal_ops(self) -> Mapping[Op, Op]:
         """Match operators by target, source line and name.
 
         Arithmetic operators are matched by their order on the line: a micro-batch of one sample
         lacks some of these operators, such as `x / len(x)`, so that the names of others differ.
         """
-        own_groups = _grouped_by_call(self.micro.ops)
+        own_groups = _group_ops_by_call(self.micro.ops)
         calls: dict[Op, Op] = {}
-        for key, group in _grouped_by_call(self.batch.ops).items():
+        for key, group in _group_ops_by_call(self.batch.ops).items():
             own_group = own_groups.get(key, [])
             in_order = group[0].short_name in ARITHMETIC
             if in_order and len(group) != len(own_group):
@@ -110,7 +110,7 @@ class PairedGraphs:
     def values(self) -> Mapping[Value, Value]:
         """Values of the micro-batch's graph (`micro`), by the matching value of the global batch
         (`batch`)."""
-        return dict(_paired_values(self.batch, self.micro, self.ops))
+        return dict(_pairs_of_equal_values(self.batch, self.micro, self.ops))
 
     def are_paired(self, value: Value, micro_value: Value) -> bool:
         """Whether two values match up to dimensions of size 1.
@@ -223,7 +223,7 @@ class _PairedViews:
         return value
 
 
-def _grouped_by_call(ops: Iterable[Op]) -> Mapping[tuple[object, str, str], list[Op]]:
+def _group_ops_by_call(ops: Iterable[Op]) -> Mapping[tuple[object, str, str], list[Op]]:
     """Group operators by target, source line and module."""
     groups: dict[tuple[object, str, str], list[Op]] = {}
     for op in ops:
@@ -231,7 +231,7 @@ def _grouped_by_call(ops: Iterable[Op]) -> Mapping[tuple[object, str, str], list
     return groups
 
 
-def _paired_values(
+def _pairs_of_equal_values(
     graph: Graph, other: Graph, ops: Mapping[Op, Op]
 ) -> Iterator[tuple[Value, Value]]:
     yield from zip(graph.input_values, other.input_values, strict=True)
@@ -255,7 +255,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
         graph: graph of a micro-batch.
         larger: graph of a larger batch.
     """
-    paired = dict(_paired_values(larger, graph, {}))
+    paired = dict(_pairs_of_equal_values(larger, graph, {}))
     constants = len(graph.constants) != len(larger.constants)
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:

@@ -241,16 +241,16 @@ def refuse_gradients_of_outputs() -> None:
 
 def _check_gradient_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        sources = (_output_of_edge(*gradient_edge_of(each)) for each in inputs)
+        sources = (_output_of_autograd_edge(*gradient_edge_of(each)) for each in inputs)
         requested = {source for source in sources if source is not None}
-        later = next(_visited_dependents(requested, outputs), None) if requested else None
+        later = next(_visited_outputs(requested, outputs), None) if requested else None
     if later is not None:
         output = next(source for source in later.computed_from if source in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
         raise PlanError(_incomplete_gradient_message(call, output, later))
 
 
-def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
+def _visited_outputs(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
     """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
     of `requested`."""
     stack = [gradient_edge_of(each) for each in outputs]
@@ -260,7 +260,7 @@ def _visited_dependents(requested: set[OutputMark], outputs: Sequence[Any]) -> I
         if node is None or (node, output_index) in edges:
             continue
         edges.add((node, output_index))
-        output = _output_of_edge(node, output_index)
+        output = _output_of_autograd_edge(node, output_index)
         if output is not None and not requested.isdisjoint(output.computed_from):
             yield output
         if node not in nodes:
@@ -273,7 +273,7 @@ def _attach_output(tensor: Tensor, output: OutputMark) -> None:
     node.metadata.setdefault(_METADATA_KEY, {})[output_index] = output
 
 
-def _output_of_edge(node: Any, output_index: int) -> OutputMark | None:
+def _output_of_autograd_edge(node: Any, output_index: int) -> OutputMark | None:
     output: OutputMark | None = None
     if node is not None:
         output = node.metadata.get(_METADATA_KEY, {}).get(output_index)

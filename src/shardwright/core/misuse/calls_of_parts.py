@@ -17,7 +17,7 @@ def explain_calls_of_parts(net: nn.Module) -> None:
     """
     for submodule in net.modules():
         if submodule is not net:
-            vars(submodule).setdefault("forward", MethodType(_forward_of_submodule, submodule))
+            vars(submodule).setdefault("forward", MethodType(_call_submodule_forward, submodule))
 
 
 def leave_calls_of_parts(net: nn.Module) -> None:
@@ -29,10 +29,10 @@ def leave_calls_of_parts(net: nn.Module) -> None:
 
 def explains_calls(forward: object) -> bool:
     """Whether the `forward` of a submodule was set by `explain_calls_of_parts`."""
-    return getattr(forward, "__func__", None) is _forward_of_submodule
+    return getattr(forward, "__func__", None) is _call_submodule_forward
 
 
-def _forward_of_submodule(submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_submodule_forward(submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call the submodule's own `forward`.
 
     Raises:

@@ -109,7 +109,7 @@ class OriginalModel:
             each
             for each in changed
             if each not in self._warned_attributes
-            and not _has_equal_attribute(each, original, copy)
+            and not _has_equal_attribute_in_planned(each, original, copy)
         ]
         self._warned_attributes.update(different)
         if different:
@@ -141,7 +141,7 @@ class OriginalModel:
                 yield (path, VALUES), tuple(map(version, parameters.values()))
 
 
-def _has_equal_attribute(
+def _has_equal_attribute_in_planned(
     attribute: WatchedAttribute,
     original: Mapping[str, nn.Module],
     planned: Mapping[str, nn.Module],

@@ -49,9 +49,9 @@ def _check_complete_state(tensor: DTensor) -> None:
     if stages is None:
         return
     if not all(placement.is_replicate() for placement in tensor.placements):
-        _refuse_saving(SHARD)
+        _refuse_saving_partial_state(SHARD)
     elif stages > 1:
-        _refuse_saving(STAGE)
+        _refuse_saving_partial_state(STAGE)
     elif is_called_by("safetensors"):
         raise PlanError(
             f"`safetensors`{user_line()} cannot save the parameters of a planned model, which"
@@ -60,7 +60,7 @@ def _check_complete_state(tensor: DTensor) -> None:
         )
 
 
-def _refuse_saving(extent: str) -> None:
+def _refuse_saving_partial_state(extent: str) -> None:
     """Reject saving, unless a caller combines the shards or stages of all ranks.
 
     Args:
@@ -92,10 +92,10 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
         of_child = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
         missing = next((name for name in of_child if name not in present), None)
         if missing is not None:
-            child.register_state_dict_post_hook(partial(_to_stage_tensors, missing))
+            child.register_state_dict_post_hook(partial(_convert_to_stage_tensors, missing))
 
 
-def _to_stage_tensors(
+def _convert_to_stage_tensors(
     missing: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
     """Convert tensors of a state dict to `StageTensor`s, unless the state dict has entry `missing`.
@@ -118,7 +118,7 @@ class StageTensor(Tensor):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_saving(STAGE)
+        _refuse_saving_partial_state(STAGE)
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:
@@ -143,14 +143,14 @@ class StageTensor(Tensor):
         `safetensors` falls back to `storage` if `untyped_storage` raises, so both methods check.
         """
         if is_called_by("safetensors"):
-            _refuse_saving(STAGE)
+            _refuse_saving_partial_state(STAGE)
 
 
 class StageState(dict[str, Any]):
     """The state dict of an optimizer of one pipeline stage; rejects pickling."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_saving(STAGE)
+        _refuse_saving_partial_state(STAGE)
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageState:

@@ -49,7 +49,7 @@ class PlannedCall:
         self._inputs = graph.inputs
         self._args, self._kwargs = pytree.tree_unflatten(list(graph.inputs), graph.in_spec)
         self._planned_names = self._drop_defaults(
-            self._named_arguments(self._args, self._kwargs)
+            self._arguments_by_name(self._args, self._kwargs)
         ).keys()
         self._planned_index = {
             path: index for index, path in enumerate(self._leaf_paths(graph.in_spec))
@@ -77,12 +77,12 @@ class PlannedCall:
                 f"the model was called with {_describe_arguments(args, kwargs)}: {error}\npass the "
                 f"planned inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
-        named = self._drop_defaults(self._named_arguments(args, kwargs))
+        named = self._drop_defaults(self._arguments_by_name(args, kwargs))
         # In the planned structure, so that positional and keyword arguments hit the same program.
         if named.keys() == self._planned_names:
             values = [
                 self._argument_or_default(name, named)
-                for name in self._named_arguments(self._args, self._kwargs)
+                for name in self._arguments_by_name(self._args, self._kwargs)
             ]
             count = len(self._args)
             return tuple(values[:count]), dict(zip(self._kwargs, values[count:], strict=True))
@@ -132,7 +132,7 @@ class PlannedCall:
                     " sizes may differ from the planned call"
                 )
 
-    def _named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by parameter name; arguments of `*args` are named `*0`, `*1`, ..."""
         names = [*self._positions, *(f"*{n}" for n in range(len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -140,7 +140,7 @@ class PlannedCall:
     def _leaf_paths(self, spec: pytree.TreeSpec) -> list[str]:
         args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
         # Paths, unlike indices, are equal whether an argument is passed by position or by keyword.
-        flat, _ = pytree.tree_flatten_with_path(self._named_arguments(args, kwargs))
+        flat, _ = pytree.tree_flatten_with_path(self._arguments_by_name(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 
     def _drop_defaults(self, named: dict[str, Any]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class Execution(Recapture):
                 captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
                 self._evict_programs(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
-        bound = _get_most_recent(self._forwards, key)
+        bound = _get_and_mark_recently_used(self._forwards, key)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
         if bound.graph.python is None:
@@ -242,7 +242,7 @@ class Execution(Recapture):
         self._reachable.update()
         # The program of a later Python state may change objects.
         if depends_on_calls or (self._reachable.version and not self._splits_batch):
-            return self._train_with_python(args, kwargs)
+            return self._train_with_python_effects(args, kwargs)
         bound, leaves, dims = self._find_bound_step(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
@@ -258,7 +258,7 @@ class Execution(Recapture):
         bound.tensors.write(changed)
         return loss
 
-    def _train_with_python(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _train_with_python_effects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run forward and backward over one batch, without micro-batches, for a model whose Python
         code changes objects.
 
@@ -419,7 +419,7 @@ class Execution(Recapture):
                 partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
             self._evict_programs(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
-        return _get_most_recent(self._train_steps, key), inputs, dims
+        return _get_and_mark_recently_used(self._train_steps, key), inputs, dims
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_step(partitioned)
@@ -448,7 +448,7 @@ class Execution(Recapture):
             del bound[key]
 
 
-def _get_most_recent(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+def _get_and_mark_recently_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
     """Return the cache entry of `key`, and move it to the end, as the most recently used."""
     # Dictionaries keep the order of insertion.
     bound[key] = bound.pop(key)

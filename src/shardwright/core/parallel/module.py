@@ -276,7 +276,7 @@ def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[P
             calls[name] = _record_initializer(getattr(user_class, name))
     for name in DECODERS:
         if callable(getattr(user_class, name, None)):
-            calls[name] = _explain_decoder(name, getattr(user_class, name))
+            calls[name] = _wrap_decoder_errors(name, getattr(user_class, name))
     return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
 
 
@@ -298,7 +298,7 @@ def _record_initializer(initialize: Callable[..., Any]) -> Callable[..., Any]:
     return initializer
 
 
-def _explain_decoder(name: str, decode: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_decoder_errors(name: str, decode: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `decode`, a method that calls the model with caches, so that its errors name a remedy.
 
     Methods that call the model as planned, without caches, need no remedy.

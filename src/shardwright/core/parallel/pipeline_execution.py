@@ -81,7 +81,7 @@ class PipelineExecution(Execution):
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
         outputs = [
-            self._output(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
+            self._rank_output(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
             for leaf in graph.outputs
         ]
         if graph.python is None:
@@ -166,7 +166,7 @@ class PipelineExecution(Execution):
         # Operators that the planned graph lacks go to the chunk of their neighbors.
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
-    def _output(
+    def _rank_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
         """Return an output for the local batch of this rank, if it has one; else for the global
@@ -198,7 +198,8 @@ class PipelineExecution(Execution):
         # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
         if chunk.stage == self.devices.stage:
             tensors = [
-                self._unshard(stages, chunk, value, tensor) for tensor in local_outputs[value.name]
+                self._unshard_output(stages, chunk, value, tensor)
+                for tensor in local_outputs[value.name]
             ]
             weight = stages.reduction_of(value)
             if weight is not None:
@@ -230,7 +231,9 @@ class PipelineExecution(Execution):
         blocks = samples.reshape(micro_batches, num_shards, -1, *samples.shape[1:])
         return blocks.transpose(0, 1).reshape(samples.shape)
 
-    def _unshard(self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor) -> Tensor:
+    def _unshard_output(
+        self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor
+    ) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
         layout = TensorLayout(chunk.mesh, axes)
         if not layout.sharded:

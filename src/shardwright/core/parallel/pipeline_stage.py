@@ -202,7 +202,7 @@ class RankStages:
         return self.pipeline.micro_batches
 
     @property
-    def _last_stage(self) -> int:
+    def _last_stage_index(self) -> int:
         return self.partitioned.chunks[-1].stage
 
     def compile(self, compiler: Callable[[Program], Program]) -> None:
@@ -238,7 +238,7 @@ class RankStages:
         self._reduce_shared_gradients(inputs.shards, gradients)
         # The schedule collects losses on the last stage only.
         loss = torch.stack(losses).sum().detach() if losses else self._empty_loss()
-        self._broadcast_from_stage(self._last_stage, loss)
+        self._broadcast_from_stage(self._last_stage_index, loss)
         return loss, gradients, inputs.changed(step.buffers)
 
     def evaluate(self, inputs: StepInputs) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
@@ -334,7 +334,7 @@ class RankStages:
             leaving,
             self.devices.peers_of_all_stages,
             # Zero-bubble schedules call W of every chunk; those that cannot split do all work in I.
-            dw_builder=None if can_split_backward(module) else _without_weight_pass,
+            dw_builder=None if can_split_backward(module) else _no_op_weight_gradient_pass,
         )
         # Wrapped on the instance, as schedules call these methods of the stage by name.
         for method_name, pass_name in PASSES.items():
@@ -427,7 +427,7 @@ def can_split_backward(module: StageModule) -> bool:
     return is_separable and (chunk.number == 0 or any(v.requires_grad for v in chunk.arriving))
 
 
-def _without_weight_pass() -> Any:
+def _no_op_weight_gradient_pass() -> Any:
     """Return a weight-gradient pass (W) that does nothing: the `dw_builder` of chunks that compute
     all gradients in the input-gradient pass (I)."""
     return _no_op

@@ -144,15 +144,15 @@ class PythonCalls:
         are full tensors."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
-        stored = [_full_tensor(tensor, copies=True) for tensor in outputs[first:]]
+        stored = [_gather_frozen(tensor, copies=True) for tensor in outputs[first:]]
         return [*outputs[:first], *stored], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `constants` as full tensors on the device of the programs."""
-        return {name: _full_tensor(tensor).to(self._device) for name, tensor in constants.items()}
+        return {name: _gather_frozen(tensor).to(self._device) for name, tensor in constants.items()}
 
 
-def _full_tensor(tensor: Tensor, copies: bool = False) -> Tensor:
+def _gather_frozen(tensor: Tensor, copies: bool = False) -> Tensor:
     if tensor.requires_grad:
         return tensor
     if isinstance(tensor, DTensor):

@@ -66,9 +66,9 @@ class SetByForward:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks up optional protocol methods.
             raise AttributeError(name)
-        self._refuse()
+        self._refuse_assignment()
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def _refuse_assignment(self, *_: object) -> NoReturn:
         raise PlanError(
             f"attribute {self._name!r} is set by `forward`, but the program of a planned model runs"
             " operators only\nreturn its value from `forward`, or keep it in a buffer"
@@ -79,12 +79,14 @@ class SetByForward:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         leaves = pytree.tree_leaves((args, kwargs))
-        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse()
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse_assignment()
 
-    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse
-    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse_assignment
+    __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
+        _refuse_assignment
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse_assignment
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __rmatmul__ = _refuse_assignment
 
 
 class PythonState:
@@ -200,7 +202,7 @@ class PythonState:
             if name not in attributes:
                 other.pop(name, None)
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(attributes[name])):
-                other[name] = _refer_to_copies(attributes[name], memo)
+                other[name] = _replace_references_by_copies(attributes[name], memo)
         for path, position, of_model, hooks in self._captured_hooks:
             hooks_of_copy = forward_hooks(copies[path])[position]
             for number in hooks_of_copy.keys() - (of_model.keys() & hooks.keys()):
@@ -344,7 +346,7 @@ class PythonState:
                 )
 
 
-class _RecordedMemo(dict[int, Any]):
+class _RecordingDeepcopyMemo(dict[int, Any]):
     """A memo of `copy.deepcopy` that records whether a copied object refers to one of `copies`."""
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
@@ -356,12 +358,12 @@ class _RecordedMemo(dict[int, Any]):
         return super().get(key, default)
 
 
-def _refer_to_copies(value: Any, copies: Mapping[int, Any]) -> Any:
+def _replace_references_by_copies(value: Any, copies: Mapping[int, Any]) -> Any:
     """Return `value`, or a copy that refers to the template where `value` refers to the planned
     module, such as a bound method or a `functools.partial` of one."""
     if plain_text(value) or isinstance(value, Tensor):
         return value
-    memo = _RecordedMemo(copies)
+    memo = _RecordingDeepcopyMemo(copies)
     try:
         copied = deepcopy(value, memo)
     except Exception:  # the user's objects may raise any error

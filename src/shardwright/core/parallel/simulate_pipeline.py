@@ -87,7 +87,7 @@ class _ChunkSequence:
         step = StepContext.of(inputs, count, self._whole_batch)
         weight = loss_weight(self.partitioned)
         for module in self.modules:
-            with self._count_bytes(module.chunk, 0):
+            with self._count_sent_bytes(module.chunk, 0):
                 module.begin_step(step, inputs)
         # The order of passes changes no value and no byte; only their times.
         runs = [self._run_forward(number) for number in range(count)]
@@ -97,7 +97,7 @@ class _ChunkSequence:
             loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
             self._run_backward(run, loss)
-        return torch.stack(losses).sum(), self._end_step(), inputs.changed(step.buffers)
+        return torch.stack(losses).sum(), self._sum_gradients(), inputs.changed(step.buffers)
 
     def _run_forward(self, micro_batch: int) -> list[_ChunkRun]:
         """Run all chunks forward for one micro-batch."""
@@ -106,11 +106,11 @@ class _ChunkSequence:
             previous_outputs = runs[-1].outputs if runs else ()
             # Detached: each stage has an autograd graph of its own, as on real ranks.
             received = tuple(t.detach().requires_grad_(t.requires_grad) for t in previous_outputs)
-            with self._count_bytes(module.chunk, 0):
+            with self._count_sent_bytes(module.chunk, 0):
                 outputs = module(*received, number=micro_batch)
             runs.append(_ChunkRun(received, outputs if isinstance(outputs, tuple) else (outputs,)))
             # Consecutive chunks may be on one stage, as at the turn of a V-shaped schedule.
-            if module.chunk.leaving and self._crosses_stages(module.chunk.number):
+            if module.chunk.leaving and self._is_followed_by_other_stage(module.chunk.number):
                 self.sent[module.chunk.stage][0] += _num_bytes(runs[-1].outputs)
         return runs
 
@@ -121,10 +121,10 @@ class _ChunkSequence:
         for module, run in zip(reversed(self.modules), reversed(runs), strict=True):
             roots = [(t, g) for t, g in zip(starts, gradients, strict=True) if t.requires_grad]
             if roots:
-                with self._count_bytes(module.chunk, 1):
+                with self._count_sent_bytes(module.chunk, 1):
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             trained = [tensor for tensor in run.received if tensor.requires_grad]
-            if module.chunk.number and self._crosses_stages(module.chunk.number - 1):
+            if module.chunk.number and self._is_followed_by_other_stage(module.chunk.number - 1):
                 self.sent[module.chunk.stage][1] += _num_bytes(trained)
             # Real stages send zeros for a missing gradient, as the previous stage waits for one.
             gradients = tuple(
@@ -133,11 +133,11 @@ class _ChunkSequence:
             )
             starts = runs[module.chunk.number - 1].outputs
 
-    def _end_step(self) -> dict[str, Tensor]:
+    def _sum_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of local shards by name, summed over chunks and stages."""
         total: dict[str, Tensor] = {}
         for module in self.modules:
-            with self._count_bytes(module.chunk, 1):
+            with self._count_sent_bytes(module.chunk, 1):
                 gradients = module.unsharded.end_step()
             for name, gradient in gradients.items():
                 total[name] = total[name] + gradient if name in total else gradient
@@ -149,13 +149,13 @@ class _ChunkSequence:
                     self.sent[stage][1] += -(-sent // len(stages))
         return total
 
-    def _crosses_stages(self, chunk_number: int) -> bool:
+    def _is_followed_by_other_stage(self, chunk_number: int) -> bool:
         """Whether the chunk after chunk `chunk_number` is on another stage."""
         chunks = self.partitioned.chunks
         return chunks[chunk_number].stage != chunks[chunk_number + 1].stage
 
     @contextmanager
-    def _count_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
+    def _count_sent_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
         """Context whose sent bytes are added to `sent` of the chunk's stage.
 
         Args:

@@ -248,7 +248,7 @@ def simulate(
             shards[value.name].requires_grad_(value.differentiable)
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(shards, state, leaves, seed)
-        starts = _gradient_starts(ranks, communication, results, root_gradients)
+        starts = _outputs_with_gradients(ranks, communication, results, root_gradients)
         trained = [start for start in starts if start.value in graph.trained]
         # The plan predicts the communication of the loss's gradients. Gradients of other outputs
         # need a second backward pass, which starts from all outputs.
@@ -358,7 +358,7 @@ def _loss_gradients(graph: Graph) -> list[Tensor | None]:
 
 
 @dataclass(frozen=True)
-class _GradientStart:
+class _OutputWithGradient:
     """An output and its gradient, in the output's layout, from which a backward pass starts."""
 
     value: Value
@@ -366,12 +366,12 @@ class _GradientStart:
     gradient: Tensor
 
 
-def _gradient_starts(
+def _outputs_with_gradients(
     ranks: Ranks,
     communication: Communication,
     outputs: Sequence[Any],
     gradients: Sequence[Tensor | None],
-) -> list[_GradientStart]:
+) -> list[_OutputWithGradient]:
     """Return the outputs that require a gradient, with their gradients sharded like the outputs.
 
     The gradient of a partial sum is replicated over the axes of the sum.
@@ -383,11 +383,11 @@ def _gradient_starts(
         if gradient is not None and tensor.requires_grad:
             # Without the partial axes of the output: each term of a sum gets the full gradient.
             layout = TensorLayout(mesh, communication.returned(value).axes)
-            starts.append(_GradientStart(value, tensor, ranks.shard(gradient, layout)))
+            starts.append(_OutputWithGradient(value, tensor, ranks.shard(gradient, layout)))
     return starts
 
 
-def _run_backward(starts: Sequence[_GradientStart], retain_graph: bool = False) -> None:
+def _run_backward(starts: Sequence[_OutputWithGradient], retain_graph: bool = False) -> None:
     tensors, gradients = [start.tensor for start in starts], [start.gradient for start in starts]
     if starts:
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)

@@ -161,7 +161,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     _install_dtensor_extensions()
     tensors = _parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
-    origins, parameters = mark_origins(module, module), _pop_unchanged(tensors, plan)
+    origins, parameters = mark_origins(module, module), _pop_unreplaced_tensors(tensors, plan)
     references = _TensorReferences(module, tensors)
     for name, shard in plan.shards(dict(tensors)):
         given = tensors.pop(name)
@@ -268,7 +268,9 @@ def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _pop_unchanged(tensors: dict[str, Tensor], plan: StoragePlan) -> dict[str, nn.Parameter]:
+def _pop_unreplaced_tensors(
+    tensors: dict[str, Tensor], plan: StoragePlan
+) -> dict[str, nn.Parameter]:
     """Remove tensors that need not be replaced from `tensors`; return the parameters among them.
 
     Buffers that are already on the device are not replaced. Parameters on one device are not

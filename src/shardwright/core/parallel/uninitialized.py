@@ -156,10 +156,10 @@ class Initialization:
                 yield
         finally:
             self._depth -= 1
-        if not self._depth and self._all_initialized(module):
+        if not self._depth and self._are_parameters_initialized(module):
             self.take_values(module)
 
-    def _all_initialized(self, module: nn.Module) -> bool:
+    def _are_parameters_initialized(self, module: nn.Module) -> bool:
         tensors = _uninitialized_parameters(module)
         return all(tensors[name].is_initialized() for name in tensors.keys() & self.names)
 
@@ -186,7 +186,7 @@ class Initialization:
                 self._check_equal_records()
         elsewhere = self.placeholder_names
         wholes = {name: t.full for name, t in tensors.items() if t.is_initialized()}
-        complete = self._all_initialized(module)
+        complete = self._are_parameters_initialized(module)
 
         def keep(name: str, value: Tensor) -> Tensor:
             tensor = tensors[name]
@@ -284,7 +284,7 @@ class Initialization:
             PlanError: on all ranks, if a tensor is uninitialized on any rank.
         """
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-        lacking = [n for n, t in tensors.items() if n in self.names & used and _has_no_value(t)]
+        lacking = [n for n, t in tensors.items() if n in self.names & used and _is_uninitialized(t)]
         if self._devices.is_distributed:
             # The longest list of all ranks: another rank's shard may have no values.
             lacking = max(values_of_ranks(lacking), key=len)
@@ -349,7 +349,7 @@ def _remove_placeholders_from_state(
             state.pop(prefix + name, None)
 
 
-def _has_no_value(tensor: Tensor) -> bool:
+def _is_uninitialized(tensor: Tensor) -> bool:
     if isinstance(tensor, UninitializedTensor) or (
         isinstance(tensor, UninitializedShard) and tensor.is_initialized()
     ):

@@ -169,7 +169,7 @@ def _replace_shards(
     # Tied parameters are gathered once, under their first name.
     first_names = {id(parameter): name for name, parameter in template.named_parameters()}
     for name, planned in template.named_parameters(remove_duplicate=False):
-        _set_tensor(net, name, parameters[first_names[id(planned)]], undo)
+        _set_module_tensor(net, name, parameters[first_names[id(planned)]], undo)
     owned_buffers = dict(net.named_buffers())
     for name, planned_buffer in template.named_buffers():
         if execution.devices.stages > 1:
@@ -177,10 +177,10 @@ def _replace_shards(
                 execution, name, planned_buffer, owned_buffers.get(name)
             )
             if name not in owned_buffers:
-                _set_tensor(net, name, full_buffer, undo)
+                _set_module_tensor(net, name, full_buffer, undo)
 
 
-def _set_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
+def _set_module_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
     path, _, leaf = name.rpartition(".")
     owner = net.get_submodule(path)
     undo.callback(setattr, owner, leaf, getattr(owner, leaf))

@@ -37,11 +37,13 @@ class _ChunkDescription:
             yield tuple(map(self._describe_value, values))
         for op in graph.ops:
             yield self._describe_op(op)
-        yield tuple((self._number_of(old), self._number_of(new)) for old, new in graph.updates)
+        yield tuple(
+            (self._ordinal_number(old), self._ordinal_number(new)) for old, new in graph.updates
+        )
         for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
-            yield tuple(map(self._number_of, values))
+            yield tuple(map(self._ordinal_number, values))
 
-    def _number_of(self, named: object) -> int:
+    def _ordinal_number(self, named: object) -> int:
         """Return the number of a value or of a segment name, in order of first appearance."""
         # Repeated layers have different names, but first appearances in the same order.
         return self._numbers.setdefault(named, len(self._numbers))
@@ -49,7 +51,7 @@ class _ChunkDescription:
     def _describe_value(self, value: Value) -> tuple[object, ...]:
         name, decisions = value.name, self.decisions
         return (
-            self._number_of(value),
+            self._ordinal_number(value),
             *(value.shape, value.dtype, value.stored_dtype, value.requires_grad),
             decisions.storage.get(name) if value.origin is Origin.PARAMETER else None,
             *(decisions.arrivals.get(name), decisions.departures.get(name)),
@@ -62,11 +64,11 @@ class _ChunkDescription:
         return (
             op.target,
             op.structure,
-            tuple(map(self._number_of, op.inputs)),
+            tuple(map(self._ordinal_number, op.inputs)),
             tuple(map(self._describe_value, op.outputs)),
             tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
             decisions.outputs.get(op.name),
             None
             if recompute is None
-            else (self._number_of(recompute.segment), recompute.communication),
+            else (self._ordinal_number(recompute.segment), recompute.communication),
         )

@@ -158,7 +158,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
             is_read = graph.consumers[value] or value in returned
             if axes is not None and is_read:
                 target = TensorLayout(mesh, axes)
-                route = _add_route(result, value, target, shared, True, True)
+                route = _add_transfers(result, value, target, shared, True, True)
                 result.leading_transfers[value] = route
     for value in graph.output_values:
         departure = decisions.departures.get(value.name)
@@ -170,11 +170,13 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
             target = mesh.replicated(len(value.shape))
         # A value with a departure is read by a later chunk, which sends its gradient back.
         trained = departure is not None or value in graph.trained
-        result.output_routes[value] = _add_route(result, value, target, shared, True, trained)
+        result.output_routes[value] = _add_transfers(result, value, target, shared, True, trained)
     for old_value, value in graph.updates:
         # The new value is copied into the tensor of the old value, so it needs the same layout.
         target = result.initial_layouts[old_value]
-        result.update_routes[old_value] = _add_route(result, value, target, shared, False, False)
+        result.update_routes[old_value] = _add_transfers(
+            result, value, target, shared, False, False
+        )
     result.transfers = join_transfers(
         result.transfers,
         (result.routes, result.output_routes, result.update_routes),
@@ -191,7 +193,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     result.buckets = buckets(
         graph, mesh, divided_decisions, result.routes, result.initial_layouts, returned_routes
     )
-    _count_bytes(result, graph)
+    _sum_communication_bytes(result, graph)
     return result
 
 
@@ -242,7 +244,7 @@ def _add_operator_transfers(
     differentiable = any(value.differentiable for value in op.outputs)
     trained = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
-        route = _add_route(result, value, layout, shared, differentiable, trained)
+        route = _add_transfers(result, value, layout, shared, differentiable, trained)
         result.routes[op.name, index] = route
 
 
@@ -255,7 +257,7 @@ def _inner_reductions(
         yield InnerReduction(reduction, axes if reduction.ordered else tuple(sorted(axes)))
 
 
-def _add_route(
+def _add_transfers(
     result: Communication,
     value: Value,
     target: TensorLayout,
@@ -294,7 +296,7 @@ def _add_route(
     return tuple(route)
 
 
-def _count_bytes(result: Communication, graph: Graph) -> None:
+def _sum_communication_bytes(result: Communication, graph: Graph) -> None:
     # The transfers of a bucket are one collective, whose bytes are rounded once.
     bucketed = {id(t) for bucket in result.buckets for m in bucket.members for t in m.transfers}
     for transfer in result.transfers:

@@ -129,12 +129,12 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> D
     """
     return replace(
         decisions,
-        cuts=_adapt_cuts(decisions.cuts, graph, mesh),
-        outputs=_adapt_outputs(decisions.outputs, graph, mesh),
+        cuts=_reduce_cuts_to_divisible_axes(decisions.cuts, graph, mesh),
+        outputs=_keep_divisible_output_layouts(decisions.outputs, graph, mesh),
     )
 
 
-def _adapt_cuts(
+def _reduce_cuts_to_divisible_axes(
     cuts: Mapping[str, Cuts], graph: Graph, mesh: DeviceMatrix
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the cuts of the operators in `graph`, reduced to the leading axes by which the size of
@@ -154,12 +154,12 @@ def _adapt_cuts(
     return result
 
 
-def _adapt_outputs(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
+def _keep_divisible_output_layouts(outputs: Outputs, graph: Graph, mesh: DeviceMatrix) -> Outputs:
     """Return the pinned output layouts of the operators in `graph`; None where sizes are not
     divisible."""
     return {
         op.name: tuple(
-            axes if axes is not None and _is_divisible(mesh, axes, value.shape) else None
+            axes if axes is not None and _shards_evenly(mesh, axes, value.shape) else None
             for axes, value in zip(outputs[op.name], op.outputs, strict=False)
         )
         for op in graph.ops
@@ -176,7 +176,7 @@ def _leading_divisible_axes(
     return axes[: divisible[-1]] if divisible else ()
 
 
-def _is_divisible(
+def _shards_evenly(
     mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> bool:
     # A count of 0 marks a tensor with another number of dimensions.

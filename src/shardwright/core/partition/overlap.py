@@ -62,7 +62,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
             if route and index == 0:
                 possible_linears.setdefault(route[-1], []).append(op)
     result = {}
-    for transfer in filter(_can_overlap, flow.transfers):
+    for transfer in filter(_can_overlap_transfer, flow.transfers):
         overlapping_ops: tuple[Op, ...] = ()
         producer = graph.producer.get(transfer.value)
         # A later transfer of a route reads the result of the previous transfer, not of the
@@ -76,7 +76,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
             for op in possible_linears.get(transfer, ())
             if delays
             and transfer.step.backward
-            and _can_delay(op)
+            and _can_delay_weight_gradient(op)
             and _is_in_segment(flow, op, transfer.segment)
         )
         if overlapping_ops or delayed_linears:
@@ -84,7 +84,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
     return result
 
 
-def _can_overlap(transfer: Transfer) -> bool:
+def _can_overlap_transfer(transfer: Transfer) -> bool:
     """Whether `transfer` sends an activation, and can be split into a start and a finish."""
     step, value = transfer.step, transfer.value
     # Parameters overlap by buckets. Complex numbers are sent as pairs of real numbers, whose shape
@@ -131,7 +131,7 @@ def _launches_kernel(op: Op) -> bool:
     return not op.target.is_view and op.target is not aten.reshape.default
 
 
-def _can_delay(op: Op) -> bool:
+def _can_delay_weight_gradient(op: Op) -> bool:
     """Whether `op` is a linear layer that computes gradients of both weight and input."""
     # `delayed_linear` flattens all dimensions but the last, so there must be at least two.
     if op.target is not aten.linear.default or len(op.inputs[0].shape) < 2:

@@ -165,7 +165,7 @@ def buckets(
         returned: (value, transfers) of each value that the program returns, parameters included.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
-    uses: dict[tuple[Value, tuple[int, ...]], _BucketedUse] = {}
+    uses: dict[tuple[Value, tuple[int, ...]], _BucketedParameterUse] = {}
     # Only level3 frees gathered parameters, and gathers those again that autograd saved.
     needed = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
@@ -179,7 +179,7 @@ def buckets(
             recompute = decisions.recompute.get(op.name)
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
-            use = uses.setdefault(key, _BucketedUse(value, route, segment))
+            use = uses.setdefault(key, _BucketedParameterUse(value, route, segment))
             # A parameter that is used in several segments, or outside of segments, is gathered once
             # for all uses.
             if use.segment != segment:
@@ -190,15 +190,15 @@ def buckets(
         route = route[: num_bucketed_steps(route)]
         if value.origin is Origin.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
-            use = uses.setdefault(key, _BucketedUse(value, route, None))
+            use = uses.setdefault(key, _BucketedParameterUse(value, route, None))
             # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
     limit = max(sum(map(_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES)
-    return _group_uses(uses.values(), stored, level, min(limit, decisions.bucket_bytes))
+    return _form_buckets(uses.values(), stored, level, min(limit, decisions.bucket_bytes))
 
 
 @dataclass
-class _BucketedUse:
+class _BucketedParameterUse:
     """Use of a parameter in one layout, before uses are grouped into buckets.
 
     Args:
@@ -227,13 +227,16 @@ class _BucketedUse:
         return steps, value.dtype, value.stored_dtype, gradients, segment
 
 
-def _group_uses(
-    uses: Iterable[_BucketedUse], stored: Mapping[Value, TensorLayout], level: str, limit: int
+def _form_buckets(
+    uses: Iterable[_BucketedParameterUse],
+    stored: Mapping[Value, TensorLayout],
+    level: str,
+    limit: int,
 ) -> tuple[Bucket, ...]:
     # One open group per key, as uses with different keys alternate, such as weights and norms that
     # are sharded over different axes.
-    groups: list[list[_BucketedUse]] = []
-    open_groups: dict[tuple[object, ...], tuple[list[_BucketedUse], int]] = {}
+    groups: list[list[_BucketedParameterUse]] = []
+    open_groups: dict[tuple[object, ...], tuple[list[_BucketedParameterUse], int]] = {}
     for use in uses:
         use_bytes = _gathered_bytes(use)
         # In order of use, so that a bucket is gathered shortly before all of its parameters are
@@ -247,7 +250,7 @@ def _group_uses(
         open_groups[use.key] = (group, group_bytes + use_bytes)
     num_uses: dict[Value, int] = {}
 
-    def member(use: _BucketedUse) -> Member:
+    def member(use: _BucketedParameterUse) -> Member:
         count = num_uses[use.value] = num_uses.get(use.value, 0) + 1
         name = use.value.name if count == 1 else f"{use.value.name}@{count}"
         return Member(name, use.value, stored[use.value], use.route)
@@ -265,7 +268,7 @@ def _group_uses(
     return tuple(result)
 
 
-def _gathered_bytes(use: _BucketedUse) -> int:
+def _gathered_bytes(use: _BucketedParameterUse) -> int:
     """Return the bytes of the gathered parameter on a device."""
     layout = use.route[-1].step.target
     return prod(layout.shard_shape(use.value.shape)) * use.value.itemsize

@@ -223,12 +223,12 @@ def assign_recomputed_transfers(
                 else:
                     repeated = emitted if segment.communication else []
                     if value not in results:
-                        repeated = repeated[_num_saved_steps(repeated, segment) :]
+                        repeated = repeated[_num_saved_transfers(repeated, segment) :]
                 for transfer in repeated:
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 
-def _num_saved_steps(route: Sequence[Transfer], segment: Segment) -> int:
+def _num_saved_transfers(route: Sequence[Transfer], segment: Segment) -> int:
     """Return the number of leading transfers of `route`, to an input of `segment`, that are not
     repeated.
 

@@ -33,10 +33,10 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     if str(name) == LOCAL:
         return local_cluster()
-    return cluster_of_content(_content(name, ()), str(name))
+    return cluster_of_content(_load_cluster_with_base(name, ()), str(name))
 
 
-def _content(name: str | Path, derived: tuple[str, ...]) -> Any:
+def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
     """Return the contents of a cluster file, with what it leaves out taken from its `base`.
 
     Args:
@@ -53,7 +53,7 @@ def _content(name: str | Path, derived: tuple[str, ...]) -> Any:
             f"{name}: base must be the name or file of another cluster, not {short_repr(base)}\n"
             f"use one of {', '.join(built_in())}, or the path of a file"
         )
-    base_content = _content(inherited, (*derived, str(name)))
+    base_content = _load_cluster_with_base(inherited, (*derived, str(name)))
     if not isinstance(base_content, Mapping):
         return base_content
     for values, file in ((base_content, inherited), (content, name)):
