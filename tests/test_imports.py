@@ -16,8 +16,8 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 GROUND = ("errors", "text_files", "progress")
 WITHOUT_TORCH = (*GROUND, "core/layout")
 OPTIONAL = {
-    *("accelerate", "datasets", "jinja2", "peft", "scipy", "sklearn", "transformers", "trl"),
-    "wandb",
+    *("accelerate", "datasets", "jinja2", "lightning", "peft", "scipy", "sklearn"),
+    *("transformers", "trl", "wandb"),
 }
 """Dependencies that are imported where they are needed, because they may be missing."""
 WITH_OPTIONAL = "torch.utils.tensorboard."

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from shardwright.core.checkpoint.parameter_names import trained_but_not_in
 from shardwright.core.checkpoint.position import Position
-from shardwright.core.torch_internals import pytree
 from shardwright.errors import CheckpointError
+from shardwright.integrations.full_state import full_optimizer_state
 
 STATE_FOLDER = "shardwright"
 """Subfolder of a `Trainer` checkpoint for the sharded optimizer state, and for trained parameters
@@ -46,7 +44,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
     names = trained_but_not_in(model, _saved_tensor_names(folder))
     position = Position(step=step)
     save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
-    full_state = pytree.tree_map(_gather_on_rank_0, optimizer.state_dict())
+    full_state = full_optimizer_state(optimizer)
     if is_rank_0():
         torch.save(full_state, folder / OPTIMIZER_FILE)
 
@@ -77,14 +75,6 @@ def share_random_state(folder: Path) -> None:
     """Copy the random state of rank 0 to the file from which a run on one process resumes."""
     if is_rank_0():
         shutil.copyfile(folder / "rng_state_0.pth", folder / RANDOM_FILE)
-
-
-def _gather_on_rank_0(value: Any) -> Any:
-    """Gather a DTensor to the CPU of rank 0; return None and free its memory on other ranks."""
-    full = value.full_tensor() if isinstance(value, DTensor) else value
-    if not is_rank_0():
-        return None
-    return full.cpu() if isinstance(full, Tensor) else full
 
 
 def _saved_tensor_names(folder: Path) -> set[str]:

@@ -29,6 +29,8 @@ DATA = {
     "core/deferred/tensor.py": "arguments of recorded operators",
     "core/graph/blockwise_attention.py": "on which devices PyTorch has a kernel",
     "core/graph/segment_matmul.py": "on which devices PyTorch has a kernel",
+    "integrations/accelerate.py": "the object of Accelerate",
+    "integrations/lightning.py": "an attribute of strategies",
     "integrations/transformers.py": "an attribute of `Trainer`",
 }
 """What has such names as data, and chooses nothing by them."""

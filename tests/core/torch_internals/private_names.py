@@ -288,6 +288,10 @@ MODULES = (
     PrivateName("torch.nn.Module._forward_hooks", "the same"),
     PrivateName("torch.nn.Module._backward_pre_hooks", "finds hooks, which are refused"),
     PrivateName("torch.nn.Module._backward_hooks", "the same; of tensors, which are moved"),
+    PrivateName(
+        "torch.nn.Module._ddp_params_and_buffers_to_ignore",
+        "refuses `DistributedDataParallel`, which reads it of modules that have it",
+    ),
     PrivateName("torch.nn.modules.module._has_any_global_hook", "finds hooks, which are refused"),
     PrivateName(
         "torch.nn.modules.module._global_buffer_registration_hooks",

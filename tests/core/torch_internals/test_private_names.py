@@ -26,13 +26,16 @@ class OwnTensor(torch.Tensor):
     """What `nn.Parameter` leaves of its class."""
 
 
+MODULE = nn.Module()
+nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(MODULE, ())
+
 OBJECTS = {
     "torch.distributed._local_tensor.LocalTensorMode": LocalTensorMode(1),
     "torch._ops.OpOverload": torch.ops.aten.mean.dim,
     "torch.autocast": torch.autocast("cpu"),
     "torch.autograd.graph.Node": torch.zeros(1, requires_grad=True).exp().grad_fn,
     "torch.fx.Node": fx.Graph().placeholder("x"),
-    "torch.nn.Module": nn.Module(),
+    "torch.nn.Module": MODULE,
     "torch.nn.RNNBase": nn.LSTM(1, 1),
     "torch.nn.Parameter": nn.Parameter(torch.zeros(1).as_subclass(OwnTensor)),
 }

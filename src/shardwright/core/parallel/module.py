@@ -37,6 +37,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.rank_calls import model_call
 from shardwright.core.runtime.total_norms import extend_total_norms
+from shardwright.core.torch_internals.distributed import on_data_parallel
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 from shardwright.errors import CaptureError, MixedTensorsError, PlanError
 
@@ -85,6 +86,23 @@ class Copyable:
             "save its parameters with `sw.save_state_dict(net, path)` or `sw.save_checkpoint` and "
             "load them into another model, or copy the model with `copy.deepcopy(net)`"
         )
+
+
+def _refuse_data_parallel(net: ParallelModule) -> tuple[str, ...]:
+    """Refuse `DistributedDataParallel` around a model on several devices."""
+    if net.execution.devices.is_distributed:
+        raise PlanError(
+            f"DistributedDataParallel around the planned {type(net).__name__}, which reduces its"
+            " gradients itself\ncall the model as it is; under Accelerate prepare it with"
+            " `shardwright.integrations.accelerate.prepare(accelerator, net, optimizer, loader)`,"
+            " under Lightning pass `strategy=ShardwrightStrategy()` of"
+            " `shardwright.integrations.lightning`"
+        )
+    return ()
+
+
+# Of a base class, so that it is not among the names that a user's model may not have.
+on_data_parallel(Copyable, _refuse_data_parallel)
 
 
 class ParallelModule(Copyable, nn.Module):

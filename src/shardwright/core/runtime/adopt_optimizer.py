@@ -137,6 +137,36 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     return optimizer
 
 
+def adopt_part(optimizer: Optimizer, net: nn.Module) -> None:
+    """Replace those parameters of an optimizer that are of one planned model, and keep others.
+
+    Unlike `adopt`, for optimizers over several models, of which some may not be planned, and for
+    optimizers with loaded state: full state tensors are sharded by the next step.
+
+    Args:
+        optimizer: optimizer over parameters of models, before its first step.
+        net: a planned model.
+    """
+    planned = {_origin_of(parameter): parameter for parameter in net.parameters()}
+    planned.pop(None, None)
+    model_origins = frozenset[ParameterOrigin]().union(
+        *(getattr(parameter, "model_origins", ()) for parameter in net.parameters())
+    )
+    for group in optimizer.param_groups:
+        parameters = []
+        for parameter in group["params"]:
+            origin = _origin_of(parameter)
+            new = planned.get(origin) if origin in model_origins else parameter
+            if new is not parameter and parameter in optimizer.state:
+                state = optimizer.state.pop(parameter)
+                if new is not None:
+                    optimizer.state[new] = state
+            # Parameters of other pipeline stages are left out.
+            if new is not None:
+                parameters.append(new)
+        group["params"] = parameters
+
+
 def _origin_of(parameter: Tensor) -> ParameterOrigin | None:
     return getattr(parameter, "origin", None)
 

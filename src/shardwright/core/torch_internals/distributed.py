@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import wraps
@@ -39,6 +39,17 @@ def is_collective(operator: Any) -> bool:
 def is_group_call(operator: Any) -> bool:
     """Whether an operator is a `c10d` operator, which functions such as `dist.isend` call."""
     return bool(operator.namespace == "c10d")
+
+
+def on_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str]]) -> None:
+    """Call a function with each module of a class that `DistributedDataParallel` is about to wrap.
+
+    Args:
+        module_class: the class of modules.
+        called: returns the names of parameters and buffers that are not to be reduced.
+    """
+    # The attribute that is read first, before anything is communicated.
+    module_class._ddp_params_and_buffers_to_ignore = property(called)
 
 
 class GroupClock:

@@ -1,0 +1,203 @@
+"""A strategy of Lightning's `Fabric` that plans and shards the model that is set up.
+
+fabric = Fabric(devices=8, strategy=FabricStrategy())
+net, optimizer = fabric.setup(net, optimizer)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.adopt_optimizer import adopt_part
+from shardwright.errors import CheckpointError
+from shardwright.integrations.full_state import (
+    check_one_stage,
+    full_model_state,
+    full_optimizer_state,
+)
+from shardwright.integrations.lightning_folder import (
+    is_distributed_checkpoint,
+    load_folder,
+    save_folder,
+)
+from shardwright.integrations.planned_parts import PlannedParts
+from shardwright.integrations.versions import require_version
+
+OLDEST_FABRIC = "2.4"
+require_version("lightning", OLDEST_FABRIC, "shardwright.integrations.fabric")
+
+from lightning.fabric import strategies  # noqa: E402
+from lightning.fabric.utilities.distributed import (  # noqa: E402
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
+
+FabricDDPStrategy: Any = strategies.DDPStrategy
+"""Untyped because its types differ between versions."""
+
+
+class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
+    """Plans the module that `fabric.setup` gets, and trains it over all processes.
+
+    Losses, clipping and accumulation are those of one process. Loaders give every rank the whole
+    batch, so `batch_size` is that of a step, unless the plan's `dataset_strategy` says otherwise:
+    then it is that of a rank, as under `DDPStrategy`.
+
+    Args:
+        plan: the plan of the module or of a submodule, or the path of a plan file. None plans with
+            the first batch.
+        save_distributed_checkpoint: whether each rank saves its shards into a folder, which any
+            plan loads; needed for pipeline stages. By default a checkpoint is the file of one
+            process.
+        options: options of `sw.plan` without a plan, such as `mem_coeff`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        save_distributed_checkpoint: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._planned_parts = PlannedParts(plan, options)
+        self._distributed_checkpoints = save_distributed_checkpoint
+        self._optimizers: list[Optimizer] = []
+        self._net: nn.Module | None = None
+        self._backward_sync_control = _SynchronizeAlways()
+
+    # Setup
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        self._net = module
+        with self.precision.forward_context():
+            self._planned_parts.shard(module, self.root_device, lambda: self._optimizers)
+        self._planned_parts.move_others(module, self.root_device)
+        self._planned_parts.count_once(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._optimizers.append(optimizer)
+        for module in self._net.modules() if self._net is not None else ():
+            if isinstance(module, ParallelModule):
+                adopt_part(optimizer, module)
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Do nothing: `setup_module` moves only this rank's shards to the device."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        shards = self._planned_parts.shards
+        if shards.count == 1:
+            # The order of one process: `process_dataloader` makes it equal on all ranks.
+            return None
+        return {"num_replicas": shards.count, "rank": shards.index}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return self._planned_parts.check_loader(dataloader)
+
+    # Metrics
+
+    def count_once(self, metric: nn.Module) -> None:
+        """Make a metric of torchmetrics count each sample once over the ranks."""
+        self._planned_parts.count_once(metric)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._planned_parts.reduce(tensor, reduce_op, _sync_ddp_if_available)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._planned_parts.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # Checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return full_model_state(module)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self._net is not None:
+            check_one_stage(self._net, "`fabric.save` without `save_distributed_checkpoint=True`")
+        return full_optimizer_state(getattr(optimizer, "optimizer", optimizer))
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        path = Path(self.broadcast(path))
+        if not self._distributed_checkpoints:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        key, net, optimizers, others = _sorted_state(_unwrap_objects(state))
+        metadata = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in others.items()
+        }
+        save_folder(path, net, key, optimizers, metadata)
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        path = Path(self.broadcast(path))
+        if not is_distributed_checkpoint(path):
+            loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return loaded
+        state = {"model": state} if isinstance(state, nn.Module) else state
+        key, net, optimizers, others = _sorted_state(_unwrap_objects(state or {}))
+        metadata = load_folder(path, net, key, optimizers, strict=strict, weights_only=weights_only)
+        for name, value in others.items():
+            if name not in metadata:
+                continue
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(metadata.pop(name))
+            else:
+                state[name] = metadata.pop(name)
+        return metadata
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register nothing: the names are those of `DDPStrategy`."""
+
+
+class _SynchronizeAlways:
+    """Gradients of a planned model are reduced in every backward pass, or kept for later ones as
+    the plan says, so there is nothing to switch off."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _sorted_state(
+    state: dict[str, Any],
+) -> tuple[str, nn.Module, dict[str, Optimizer], dict[str, Any]]:
+    """Return the name and value of the model in a state, its optimizers, and all else.
+
+    Raises:
+        CheckpointError: if there is not exactly one model.
+    """
+    models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+    if len(models) != 1:
+        raise CheckpointError(
+            f"a distributed checkpoint of {len(models)} models: it has the shards of one\n"
+            "pass one model and its optimizers: `fabric.save(path, {'model': net, ...})`"
+        )
+    ((key, net),) = models.items()
+    optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
+    others = {n: v for n, v in state.items() if n != key and n not in optimizers}
+    return key, net, optimizers, others

@@ -1,0 +1,85 @@
+"""Full states of planned models and their optimizers, as one process saves them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.core.agreement.collective import is_rank_0
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.parallel.whole import whole
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import CheckpointError
+
+
+def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
+    """Gather the full `state_dict` of a model on the CPU of rank 0; empty on other ranks.
+
+    Collective. Submodules may be planned, or `net` itself.
+    """
+    state: dict[str, Any] = {}
+    planned = {
+        path: module for path, module in net.named_modules() if isinstance(module, ParallelModule)
+    }
+    # Ordinary parameters beside planned submodules are equal on all ranks. Hooks of the model's own
+    # `state_dict`, which may add or rename entries, run on all ranks.
+    own_state = net.state_dict()
+    for path, module in planned.items():
+        prefix = f"{path}." if path else ""
+        with whole(module, rank0_only=True, device="cpu") as original:
+            state |= {prefix + name: value for name, value in original.state_dict().items()}
+    if not is_rank_0():
+        return OrderedDict()
+    # Tied tensors share memory in the result too, by which formats without ties leave one out.
+    copies: dict[Any, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        key = (value.data_ptr(), value.storage_offset(), value.shape)
+        return copies.setdefault(key, value.detach().cpu().clone())
+
+    return OrderedDict(
+        (name, copied(state.get(name, value))) for name, value in (state | own_state).items()
+    )
+
+
+def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Gather the full `state_dict` of an optimizer on the CPU of rank 0, with None elsewhere.
+
+    Collective.
+    """
+    state: dict[str, Any] = pytree.tree_map(gather_on_rank_0, optimizer.state_dict())
+    return state
+
+
+def gather_on_rank_0(value: Any) -> Any:
+    """Gather a DTensor to the CPU of rank 0; return None and free its memory on other ranks."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not is_rank_0():
+        return None
+    return full.cpu() if isinstance(full, Tensor) else full
+
+
+def check_one_stage(net: nn.Module, what: str) -> None:
+    """Raise if a rank has only a part of a model's parameters.
+
+    Args:
+        net: the model.
+        what: what was called, for the error.
+
+    Raises:
+        CheckpointError: if a planned module has several pipeline stages.
+    """
+    for module in net.modules():
+        if isinstance(module, ParallelModule) and module.execution.devices.stages > 1:
+            raise CheckpointError(
+                f"{what}: {type(module).__name__} has {module.execution.devices.stages} pipeline"
+                " stages, whose optimizers have different parameters, so there is no optimizer"
+                " state of one process\nsave with `sw.save_checkpoint`, which any plan loads, and"
+                " weights for one process with `sw.save_state_dict`"
+            )

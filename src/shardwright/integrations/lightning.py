@@ -1,0 +1,199 @@
+"""A strategy of Lightning's `Trainer` that plans and shards the models of a `LightningModule`.
+
+trainer = Trainer(devices=8, strategy=ShardwrightStrategy())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwright.core.plan import Plan
+from shardwright.integrations.full_state import (
+    check_one_stage,
+    full_model_state,
+    full_optimizer_state,
+)
+from shardwright.integrations.lightning_folder import (
+    is_distributed_checkpoint,
+    load_folder,
+    save_folder,
+)
+from shardwright.integrations.planned_parts import PlannedParts
+from shardwright.integrations.versions import require_version
+
+OLDEST_LIGHTNING = "2.4"
+require_version("lightning", OLDEST_LIGHTNING, "shardwright.integrations.lightning")
+
+from lightning.fabric.utilities.distributed import (  # noqa: E402
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
+from lightning.pytorch import strategies  # noqa: E402
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+DDPStrategy: Any = strategies.DDPStrategy
+"""Untyped because its types differ between versions."""
+
+
+class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
+    """Plans what a `LightningModule` calls in its steps, and trains it over all processes.
+
+    Losses, clipping, accumulation and metrics are those of one process. Without a plan, the module
+    itself (`self(x)`) or the submodules that a step calls are planned in their first calls. Loaders
+    give every rank the whole batch, so `batch_size` is that of a step, unless the plan's
+    `dataset_strategy` says otherwise: then it is that of a rank, as under `DDPStrategy`.
+
+    Args:
+        plan: the plan of a submodule, or of the module itself, or the path of a plan file. None
+            plans with the first batch.
+        save_distributed_checkpoint: whether each rank saves its shards into a folder, which any
+            plan loads; needed for pipeline stages. By default a checkpoint is the file of one
+            process.
+        options: options of `sw.plan` without a plan, such as `mem_coeff`.
+    """
+
+    strategy_name = "shardwright"
+    model: Any
+
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        save_distributed_checkpoint: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._planned_parts = PlannedParts(plan, options)
+        self._distributed_checkpoints = save_distributed_checkpoint
+
+    # Setup
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        with self.precision_plugin.forward_context():
+            self._planned_parts.shard(self.model, self.root_device, self._plain_optimizers)
+        self.model_to_device()
+        self._planned_parts.count_once(self.model)
+        if self._planned_parts.shards.count == 1:
+            # The order of one process: `process_dataloader` makes it equal on all ranks.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def model_to_device(self) -> None:
+        """Move metrics; parts that are planned move their shards."""
+        self._planned_parts.move_others(self.model, self.root_device)
+
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [_plain(optimizer) for optimizer in self.optimizers]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        shards = self._planned_parts.shards
+        return {"num_replicas": shards.count, "rank": shards.index}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return self._planned_parts.check_loader(dataloader)
+
+    def teardown(self) -> None:
+        """End as `ModelParallelStrategy` does, without moving shards to the CPU."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # Metrics
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._planned_parts.reduce(tensor, reduce_op, _sync_ddp_if_available)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._planned_parts.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._loaded_folder
+
+    _loaded_folder = False
+    """Whether the last checkpoint was a folder, from which optimizers are loaded already."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._distributed_checkpoints:
+            return {}
+        return full_model_state(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._distributed_checkpoints:
+            return {}
+        check_one_stage(
+            self.lightning_module, "a checkpoint without `save_distributed_checkpoint=True`"
+        )
+        return full_optimizer_state(_plain(optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        if not self._distributed_checkpoints:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else {}
+        metadata = {k: v for k, v in checkpoint.items() if k not in _FROM_SHARDS}
+        save_folder(path, self.lightning_module, "state_dict", optimizers, metadata)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = Path(self.broadcast(checkpoint_path))
+        self._loaded_folder = is_distributed_checkpoint(path)
+        if not self._loaded_folder:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        return load_folder(
+            path,
+            self.lightning_module,
+            "state_dict",
+            self._named_optimizers(),
+            strict=self.lightning_module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._loaded_folder:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def _named_optimizers(self) -> dict[str, Optimizer]:
+        """Return the optimizers by their names in Lightning's distributed checkpoints."""
+        return {f"optimizer_{n}": each for n, each in enumerate(self._plain_optimizers())}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register nothing: the names are those of `DDPStrategy`."""
+
+
+_FROM_SHARDS = {"state_dict", "optimizer_states"}
+"""Keys of a checkpoint that are saved as shards."""
+
+
+def _plain(optimizer: Any) -> Any:
+    """Return the optimizer inside of Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,0 +1,98 @@
+"""Distributed checkpoints in Lightning's layout, which its `consolidate` reads, and any plan loads.
+
+A folder has the shards of `torch.distributed.checkpoint`, and a file with all else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from shardwright.core.agreement.collective import has_other_ranks, is_rank_0
+
+METADATA_FILE = "meta.pt"
+"""Lightning's name of the file with what is neither a model nor an optimizer."""
+
+
+def is_distributed_checkpoint(path: Path) -> bool:
+    """Whether `path` is a folder that Lightning or `save_folder` has written."""
+    return path.is_dir() and (path / METADATA_FILE).is_file()
+
+
+def save_folder(
+    path: Path,
+    net: nn.Module,
+    key: str,
+    optimizers: Mapping[str, Optimizer],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Save a model and its optimizers, of which each rank writes its shards. Collective.
+
+    Args:
+        path: the folder to write; a file or folder of an earlier checkpoint is replaced.
+        net: the model.
+        key: name of the model in the checkpoint.
+        optimizers: optimizers of the model, by their name in the checkpoint.
+        metadata: all else, which rank 0 writes.
+    """
+    options = StateDictOptions(cpu_offload=True)
+    state: dict[str, Any] = {key: get_model_state_dict(net, options=options)}
+    for name, optimizer in optimizers.items():
+        state[name] = get_optimizer_state_dict(net, optimizer, options=options)
+    if is_rank_0():
+        if path.is_file():
+            path.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+    state_dict_saver.save(state, checkpoint_id=path, no_dist=not has_other_ranks())
+    if is_rank_0():
+        torch.save(dict(metadata), path / METADATA_FILE)
+
+
+def load_folder(
+    path: Path,
+    net: nn.Module,
+    key: str,
+    optimizers: Mapping[str, Optimizer],
+    *,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Load a model and its optimizers in place, of which each rank reads its shards. Collective.
+
+    Args:
+        path: a folder for which `is_distributed_checkpoint` is true.
+        net: the model, planned in any way or not planned.
+        key: name of the model in the checkpoint.
+        optimizers: optimizers of the model, by their name in the checkpoint.
+        strict: whether the model must have all names of the checkpoint, and no others.
+        weights_only: argument of `torch.load` for the metadata.
+
+    Returns:
+        The metadata.
+    """
+    model_state = {key: get_model_state_dict(net)}
+    state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())
+    net.load_state_dict(model_state[key], strict=strict)
+    # One after the other, as optimizers without state get one here that is loaded into.
+    for name, optimizer in optimizers.items():
+        state = {name: get_optimizer_state_dict(net, optimizer)}
+        state_dict_loader.load(state, checkpoint_id=path, no_dist=not has_other_ranks())
+        set_optimizer_state_dict(net, optimizer, optim_state_dict=state[name])
+    metadata: dict[str, Any] = torch.load(
+        path / METADATA_FILE, map_location="cpu", weights_only=weights_only
+    )
+    return metadata

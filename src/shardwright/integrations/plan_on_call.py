@@ -1,0 +1,210 @@
+"""Plan a model when a framework's training loop calls it for the first time.
+
+Loops of other libraries set up models and optimizers before there is a batch to plan for. Until its
+first call the instance has a class that plans it, as `parallelize` gives it the class that runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.core.api.not_distributed import check_not_distributed
+from shardwright.core.api.parallelize import parallelize
+from shardwright.core.api.plan import plan as plan_model
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.plan import Plan
+from shardwright.core.torch_internals import pytree
+from shardwright.errors import PlanError
+
+USER_CLASS = "class_before_planning"
+"""Attribute of the class of a model that waits for its first call: the user's class."""
+
+STEP_IN_CALL = "runs_a_training_step"
+"""Attribute of a `forward` that `train_stages_in_calls` has made."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+log = logging.getLogger("shardwright")
+
+
+def read_plan(plan: Plan | str | Path | None, options: Mapping[str, Any]) -> Plan | None:
+    """Return the plan that a framework's user passed: a plan, the path of one, or None.
+
+    Raises:
+        PlanError: if `plan` is something else, or options of a search are passed beside it.
+    """
+    if plan is None:
+        return None
+    if options:
+        raise PlanError(
+            f"plan=... and {', '.join(f'{name}=...' for name in options)}: a plan has its options"
+            " already\npass either a plan or options of `sw.plan`"
+        )
+    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"plan={plan!r} is not a plan\npass the result of `sw.plan(net, batch, devices=8)`, the"
+            " path of a plan file, or None to plan with the first batch"
+        )
+    return plan
+
+
+def plan_on_first_call(
+    module: nn.Module,
+    options: Mapping[str, Any],
+    device: torch.device,
+    planned: Callable[[ParallelModule], None],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Make the first call of `module` plan and shard it in place, for training with those shapes.
+
+    Args:
+        module: the model, which is not planned.
+        options: options of `sw.plan`; `devices` is the number of ranks by default.
+        device: the device of this rank.
+        planned: called with the planned model before it runs.
+        context: makes the context to plan in, such as autocast.
+
+    Raises:
+        PlanError: if `module` is planned, wrapped or sharded already.
+    """
+    check_not_distributed(module)
+    user_class = type(module)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        set_class(self, user_class)
+        if any(isinstance(submodule, ParallelModule) for submodule in self.modules()):
+            # A submodule was called before, by itself, and is planned by itself.
+            return self(*args, **kwargs)
+        waiting = [submodule for submodule in self.modules() if USER_CLASS in vars(type(submodule))]
+        unplanned_classes = [type(submodule) for submodule in waiting]
+        for submodule in waiting:
+            set_class(submodule, vars(type(submodule))[USER_CLASS])
+        try:
+            # A loop may evaluate first, without gradients.
+            with torch.inference_mode(False), torch.enable_grad(), _training(self), context():
+                arguments = {"devices": _world_size(), **options}
+                plan = plan_model(self, args, kwargs, **arguments)
+                log.info("planned %s:\n%s", user_class.__name__, plan)
+                parallel = parallelize(self, plan, device)
+        except BaseException:
+            for submodule, unplanned_class in zip(waiting, unplanned_classes, strict=True):
+                set_class(submodule, unplanned_class)
+            set_class(self, unplanned)
+            raise
+        assert isinstance(parallel, ParallelModule)
+        planned(parallel)
+        return self(*args, **kwargs)
+
+    names = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
+    attributes = {**names, "__call__": call, USER_CLASS: user_class}
+    unplanned = type(user_class.__name__, (user_class,), attributes)
+    set_class(module, unplanned)
+
+
+def set_class(module: nn.Module, module_class: type[nn.Module]) -> None:
+    """Change the class of an instance, past a `__setattr__` of the model."""
+    object.__setattr__(module, "__class__", module_class)
+
+
+@contextmanager
+def _training(net: nn.Module) -> Iterator[None]:
+    """Context in which all modules are in training mode, for the program that trains."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def train_stages_in_calls(net: ParallelModule) -> None:
+    """Make calls of a model with pipeline stages, in training, a step whose loss has a gradient.
+
+    A pipeline runs forward and backward passes of its micro-batches in one schedule, `train_step`;
+    loops of other libraries call the model, then `backward` of its loss. The call runs the schedule
+    and keeps the gradients; the backward pass adds them, scaled by the gradient of the loss.
+    """
+    planned_class: Any = type(net)
+    forward_as_planned = planned_class.forward
+    if net.execution.devices.stages == 1 or hasattr(forward_as_planned, STEP_IN_CALL):
+        return
+
+    @wraps(forward_as_planned)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return forward_as_planned(self, *args, **kwargs)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        earlier = [p.grad for p in trained]
+        for parameter in trained:
+            parameter.grad = None
+        try:
+            loss = self.train_step(*args, **kwargs)
+            gradients = [p.grad for p in trained]
+        finally:
+            for parameter, gradient in zip(trained, earlier, strict=True):
+                parameter.grad = gradient
+        start = torch.zeros((), device=loss.device, dtype=loss.dtype, requires_grad=True)
+        apply: Any = _LossOfStep.apply
+        return apply(start, loss.detach(), trained, gradients)
+
+    setattr(forward, STEP_IN_CALL, True)
+    # Each planned model has a class of its own, which `sw.whole` exchanges for the user's.
+    planned_class.forward = forward
+
+
+def call_in(net: ParallelModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Run calls of a planned model in a context such as autocast, with outputs in float32."""
+    planned_class: Any = type(net)
+    forward_as_planned = planned_class.forward
+
+    @wraps(forward_as_planned)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            outputs = forward_as_planned(self, *args, **kwargs)
+        return pytree.tree_map(
+            lambda x: x.float() if isinstance(x, Tensor) and x.dtype in HALF else x, outputs
+        )
+
+    planned_class.forward = forward
+
+
+class _LossOfStep(torch.autograd.Function):
+    """The loss of a step whose gradients exist already; its backward pass adds them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        start: Tensor,
+        loss: Tensor,
+        parameters: list[nn.Parameter],
+        gradients: list[Tensor | None],
+    ) -> Tensor:
+        ctx.parameters, ctx.gradients = parameters, gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scale = gradient.item()
+        with torch.no_grad():
+            for parameter, of_step in zip(ctx.parameters, ctx.gradients, strict=True):
+                if of_step is None:
+                    continue
+                of_step.mul_(scale)
+                parameter.grad = of_step if parameter.grad is None else parameter.grad + of_step
+        ctx.parameters = ctx.gradients = ()
+        return torch.zeros_like(gradient), None, None, None
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

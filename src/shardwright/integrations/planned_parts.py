@@ -1,0 +1,163 @@
+"""The parts of a Lightning module that are planned, for Fabric and for Trainer.
+
+A `LightningModule` computes losses and logs metrics around the models that it has, so what is
+planned is what it calls: itself, if its step calls `self(x)`, or submodules that the step calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardwright.core.api.parallelize import parallelize
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.plan import Plan
+from shardwright.core.runtime.adopt_optimizer import adopt_part
+from shardwright.errors import PlanError
+from shardwright.integrations.plan_on_call import (
+    USER_CLASS,
+    plan_on_first_call,
+    read_plan,
+    train_stages_in_calls,
+)
+from shardwright.integrations.rank_data import DataShards, share_order
+
+
+class PlannedParts:
+    """Shards the models of a strategy, and knows the samples of each rank.
+
+    Args:
+        plan: a plan, the path of a plan file, or None to plan each model with its first call.
+        options: options of `sw.plan`, without a plan.
+    """
+
+    def __init__(self, plan: Plan | str | Path | None, options: Mapping[str, Any]) -> None:
+        self._plan, self._options = read_plan(plan, options), options
+        self._shards: DataShards | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def shards(self) -> DataShards:
+        """The shards of batches; known once processes have started."""
+        if self._shards is None:
+            if self._plan is not None:
+                self._shards = DataShards.of_plan(self._plan)
+            else:
+                self._shards = DataShards.of_options(self._options)
+            self._group = self._shards.group_of_distinct_samples()
+        return self._shards
+
+    def shard(
+        self, net: nn.Module, device: torch.device, optimizers: Callable[[], Iterable[Optimizer]]
+    ) -> None:
+        """Shard the models in `net` in place: now with a plan, otherwise in their first calls.
+
+        Models that `net` has planned itself stay as they are.
+
+        Args:
+            net: the user's module.
+            device: the device of this rank.
+            optimizers: returns the optimizers that exist when a model is planned.
+
+        Raises:
+            PlanError: if the plan is for no part of `net`.
+        """
+        planned = [module for module in net.modules() if isinstance(module, ParallelModule)]
+        if planned:
+            self._shards = DataShards.of_model(planned[0])
+            self._group = self._shards.group_of_distinct_samples()
+            for module in planned:
+                train_stages_in_calls(module)
+            return
+
+        def adopted(parallel: ParallelModule) -> None:
+            for optimizer in optimizers():
+                adopt_part(optimizer, parallel)
+            train_stages_in_calls(parallel)
+
+        if self._plan is not None:
+            parallel = parallelize(_part_of(net, self._plan), self._plan, device)
+            assert isinstance(parallel, ParallelModule)
+            adopted(parallel)
+            return
+        candidates = [net, *net.children()] if hasattr(net, "training_step") else [net]
+        for candidate in candidates:
+            has_parameters = any(True for _ in candidate.parameters())
+            if has_parameters and USER_CLASS not in vars(type(candidate)):
+                plan_on_first_call(candidate, self._options, device, adopted)
+
+    def move_others(self, net: nn.Module, device: torch.device) -> None:
+        """Move modules without parameters, such as metrics, to the device of this rank."""
+        if any(True for _ in net.parameters()):
+            for child in net.children():
+                self.move_others(child, device)
+        else:
+            net.to(device)
+
+    def check_loader(self, loader: Any) -> Any:
+        """Check how a loader is divided over the ranks, and return it with an order for all."""
+        self.shards.check_whole_loader(loader)
+        if self.shards.count == 1:
+            share_order(loader)
+        return loader
+
+    def count_once(self, module: nn.Module) -> None:
+        """Make the metrics of torchmetrics in `module` count each sample once over the ranks."""
+        shards = self.shards
+        for metric in module.modules():
+            if hasattr(metric, "distributed_available_fn"):
+                metric.process_group = self._group  # type: ignore[assignment]
+                if shards.count == 1:
+                    # Every rank has counted all samples.
+                    metric.distributed_available_fn = _never  # type: ignore[assignment]
+
+    def reduce(self, value: Any, reduce_op: Any, reduce: Callable[..., Any]) -> Any:
+        """Reduce a value over ranks with distinct samples.
+
+        Args:
+            value: a tensor; other values are returned unchanged.
+            reduce_op: the operation, as Lightning takes it.
+            reduce: Lightning's function for several processes.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if self.shards.count == 1:
+            return value
+        return reduce(value, group=self._group, reduce_op=reduce_op)
+
+    def all_gather(self, value: Tensor, gather: Callable[..., Tensor], sync_grads: bool) -> Tensor:
+        """Gather a tensor from ranks with distinct samples, along a new dimension 0."""
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if self.shards.count == 1:
+            return value.unsqueeze(0)
+        return gather(value, group=self._group, sync_grads=sync_grads)
+
+
+def _part_of(net: nn.Module, plan: Plan) -> nn.Module:
+    """Return the outermost module of `net` whose parameters have the names and shapes of `plan`."""
+    planned = {name: tuple(shape) for name, (shape, _) in plan.parameters.items()}
+    for module in net.modules():
+        named = dict(module.named_parameters(remove_duplicate=False))
+        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        # Of tied parameters a plan may have one name or all.
+        if planned.items() <= shapes.items() and dict(module.named_parameters()).keys() <= {
+            *planned
+        }:
+            return module
+    raise PlanError(
+        f"the plan is for a model with {len(planned)} parameters, {', '.join([*planned][:3])}, …,"
+        f" which no module of {type(net).__name__} has\nplan that module itself:"
+        " `plan=sw.plan(module.net, batch, devices=8)`"
+    )
+
+
+def _never() -> bool:
+    return False

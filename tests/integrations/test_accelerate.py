@@ -1,0 +1,72 @@
+"""A model that `prepare` has planned trains under Accelerate as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from integrations import accelerate_ranks
+from integrations.frameworks_cases import (
+    OneProcess,
+    assert_equal_runs,
+    classifier,
+    loader,
+    optimizer_of,
+    schedule_of,
+)
+from shardwright.errors import ConfigError
+from shardwright.integrations.versions import require_version
+from torchrun import torchrun
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What two ranks print, and the folder in which they save."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    return torchrun(Path(accelerate_ranks.__file__), 2, str(folder)), folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("check", [check.__name__ for check in accelerate_ranks.CHECKS])
+def test_on_two_ranks(ranks: tuple[str, Path], check: str) -> None:
+    assert f"passed {check}\n" in ranks[0], ranks[0]
+
+
+@pytest.mark.distributed
+def test_accelerate_on_one_process_reads_the_saved_state(ranks: tuple[str, Path]) -> None:
+    output, folder = ranks
+    assert "passed resumes_under_another_plan" in output
+    one_process = OneProcess(accelerate_ranks.COUNT)
+    one_process.epoch()
+    wanted = one_process.epoch()
+    try:
+        accelerator = Accelerator(cpu=True)
+        net = classifier(7)
+        optimizer = optimizer_of(net)
+        schedule = schedule_of(optimizer)
+        prepared = accelerator.prepare(net, optimizer, loader(accelerate_ranks.COUNT), schedule)
+        accelerator.load_state(str(folder / "tensor_parallel"))
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    one_process.net.load_state_dict(prepared[0].state_dict())
+    one_process.optimizer.load_state_dict(prepared[1].optimizer.state_dict())
+    one_process.schedule.load_state_dict(schedule.state_dict())
+    assert_equal_runs(one_process.epoch(), wanted)
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_a_version_that_is_too_old_or_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.integrations.versions.version", lambda _: "0.9.1rc1")
+    with pytest.raises(ConfigError, match=r"needs `accelerate` 1.0 or newer, but 0.9.1rc1 is"):
+        require_version("accelerate", "1.0", "this")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="needs `no-such-package`, which is not installed"):
+        require_version("no-such-package", "1.0", "this")
+    require_version("torch", "2.11", "this")
