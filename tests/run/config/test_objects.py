@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.core.cost.optimizer_state import OPTIMIZERS
 from shardwright.errors import ConfigError, DataError
 from shardwright.models import MODELS
 from shardwright.run.config import Run, parse
@@ -141,6 +142,25 @@ def test_biases_and_norms_may_have_no_weight_decay() -> None:
     assert groups[0]["params"][0] is net[0].weight
     matrices = build_optimizer(chosen, nn.Embedding(2, 2)).param_groups
     assert [len(group["params"]) for group in matrices] == [1, 0]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_kernel_updates_all_parameters_where_there_is_one(name: str) -> None:
+    net = nn.Linear(4, 4)
+    section = {"name": name, **OPTIMIZERS[name].required}
+    optimizer = build_optimizer(OptimizerSection.model_validate(section), net)
+    fused = [group.get("fused", False) for group in optimizer.param_groups]
+    assert any(fused) is (name != "muon")
+    net(torch.ones(4)).sum().backward()
+    before = net.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(net.weight, before)
+
+
+def test_parameters_without_a_fused_kernel_are_updated_one_by_one() -> None:
+    section = OptimizerSection(name="adamw")
+    for net in (nn.Linear(4, 4, dtype=torch.complex64), nn.Linear(4, 4, device="meta")):
+        assert not any(g["fused"] for g in build_optimizer(section, net).param_groups)
 
 
 def test_a_schedule_starts_at_the_learning_rate() -> None:

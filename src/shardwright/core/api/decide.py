@@ -14,6 +14,7 @@ from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import LOCAL
+from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.micro_batches.batch_dims import other_sample_dims
@@ -179,6 +180,7 @@ def plan_task(
         net.training if isinstance(net, nn.Module) else True,
         loss_reduction,
         batch_dims,
+        DryRunCache(options.on_accelerator),
     )
     return PlanTask(model, options)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.core.api.lone_rank import LoneRank, Traffic, fake_process_group
 from shardwright.core.checkpoint.checkpoint import Checkpoints
 from shardwright.core.cost.memory import memory
-from shardwright.core.cost.tensor_tracking import PARAMETERS, FusedAttention
+from shardwright.core.cost.tensor_tracking import PARAMETERS
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole_batch_values import prologue_bytes
 from shardwright.core.plan import Plan
@@ -170,8 +170,7 @@ def rehearse_rank(
         GroupClock() as groups,
         fake_process_group(rank, plan.devices, device),
         torch.random.fork_rng(),
-        # On meta, attention would be decomposed, with a score matrix that GPUs never materialize.
-        FusedAttention() if device.type == "meta" else nullcontext(),
+        plan.dry_runs.kernels if device.type == "meta" else nullcontext(),
         lone_rank,
     ):
         allocated, peaks = AllocatedPeak.of(device), list[int]()

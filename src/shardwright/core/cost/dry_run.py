@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.core.cost.fused_kernels import FusedKernels
 from shardwright.core.cost.pipeline_timeline import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -29,7 +30,6 @@ from shardwright.core.cost.tensor_tracking import (
     PARAMETERS,
     WEIGHTS,
     DryRunMode,
-    FusedAttention,
     LiveBytes,
     TrackedStorage,
     bytes_by_category,
@@ -107,6 +107,7 @@ def dry_run_chunk(
     pass_types: Sequence[str],
     cached_results: dict[Any, Any],
     on_share: OnShare = ignore_share,
+    kernels: FusedKernels | None = None,
 ) -> DryRun:
     """Return the memory of one chunk of a model, measured by a dry run.
 
@@ -114,10 +115,12 @@ def dry_run_chunk(
         pass_types: passes of one micro-batch (`F`, `B`, `I`, `W`), in order.
         cached_results: cache of results of operators by their arguments; see `DryRunMode`.
         on_share: called with the completed fraction of lowering and actions.
+        kernels: kernels of the device type; by default those of this machine's devices.
     """
     run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
+    kernels = kernels or FusedKernels()
     # The caller may plan in a region without gradients.
-    with torch.inference_mode(False), torch.enable_grad(), run.live, FusedAttention():
+    with torch.inference_mode(False), torch.enable_grad(), run.live, kernels:
         stock = run.live.bytes_between(run.label_live_tensors(BUFFERS))
         begin = run.phase(run.begin, WEIGHTS)
         runs = subrange(on_share, 1, 1 + len(pass_types), size=len(pass_types))
@@ -410,9 +413,15 @@ def plus(first: BytesByCategory, *others: BytesByCategory) -> BytesByCategory:
 
 class DryRunCache:
     """Cache of dry runs by chunk, so that chunks that are equal in several candidate plans run
-    once."""
+    once.
 
-    def __init__(self) -> None:
+    Args:
+        on_accelerator: whether the devices are accelerators, which save other tensors for the
+            backward pass than CPUs; by default whether this machine has one.
+    """
+
+    def __init__(self, on_accelerator: bool | None = None) -> None:
+        self.kernels = FusedKernels(on_accelerator)
         self._runs: dict[object, DryRun] = {}
         self._operator_results: dict[Any, Any] = {}
 
@@ -434,6 +443,7 @@ class DryRunCache:
         key = (chunk_key(chunk), chunk.mesh, tuple(pass_types), has_several)
         if key not in self._runs:
             cached_results = self._operator_results
-            run = dry_run_chunk(partitioned, chunk, pass_types, cached_results, on_share)
-            self._runs[key] = run
+            self._runs[key] = dry_run_chunk(
+                partitioned, chunk, pass_types, cached_results, on_share, self.kernels
+            )
         return self._runs[key]

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardwright.core.runtime.collective_errors import PROGRAM
 from shardwright.core.torch_internals.dispatch import PlainDispatchMode, TorchDispatchMode
 from shardwright.core.torch_internals.distributed import functional_collectives, is_collective
-from shardwright.core.torch_internals.operators import schema_of, unregister
+from shardwright.core.torch_internals.operators import schema_of
 from shardwright.core.torch_internals.tensors import storage_id
 
 PARAMETERS, WEIGHTS = "parameters", "weights"
@@ -305,55 +305,3 @@ def _results_from_key(described: Any) -> Any:
     if described and isinstance(described[0], type):
         return described[1]
     return tuple(map(_results_from_key, described))
-
-
-class FusedAttention:
-    """Context in which `scaled_dot_product_attention` has a fused kernel on the meta device.
-
-    CPU and CUDA have fused kernels; the meta device has none and would materialize all scores. The
-    kernel is registered with the dispatcher instead of a dispatch mode, because modes are disabled
-    while a backward pass recomputes segments.
-    """
-
-    def __enter__(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        self._library.impl(  # type: ignore[no-untyped-call]
-            "scaled_dot_product_attention", _attention_on_meta, "AutogradMeta"
-        )
-
-    def __exit__(self, *_: object) -> None:
-        unregister(self._library)
-
-
-def _attention_on_meta(*args: Any, **kwargs: Any) -> Tensor:
-    result = _fused_attention(*args, **kwargs)
-    if result is None:
-        result, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*args, **kwargs)
-    assert result is not None
-    return result
-
-
-def _fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
-    """Return the output of the fused kernel, or None if PyTorch would not use this kernel."""
-    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    mask_needs_gradient = attn_mask is not None and attn_mask.requires_grad
-    # The conditions of PyTorch's CPU flash kernel, whose meta function is called below.
-    if query.ndim != 4 or len(sizes) > 1 or dropout_p > 0 or mask_needs_gradient:
-        return None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        attn_mask = torch.where(attn_mask.logical_not(), float("-inf"), zero)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    out: Tensor
-    out, _ = kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial, reduce
 from operator import or_
 from types import GenericAlias, UnionType
@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo, create_model
 
 from shardwright.core.constraints import OperatorStrategy
+from shardwright.core.cost.cluster import LOCAL
+from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import StageMemory
 from shardwright.core.cost.time_parts import KINDS, TimePart
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout, interned_layout
@@ -271,6 +273,8 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
         ) from None
     warn_if_edited(data, where)
     plan = _to_dataclass(plan_type, parsed)
+    if plan.step is not None:
+        plan = replace(plan, dry_runs=DryRunCache(plan.step.cluster != LOCAL))
     check_consistent(plan, parsed.devices, where)
     return plan
 

@@ -281,6 +281,11 @@ class PlanOptions(KeywordOptions):
         return None if self.cluster is None else int(self.resolved_cluster.device.memory)
 
     @property
+    def on_accelerator(self) -> bool | None:
+        """Whether the cluster has accelerators; None if there is no cluster."""
+        return None if self.cluster is None else self.resolved_cluster.device.at_full_rate is None
+
+    @property
     def has_auto_mem_coeff(self) -> bool:
         """Whether the planner chooses `mem_coeff`."""
         return self.mem_coeff == AUTO_MEM_COEFF

@@ -50,6 +50,14 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(f"operator {overload} has no composite kernel")
 
 
+def has_kernel(name: str, device_type: str) -> bool:
+    """Whether an operator, such as `aten::_fused_adamw_`, has a kernel for a type of device."""
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
 @cache
 def operators_in_namespace(namespace: str) -> tuple[OpOverload, ...]:
     """Return all operators of a namespace, such as `aten`."""

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwright.core.constraints.recompute import recompute
 from shardwright.core.cost.optimizer_state import OPTIMIZERS
 from shardwright.core.runtime.muon_adamw import MuonAdamW, table_shapes
+from shardwright.core.torch_internals.operators import has_kernel
 from shardwright.errors import ConfigError, DataError, ShardwrightError
 from shardwright.models import Dimensions, LoRA, PrefixTuning, build, build_hf, dimensions
 from shardwright.models.expert_sharding import paths_of_blocks
@@ -272,6 +273,7 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     if constructor is MuonAdamW:
         options["tables"] = table_shapes(net)
     trained = [p for p in net.parameters() if p.requires_grad]
+    options |= _fused(constructor, trained)
     if section.decay_vectors:
         return constructor(trained, **options)
     # Every rank creates both parameter groups, even if its stage has no parameter for one:
@@ -279,6 +281,24 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     decayed = {"params": [p for p in trained if p.ndim > 1]}
     not_decayed = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
     return constructor([decayed, not_decayed], **options)
+
+
+def _fused(
+    constructor: Callable[..., torch.optim.Optimizer], parameters: Sequence[Tensor]
+) -> dict[str, bool]:
+    """Return the option with which one kernel updates all parameters, if their devices have it.
+
+    PyTorch's defaults read and write memory three times as often: AdamW takes 3.1 times as long on
+    an H200 with foreach kernels, and 5 times as long on a CPU with a kernel per tensor.
+    """
+    kernel = f"aten::_fused_{constructor.__name__.lower()}_"
+    # With the CPU, a rank whose stage has no parameters decides as the others.
+    device_types = {"cpu", *(p.device.type for p in parameters)}
+    # The meta device has kernels too, but PyTorch refuses its parameters.
+    if "meta" in device_types or not all(p.is_floating_point() for p in parameters):
+        return {}
+    covered = all(has_kernel(kernel, device_type) for device_type in device_types)
+    return {"fused": True} if covered else {}
 
 
 def build_schedule(section: schema.OptimizerSection) -> LRSchedule | None:
