@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import log, prod
-from statistics import median, pstdev
+from statistics import linear_regression, median, pstdev
 
 import torch
 from torch import Tensor
@@ -33,13 +33,14 @@ def measured_cluster(
     """
     found = measure_device(device=device)
     products, of_matrices = _products(device, sizes, found)
-    attention, attention_share = _attention(device, sizes, found)
+    attention, attention_share, attention_half = _attention(device, sizes, found)
     memory_bound, memory_share = _memory_bound(device, sizes, found)
-    matrix_share, half = matrix_figures(sizes.matrices, of_matrices)
+    matrix_share, half = matrix_figures(list(of_matrices), list(of_matrices.values()))
     shares = {
         "matrix_efficiency": matrix_share,
         "matrix_half": half,
         "attention_efficiency": attention_share,
+        "attention_half": attention_half,
         "memory_efficiency": memory_share,
     }
     cluster = Cluster(name, replace(found, **shares), load_cluster(links).levels)
@@ -49,7 +50,8 @@ def measured_cluster(
     figures.add("memory bandwidth", f"{found.memory_bandwidth / 1e9:.4g} GB/s")
     figures.add("matrix efficiency, of large products in the first dtype", f"{matrix_share:.0%}")
     figures.add("matrix half: of d rows, columns or inner products d / (d + this)", f"{half:g}")
-    figures.add("attention efficiency, median", f"{attention_share:.0%}")
+    figures.add("attention efficiency, over many keys", f"{attention_share:.0%}")
+    figures.add("attention half: of t keys of a query t / (t + this)", f"{attention_half:.0f}")
     figures.add("memory efficiency, median of what is memory-bound", f"{memory_share:.0%}")
     figures.add("overhead of an operator", f"{found.overhead * 1e6:.2f} µs")
     figures.add("memory", f"{found.memory / 2**30:.1f} GiB")
@@ -63,8 +65,13 @@ def measured_cluster(
 
 
 def seconds(work: Callable[[], object], device: torch.device, sizes: Sizes) -> float:
-    """The median time, after two calls that are not counted."""
-    times = [seconds_of(work, device) for _ in range(sizes.repeats + 2)]
+    """The median time of a call, after two measurements that are not counted."""
+
+    def calls() -> None:
+        for _ in range(sizes.calls):
+            work()
+
+    times = [seconds_of(calls, device) / sizes.calls for _ in range(sizes.repeats + 2)]
     return median(times[2:])
 
 
@@ -82,22 +89,38 @@ def matrix_figures(
     return min(1.0, median(large(half))), half
 
 
-def _products(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, list[float]]:
+def attention_figures(keys: Sequence[float], shares: Sequence[float]) -> tuple[float, float]:
+    """`attention_efficiency` and `attention_half`: those that fit the shares of the peak that
+    attention reaches best, by mean number of keys of a query: half / keys + 1 = efficiency / share
+    is linear in 1 / keys."""
+    if len(keys) < 2:
+        return median(shares), 0.0
+    fitted = linear_regression([1 / each for each in keys], [1 / share for share in shares])
+    efficiency = min(1.0, 1 / fitted.intercept) if fitted.intercept > 0 else 1.0
+    return efficiency, max(0.0, fitted.slope * efficiency)
+
+
+def _products(
+    device: torch.device, sizes: Sizes, found: Device
+) -> tuple[Table, dict[tuple[int, int, int], float]]:
     names = [str(dtype).removeprefix("torch.") for dtype in sizes.dtypes]
     table = Table("Matrix products, TFLOP/s", ("m × n × k", *names, f"of the peak, {names[0]}"))
-    shares = []
+    shares: dict[tuple[int, int, int], float] = {}
     for m, n, k in sizes.matrices:
         rates = []
         for dtype in sizes.dtypes:
             a, b = (torch.randn(shape, device=device, dtype=dtype) for shape in ((m, k), (k, n)))
             rates.append(2 * m * n * k / seconds(partial(torch.mm, a, b), device, sizes))
-        shares.append(min(1.0, rates[0] / found.rate(sizes.dtypes[0])))
+        share = min(1.0, rates[0] / found.rate(sizes.dtypes[0]))
         cells = (f"{rate / 1e12:.3g}" for rate in rates)
-        table.add(f"{m:,} × {n:,} × {k:,}", *cells, f"{shares[-1]:.0%}")
+        table.add(f"{m:,} × {n:,} × {k:,}", *cells, f"{share:.0%}")
+        # A product that takes less time than its launch measures the host, on an accelerator.
+        if device.type == "cpu" or 2 * m * n * k / rates[0] > found.overhead:
+            shares[m, n, k] = share
     return table, shares
 
 
-def _attention(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:
+def _attention(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float, float]:
     table = Table(
         f"Causal attention, {sizes.block.heads} heads of {sizes.block.head_width}, bfloat16",
         ("batch × positions", "forward, TFLOP/s", "and backward, TFLOP/s", "of the products' peak"),
@@ -125,7 +148,8 @@ def _attention(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table
         cells = (f"{rate / 1e12:.3g}" for rate in (alone, together))
         shares.append(min(1.0, together / found.rate(torch.bfloat16)))
         table.add(f"{shape[0]} × {sequence:,}", *cells, f"{shares[-1]:.0%}")
-    return table, median(shares)
+    # A query of causal attention has half of the keys in the mean.
+    return table, *attention_figures([sequence / 2 for sequence in sizes.sequences], shares)
 
 
 def _memory_bound(device: torch.device, sizes: Sizes, found: Device) -> tuple[Table, float]:

@@ -18,6 +18,7 @@ from benchmarks.one_gpu.memory import predicted_against_allocated
 from benchmarks.one_gpu.programs import program_against_module
 from benchmarks.one_gpu.rates import measured_cluster
 from benchmarks.one_gpu.sizes import FULL, TINY, Sizes
+from benchmarks.one_gpu.steps import predicted_against_measured
 from benchmarks.page import commit
 from benchmarks.table import Table
 from shardwright.core.cost.cluster_file import cluster_to_yaml
@@ -82,11 +83,16 @@ def _memory(device: torch.device, options: Namespace, about: Mapping[str, str]) 
     return [predicted_against_allocated(device, _sizes(options))]
 
 
+def _steps(device: torch.device, options: Namespace, about: Mapping[str, str]) -> list[Table]:
+    return [predicted_against_measured(device, _sizes(options), options.links)]
+
+
 SECTIONS = {
     "rates": _rates,
     "collectives": _collectives,
     "programs": _programs,
     "memory": _memory,
+    "steps": _steps,
 }
 
 
@@ -98,7 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python benchmarks/gpu.py", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder for gpu.md and the cluster's YAML file")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="measure this section")
-    parser.add_argument("--links", choices=built_in(), default="h100", help="of the cluster file")
+    parser.add_argument(
+        "--links",
+        choices=built_in(),
+        default="h100",
+        help="cluster to predict for",
+    )
     parser.add_argument("--tiny", action="store_true", help="sizes with which nothing is measured")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     return parser

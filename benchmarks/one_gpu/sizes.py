@@ -24,6 +24,8 @@ class Sizes:
         model_batch, model_sequence: of the whole batch on all devices.
         message: elements of each collective.
         repeats: of each measurement of a rate.
+        calls: one after another in a measurement, so that launches overlap computation.
+        steps: models whose training steps are predicted, each with batch and positions.
     """
 
     matrices: tuple[tuple[int, int, int], ...]
@@ -39,6 +41,8 @@ class Sizes:
     model_sequence: int
     message: int
     repeats: int
+    calls: int
+    steps: tuple[tuple[LlamaSizes, int, int], ...]
 
 
 FULL = Sizes(
@@ -50,7 +54,7 @@ FULL = Sizes(
         *((16384, 1024, 4096), (16384, 4096, 1376), (4096, 32000, 4096)),
     ),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
-    sequences=(1024, 4096, 16384),
+    sequences=(512, 1024, 2048, 4096, 8192, 16384),
     elements=1 << 28,
     block=LlamaSizes(width=4096, inner=11008, heads=32),
     batch=4,
@@ -61,11 +65,19 @@ FULL = Sizes(
     model_sequence=1024,
     message=1 << 26,
     repeats=10,
+    calls=5,
+    steps=(
+        (LlamaSizes(width=4096, inner=11008, heads=32, layers=4, vocabulary=32000), 4, 2048),
+        (LlamaSizes(width=4096, inner=11008, heads=32, layers=2, vocabulary=32000), 1, 16384),
+        (LlamaSizes(width=8192, inner=28672, heads=64, layers=1, vocabulary=32000), 1, 4096),
+        (LlamaSizes(width=2048, inner=5504, heads=16, layers=8, vocabulary=32000), 8, 1024),
+        (LlamaSizes(width=2048, inner=5504, heads=16, layers=8, vocabulary=50257), 8, 1024),
+    ),
 )
 TINY = Sizes(
     matrices=((64, 64, 64), (32, 128, 64)),
     dtypes=(torch.bfloat16, torch.float32),
-    sequences=(32,),
+    sequences=(32, 64),
     elements=1 << 12,
     block=LlamaSizes(width=64, inner=128, heads=4),
     batch=2,
@@ -76,4 +88,6 @@ TINY = Sizes(
     model_sequence=16,
     message=1 << 10,
     repeats=2,
+    calls=2,
+    steps=((LlamaSizes(width=32, inner=64, heads=8, layers=2, vocabulary=128), 2, 16),),
 )

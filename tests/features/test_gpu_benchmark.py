@@ -12,7 +12,7 @@ import pytest
 import torch
 from benchmarks.one_gpu.collectives import group_of_one, own_collectives
 from benchmarks.one_gpu.memory import PLANS, ranks_of
-from benchmarks.one_gpu.rates import matrix_figures, measured_cluster
+from benchmarks.one_gpu.rates import attention_figures, matrix_figures, measured_cluster
 from benchmarks.one_gpu.sizes import FULL, TINY
 
 from shardwright.core.cost.cluster_file import cluster_to_yaml, read_cluster
@@ -50,6 +50,13 @@ def test_what_large_products_reach_is_found_from_products_of_many_shapes() -> No
     shapes = [(4096, 4096, 4096), (256, 4096, 4096), (8192, 128, 1024), (512, 512, 512)]
     shares = [0.7 * prod(d / (d + 256) for d in shape) for shape in shapes]
     assert matrix_figures(shapes, shares) == (pytest.approx(0.7), 256)
+
+
+def test_what_attention_reaches_is_found_from_few_and_many_keys() -> None:
+    keys = (256, 1024, 4096, 8192)
+    found = attention_figures(keys, [0.6 * t / (t + 370) for t in keys])
+    assert found == (pytest.approx(0.6), pytest.approx(370))
+    assert attention_figures((64,), (0.5,)) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("name", ["level3, recompute", "2 stages, 1f1b"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
@@ -60,6 +60,19 @@ def test_of_a_window_only_its_pairs_are_counted(window: int) -> None:
     op = op_of(windowed_attention, query, key, key, window)
     pairs = sum(min(window, position + 1) for position in range(12))
     assert work_of(op).forward_flops == 2 * 2 * 4 * pairs * (8 + 8)
+
+
+def test_a_query_of_causal_attention_reads_half_of_the_keys_in_the_mean() -> None:
+    def keys(causal: bool) -> float:
+        class Attention(nn.Module):
+            def forward(self, q: Tensor) -> Tensor:
+                return F.scaled_dot_product_attention(q, q, q, is_causal=causal)
+
+        (op,) = capture(Attention(), (torch.zeros(1, 2, 64, 8),)).ops
+        ((size, _),) = work_of(op).sides
+        return size
+
+    assert (keys(causal=False), keys(causal=True)) == (64, 32)
 
 
 def test_of_a_mask_that_is_not_held_all_pairs_are_counted_or_half_if_it_is_causal() -> None:

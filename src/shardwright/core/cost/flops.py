@@ -58,7 +58,7 @@ class Work:
             is read or written.
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
-            other operators. For attention, the number of keys.
+            other operators. For attention, the mean number of keys of a query.
         category: type of operator, such as attention, under which reports list the FLOPs.
         traffic: kind of operator by which its bytes depend on the software.
     """
@@ -269,25 +269,23 @@ def _flops_by_counter(op: Op) -> float:
 
 def _attention_flops(op: Op) -> float:
     """Return the FLOPs of scores and weighted values, 2·b·h·s·t·(d + e), for batch size b, h heads,
-    s queries, t keys, and head dimensions d of keys and e of values.
-
-    Causal attention takes half as many. With a sliding window, t is the mean number of keys in the
-    window.
-    """
+    s queries, t keys of a query in the mean, and head dimensions d of keys and e of values."""
     arguments = call_arguments(op)
-    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    query, value = arguments["query"], arguments["value"]
     keys = _num_keys(op)
     flops: float = 2.0 * query.numel * keys
     flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
-    causal = arguments.get("is_causal") or (arguments.get("causal") and keys == key.shape[-2])
-    return flops / 2 if causal else flops
+    return flops
 
 
 def _num_keys(op: Op) -> float:
-    """Return the number of keys of each query, with a sliding window the mean number in it."""
+    """Return the mean number of keys of a query: half of all with causal attention."""
     arguments = call_arguments(op)
     rows, keys = arguments["query"].shape[-2], float(arguments["key"].shape[-2])
-    if arguments.get("window") is None or not arguments.get("causal", True):
+    if arguments.get("window") is None:
+        causal = arguments.get("is_causal") or arguments.get("causal")
+        return keys / 2 if causal else keys
+    if not arguments.get("causal", True):
         return keys
     # The first rows see fewer keys than the window: row i sees min(i + 1, window).
     window = min(arguments["window"], rows)

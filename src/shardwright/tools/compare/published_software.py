@@ -48,9 +48,9 @@ KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     },
     "fa2": {
         "a100": {"norm_traffic": COMPOSED_NORMS},
-        "h100": {"attention_efficiency": 0.365, "attention_half": 512.0},
+        "h100": {"attention_efficiency": 0.365, "attention_half": 256.0},
     },
-    "fa2rms": {"h100": {"attention_efficiency": 0.365, "attention_half": 512.0}},
+    "fa2rms": {"h100": {"attention_efficiency": 0.365, "attention_half": 256.0}},
 }
 """Figures of a device by `kernel` or `attention`, and by hardware, where they are not those of the
 cluster: attention of PyTorch (`torch`) and with Megatron-LM's softmax (`fused`), FlashAttention 1
