@@ -118,6 +118,14 @@ DISPATCH = (
         "initializes parameters whatever modes the caller is in",
     ),
     PrivateName(
+        "torch._C._dispatch_has_kernel",
+        "whether an optimizer has a fused kernel, which not every version and class has",
+    ),
+    PrivateName(
+        "torch._C._dispatch_key_for_device",
+        "whether a type of device has the fused kernel of an optimizer",
+    ),
+    PrivateName(
         "torch._C._dispatch_has_kernel_for_dispatch_key",
         "what autocast of the CPU does, to take it back where a model computes elsewhere",
     ),
@@ -497,6 +505,8 @@ ATEN_OPERATORS = (
     "_prelu_kernel",
     "_safe_softmax",
     "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_softmax",

@@ -145,8 +145,8 @@ class Device:
         """Return the fraction of the rate that a product with the sizes n and k reaches, whose rows
         start at multiples of n or k elements of two bytes."""
         alignment = min((gcd(round(size), 8) for size in sizes), default=8)
-        lost: float = 1 - log2(alignment) / log2(8)
-        return self.unaligned_efficiency**lost
+        lost = 1 - log2(alignment) / log2(8)
+        return float(self.unaligned_efficiency**lost)
 
     @property
     def stream(self) -> float:
