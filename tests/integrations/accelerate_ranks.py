@@ -117,8 +117,10 @@ def counts_each_sample_once() -> None:
                 counted, right = counted + len(y), right + int((outputs == y).sum())
         net, wanted = classifier(0), samples(COUNT - 1).tensors
         assert (counted, right) == (COUNT - 1, int((net(wanted[0]).argmax(-1) == wanted[1]).sum()))
-        sums = accelerator.reduce(torch.ones(()), "sum")
-        assert float(sums) == (2 if "dataset_strategy" in options else 1)
+        for dtype in (torch.float32, torch.int64):
+            total = accelerator.reduce(torch.full((), 3, dtype=dtype), "sum")
+            assert total == (6 if "dataset_strategy" in options else 3)
+            assert total.dtype == dtype
 
 
 def prepare_loader(training: Training, options: dict[str, Any]) -> Any:

@@ -106,6 +106,14 @@ class Module(LightningModule):
         return [optimizer], [{"scheduler": schedule_of(optimizer), "interval": "step"}]
 
 
+class PlansItself(Module):
+    """Plans its model where Lightning's own strategies for several devices have it planned."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self.net, "execution"):
+            sw.parallelize(self.net, sw.plan(self.net, SHAPES[:1], devices=2))
+
+
 def trained(module: Module, strategy: Any, epochs: int = 1, **options: Any) -> tuple[Run, Trainer]:
     trainer = Trainer(
         accelerator="cpu",
@@ -144,6 +152,10 @@ def trains_and_counts_as_one_process() -> None:
         assert module.totals == [COUNT]
         metrics = {name: int(value) for name, value in trainer.callback_metrics.items()}
         assert metrics == {"samples": COUNT, "counted": COUNT}
+    module = PlansItself()
+    run, _ = trained(module, ShardwrightStrategy())
+    assert_equal_runs(run, wanted, with_state=on_rank_0())
+    assert module.totals == [COUNT]
 
 
 def local_batches_count_each_sample_once() -> None:
@@ -159,14 +171,21 @@ def local_batches_count_each_sample_once() -> None:
     assert seen[:, 0].tolist() == [0, 1]
 
 
-def stages_train_as_one_process() -> None:
-    (wanted,) = reference(1)
+def stages_train_and_resume_as_one_process() -> None:
+    wanted, later = reference(2)
     net = classifier(0, WithLoss)
     plan = sw.plan(net, SHAPES, devices=2, stages=2, micro_batches=2)
     strategy = ShardwrightStrategy(plan, save_distributed_checkpoint=True)
     run, trainer = trained(Module(net), strategy)
     assert_equal_runs(run, wanted, with_state=on_rank_0())
     trainer.save_checkpoint(folder() / "stages")
+    for stages in (2, 1):
+        net = classifier(9, WithLoss)
+        plan_to_resume = sw.plan(net, SHAPES, devices=2, stages=stages, micro_batches=2)
+        strategy = ShardwrightStrategy(plan_to_resume, save_distributed_checkpoint=True)
+        options = {"ckpt_path": str(folder() / "stages"), "weights_only": False}
+        run, _ = trained(Module(net), strategy, 2, **options)
+        assert_equal_runs(run, later, with_state=on_rank_0())
     single_file = ShardwrightStrategy(plan)
     _, trainer = trained(Module(classifier(0, WithLoss)), single_file)
     with pytest.raises(sw.CheckpointError, match="has 2 pipeline stages, whose optimizers have"):
@@ -265,7 +284,7 @@ def refuses_what_would_be_wrong() -> None:
 CHECKS = (
     trains_and_counts_as_one_process,
     local_batches_count_each_sample_once,
-    stages_train_as_one_process,
+    stages_train_and_resume_as_one_process,
     resumes_under_another_plan,
     fabric_trains_and_resumes,
     refuses_what_would_be_wrong,

@@ -342,8 +342,15 @@ def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float 
     reduced = type(accelerator).reduce(accelerator, tensor, reduction, scale)
     if reduction != "sum" or copies == 1:
         return reduced
-    # Ranks with the same samples have added the same terms.
-    return pytree.tree_map(lambda x: x / copies if isinstance(x, Tensor) else x, reduced)
+
+    def of_distinct_samples(value: Any) -> Any:
+        """Divide by the number of ranks that have added the same term; counts stay whole."""
+        if not isinstance(value, Tensor):
+            return value
+        is_count = not (value.is_floating_point() or value.is_complex())
+        return torch.div(value, copies, rounding_mode="floor" if is_count else None)
+
+    return pytree.tree_map(of_distinct_samples, reduced)
 
 
 def _clip_grad_norm(

@@ -65,6 +65,14 @@ def gather_on_rank_0(value: Any) -> Any:
     return full.cpu() if isinstance(full, Tensor) else full
 
 
+def has_stages(net: nn.Module) -> bool:
+    """Whether a planned module of `net` has several pipeline stages."""
+    return any(
+        isinstance(module, ParallelModule) and module.execution.devices.stages > 1
+        for module in net.modules()
+    )
+
+
 def check_one_stage(net: nn.Module, what: str) -> None:
     """Raise if a rank has only a part of a model's parameters.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from shardwright.core.agreement.collective import has_other_ranks, is_rank_0
+from shardwright.integrations.full_state import has_stages
 
 METADATA_FILE = "meta.pt"
 """Lightning's name of the file with what is neither a model nor an optimizer."""
@@ -48,7 +50,8 @@ def save_folder(
         optimizers: optimizers of the model, by their name in the checkpoint.
         metadata: all else, which rank 0 writes.
     """
-    options = StateDictOptions(cpu_offload=True)
+    # Groups of an optimizer differ between stages, so their options are saved by parameter.
+    options = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=has_stages(net))
     state: dict[str, Any] = {key: get_model_state_dict(net, options=options)}
     for name, optimizer in optimizers.items():
         state[name] = get_optimizer_state_dict(net, optimizer, options=options)
@@ -87,11 +90,14 @@ def load_folder(
     model_state = {key: get_model_state_dict(net)}
     state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())
     net.load_state_dict(model_state[key], strict=strict)
+    saved_names = FileSystemReader(path).read_metadata().state_dict_metadata
     # One after the other, as optimizers without state get one here that is loaded into.
     for name, optimizer in optimizers.items():
-        state = {name: get_optimizer_state_dict(net, optimizer)}
+        has_groups = any(saved.startswith(f"{name}.param_groups.0.") for saved in saved_names)
+        options = StateDictOptions(flatten_optimizer_state_dict=not has_groups)
+        state = {name: get_optimizer_state_dict(net, optimizer, options=options)}
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not has_other_ranks())
-        set_optimizer_state_dict(net, optimizer, optim_state_dict=state[name])
+        set_optimizer_state_dict(net, optimizer, state[name], options=options)
     metadata: dict[str, Any] = torch.load(
         path / METADATA_FILE, map_location="cpu", weights_only=weights_only
     )
