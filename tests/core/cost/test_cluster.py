@@ -210,19 +210,6 @@ def test_small_matrices_reach_less_and_attention_what_it_reaches() -> None:
     assert device.overlap_slowdown == 0.25
 
 
-def test_products_of_odd_sizes_reach_less_in_half_precision_only() -> None:
-    share = "unaligned_efficiency: 12.5%\n  matrix_eff"
-    device = read_cluster(TEXT.replace("matrix_eff", share), "full").device
-    for dtype in (torch.bfloat16, torch.float32):
-        aligned = device.rate(dtype)
-        # The number of rows m changes no alignment.
-        assert device.rate(dtype, (3, 64, 128)) == aligned
-        shares = {1: 1 / 8, 2: 1 / 4, 4: 1 / 2, 8: 1.0} if dtype.itemsize == 2 else {1: 1.0}
-        for factor, share_reached in shares.items():
-            for sizes in ((64, 64 + factor, 128), (64, 128, 64 + factor)):
-                assert device.rate(dtype, sizes) == pytest.approx(share_reached * aligned)
-
-
 def test_attention_over_few_keys_reaches_less() -> None:
     keys = "attention_half: 512\n  overlaps_products: true\n  matrix_eff"
     device = read_cluster(TEXT.replace("matrix_eff", keys), "full").device

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import gcd, log2, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -79,9 +79,6 @@ class Device:
             query has half of all keys in the mean.
         matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
-        unaligned_efficiency: fraction of its rate that a product in half precision reaches if n or
-            k is odd, as tensor cores read rows in units of 16 bytes. Multiples of 2 or 4 avoid a
-            third or two thirds of the loss, in logarithms; multiples of 8 avoid all of it.
         norm_traffic: bytes that a norm reads and writes, as a multiple of those of a fused kernel;
             above 1 for norms composed of several operators.
         pointwise_traffic: bytes that element-wise operators read and write, as a fraction of those
@@ -107,7 +104,6 @@ class Device:
     attention_efficiency: float | None = None
     attention_half: float = 0.0
     matrix_half: float = 0.0
-    unaligned_efficiency: float = 1.0
     norm_traffic: float = 1.0
     pointwise_traffic: float = 1.0
     overlaps_parameters: bool = True
@@ -137,16 +133,7 @@ class Device:
         if attention:
             share = self.attention_efficiency or self.matrix_efficiency
             return peak_rate * share * prod(keys / (keys + self.attention_half) for keys in sides)
-        sizes = tuple(sides)
-        rate = peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sizes)
-        return rate * self._aligned_share(sizes[1:]) if dtype.itemsize == 2 else rate
-
-    def _aligned_share(self, sizes: tuple[float, ...]) -> float:
-        """Return the fraction of the rate that a product with the sizes n and k reaches, whose rows
-        start at multiples of n or k elements of two bytes."""
-        alignment = min((gcd(round(size), 8) for size in sizes), default=8)
-        lost = 1 - log2(alignment) / log2(8)
-        return float(self.unaligned_efficiency**lost)
+        return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
 
     @property
     def stream(self) -> float:

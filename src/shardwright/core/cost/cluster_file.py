@@ -187,8 +187,7 @@ def _read_device(entries: _MappingReader) -> Device:
     entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "attention_half", "matrix_half", "overlap_slowdown", "overhead"),
-        *("unaligned_efficiency", "norm_traffic", "pointwise_traffic"),
-        *("overlaps_parameters", "overlaps_products"),
+        *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _MappingReader(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
@@ -216,7 +215,6 @@ def _read_device(entries: _MappingReader) -> Device:
         ),
         attention_half=entries.number("attention_half", {"": 1.0}, 0.0, zero=True),
         matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
-        unaligned_efficiency=entries.share("unaligned_efficiency"),
         norm_traffic=entries.number("norm_traffic", SHARE, 1.0),
         pointwise_traffic=entries.share("pointwise_traffic"),
         overlaps_parameters=entries.yes("overlaps_parameters", True),
