@@ -16,7 +16,6 @@ from random_plans import check_random_plan, random_plan
 from shardwright.core.capture.capture import capture
 from shardwright.core.graph.interpreter import interpret
 from shardwright.core.torch_internals import pytree
-from shardwright.errors import CaptureError
 
 
 @dataclass
@@ -108,6 +107,12 @@ def test_a_dataclass_that_computes_when_it_is_made_is_made_in_each_call(
         torch.testing.assert_close(vars(result), vars(wanted))
 
 
-def test_an_argument_that_is_an_object_is_refused_with_what_to_pass() -> None:
-    with pytest.raises(CaptureError, match=r"an argument is an object \(<class.*Doubled'>\)\npass"):
-        capture(nn.Identity(), (Doubled(torch.randn(2)),))
+def test_an_argument_is_not_made_again_by_its_class() -> None:
+    class OfDoubled(Net):
+        def forward(self, x: Doubled) -> Tensor:
+            loss: Tensor = self.linear(x.loss).sum()
+            return loss
+
+    eager, x = OfDoubled(print), Doubled(torch.ones(8, 8))
+    net = sw.parallelize(eager, sw.plan(eager, (x,), devices=1), copy=True)
+    torch.testing.assert_close(net(x), eager(x))

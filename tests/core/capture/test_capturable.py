@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ X = torch.ones(8, 4)
         (Net(), (X.to_sparse(),), None, r"argument args\[0\] is a sparse tensor", "to_dense"),
         (Net(), (X,), {"mask": X.to_sparse()}, r"argument kwargs\['mask'\] is a", "to_dense"),
         (Net(), (X.numpy(),), None, r"args\[0\] is a numpy array", "from_numpy"),
-        (Net(), (BatchEncoding({"x": X}),), None, "is a BatchEncoding", r"net\(\*\*batch\)"),
+        (Net(), (MappingProxyType({"x": X}),), None, "is a mappingproxy", r"net\(\*\*batch\)"),
+        (Net(), (BatchEncoding({"x": X}),), None, "not BatchEncoding", "pass arguments"),
     ],
 )
 def test_a_call_of_another_form_is_refused_with_what_to_pass(

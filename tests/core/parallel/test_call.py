@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import UserDict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -131,7 +131,7 @@ def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_a
     [
         (X.to_sparse(), "is a sparse tensor", "to_dense"),
         (X.numpy(), "is a numpy array", "from_numpy"),
-        (UserDict(x=X), "is a UserDict", r"net\(\*\*batch\)"),
+        (MappingProxyType({"x": X}), "is a mappingproxy", r"net\(\*\*batch\)"),
         (bytearray(2), r"is an object \(bytearray\)", "pass its fields"),
     ],
 )

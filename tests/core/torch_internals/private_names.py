@@ -47,6 +47,16 @@ PYTREE = (
     PrivateName(f"{_PYTREE}keystr", "such a way as text"),
     PrivateName(f"{_PYTREE}treespec_dumps", "a structure as text, in the file of a plan"),
     PrivateName(f"{_PYTREE}treespec_loads", "a structure from that text"),
+    PrivateName(f"{_PYTREE}MappingKey", "a key in such a way"),
+    PrivateName(f"{_PYTREE}GetAttrKey", "an attribute in such a way"),
+    PrivateName(f"{_PYTREE}is_namedtuple_class", "whether a class is a named tuple's"),
+    PrivateName(f"{_PYTREE}SUPPORTED_NODES", "which classes are nodes, and how they flatten"),
+    PrivateName(
+        f"{_PYTREE}SUPPORTED_SERIALIZED_TYPES", "names of classes in the text of a structure"
+    ),
+    PrivateName(f"{_PYTREE}SERIALIZED_TYPE_TO_PYTHON_TYPE", "the class of such a name"),
+    PrivateName(f"{_PYTREE}NO_SERIALIZED_TYPE_NAME_FOUND", "marks a class without such a name"),
+    PrivateName(f"{_PYTREE}_register_namedtuple", "names a named tuple in the text"),
 )
 
 OPERATORS = (

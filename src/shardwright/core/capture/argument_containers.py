@@ -1,8 +1,9 @@
-"""Detection of changes that `forward` makes to lists, dicts, sets and deques in its arguments."""
+"""Detection of changes that `forward` makes to lists, dicts, sets, deques and objects in its
+arguments."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from types import CodeType
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from shardwright.core.capture.naming import located
 from shardwright.core.capture.state_contents import MISSING, After, Parts, contents_of, is_same
+from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
 _CONTAINERS = (list, dict, set, deque)
@@ -31,12 +33,14 @@ class ArgumentContainers:
             self._record_contents(name, value)
 
     def _record_contents(self, path: str, value: Any) -> None:
-        if isinstance(value, (*_CONTAINERS, tuple)):
+        is_object = pytree.is_registered_object(value)
+        if is_object or isinstance(value, (*_CONTAINERS, tuple)):
             held = contents_of(value)
-            if not isinstance(value, tuple):
+            if is_object or not isinstance(value, tuple):
                 self._before.append((path, value, held))
             for key, item in held.items():
-                self._record_contents(f"{path}[{key!r}]", item)
+                is_attribute = is_object and isinstance(key, str)
+                self._record_contents(f"{path}.{key}" if is_attribute else f"{path}[{key!r}]", item)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
         """Return an error if the call changed a container among its arguments; None otherwise.
@@ -48,9 +52,15 @@ class ArgumentContainers:
             codes: code objects of the functions that may have run; they locate the user's line.
         """
         for path, container, before in self._before:
-            by_name = isinstance(container, dict)
-            for key, now in contents_of(container).items():
+            by_name = type(container) in (dict, OrderedDict)
+            contents = contents_of(container)
+            for key, now in {
+                **contents,
+                **dict.fromkeys(before.keys() - contents, MISSING),
+            }.items():
                 old = before.get(key, MISSING)
+                if now is MISSING and not pytree.is_registered_object(container):
+                    continue
                 prepared = by_name and isinstance(now, Tensor)
                 prepared |= isinstance(key, After)
                 if not prepared and not is_same(old, now, lambda before_call, other: False):

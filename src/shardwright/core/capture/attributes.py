@@ -22,13 +22,21 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.argument_containers import ArgumentContainers
 from shardwright.core.capture.filled_modules import RegisteredTensors
-from shardwright.core.capture.global_variables import GLOBALS, globals_of, globals_read
+from shardwright.core.capture.filled_state import (
+    are_equal_tensors,
+    has_unknown_values,
+    only_adds_entries,
+    replaced_none,
+    tensors_inside,
+    value_text,
+)
+from shardwright.core.capture.global_variables import GLOBALS, globals_of, globals_read, modes_read
 from shardwright.core.capture.hooks import count_hooks
 from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.naming import LocatedError, current_line, located
+from shardwright.core.capture.process_state import ProcessState, change_message
 from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
-from shardwright.core.capture.state_contents import OF_TORCH, contents_of
-from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
+from shardwright.core.capture.state_contents import OF_TORCH
 from shardwright.core.torch_internals.hooks import forward_hooks
 from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.core.torch_internals.tensors import storage_id, version
@@ -79,30 +87,6 @@ def content(value: Any) -> Hashable:
         inner = vars(value).items()
         return "object", id(value), *((name, _shallow_content(item)) for name, item in inner)
     return type(value).__name__, id(value)
-
-
-def _only_replaces_none(before: Any, after: Any) -> bool:
-    """Whether an object changed only in attributes that were None and now have plain values.
-
-    Example: the first call sets `problem_type` in configurations of `transformers`.
-    """
-    plain_types = {plain_type.__name__ for plain_type in _PLAIN}
-    return (
-        before is not None
-        and before[:2] == after[:2]
-        and before[0] == "object"
-        and [name for name, _ in before[2:]] == [name for name, _ in after[2:]]
-        and all(
-            old == new or (old == content(None) and new[0] in plain_types)
-            for (_, old), (_, new) in zip(before[2:], after[2:], strict=True)
-        )
-    )
-
-
-def _only_adds_entries(before: Any, after: Any) -> bool:
-    """Whether the only change to a dictionary is new entries, as in a cache."""
-    type_names = {each[0] for each in (before, after) if each is not None}
-    return type_names == {"dict"} and set(before[1:]) <= set(after[1:])
 
 
 def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
@@ -222,6 +206,7 @@ class TracedAttributes:
     Attributes:
         reads: (path, name) of attributes and global variables that `forward` reads before setting.
         writes: (path, name) of other attributes that `forward` sets.
+        filled: text of each value that `forward` stores where nothing was, by its location.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -234,13 +219,16 @@ class TracedAttributes:
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._arguments = ArgumentContainers((), {})
         self._hooks: dict[str, int] = {}
+        self._process = ProcessState()
         self._lines: dict[tuple[str, str], str] = {}
         self._reachable = self._at_first = ReachableState(module)
         self._filled: list[Change] = []
         self._read_as_dict: dict[str, None] = {}
         self._is_second = False
         self.writes: dict[tuple[str, str], None] = {}
+        self.filled: dict[str, str] = {}
         self.reads: dict[tuple[str, str], None] = dict.fromkeys(globals_read(module))
+        self.reads |= dict.fromkeys(modes_read(self._reachable.codes))
         for path, name in self.reads:
             self._before.setdefault(path, {})[name] = content(globals_of(path)[name])
 
@@ -294,6 +282,7 @@ class TracedAttributes:
             self._arguments = ArgumentContainers(args, kwargs)
             self._hooks = self._count_hooks()
             registered.begin()
+            self._process = ProcessState()
 
         # What is changed in place is seen before `torch.export` undoes it.
         handles = (
@@ -302,6 +291,7 @@ class TracedAttributes:
             root.register_forward_hook(lambda *_: self._check_variables(known_values)),
             root.register_forward_hook(lambda *_: self._check_arguments_and_hooks()),
             root.register_forward_hook(lambda *_: self._check_reachable_state(known_values)),
+            root.register_forward_hook(lambda *_: self._check_process()),
         )
         try:
             yield
@@ -313,12 +303,16 @@ class TracedAttributes:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Return a context that undoes changes of a failed trace outside of the traced copy."""
+        """Return a context that undoes changes of a failed trace outside of the traced copy, and
+        those that any trace makes to settings of the process."""
+        process = ProcessState()
         try:
             yield
         except BaseException:
             self._at_first.restore()
             raise
+        finally:
+            process.restore()
 
     def check_settled(
         self,
@@ -355,10 +349,17 @@ class TracedAttributes:
             variables = variables_at(self._by_path, path)
             if name in variables:
                 before, after = self._before[path].get(name), content(variables[name])
-                if before == after or _only_replaces_none(before, after):
+                if before == after:
                     continue
-                is_cache = path.startswith(GLOBALS) and _only_adds_entries(before, after)
-                if self._is_second or not is_cache or _has_unknown_values(variables[name], values):
+                if (names := replaced_none(before, after)) is not None:
+                    where = f"{path}.{name}".removeprefix(".")
+                    held = vars(variables[name])
+                    self._record_filled(
+                        {f"attribute '{where}.{n}'": held[n] for n in names}, values
+                    )
+                    continue
+                is_cache = path.startswith(GLOBALS) and only_adds_entries(before, after)
+                if self._is_second or not is_cache or has_unknown_values(variables[name], values):
                     raise self._variable_change_error(path, name)
                 where = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
                 self._filled.append(Change(StateLocation(where, name), variables[name], adds=True))
@@ -387,12 +388,22 @@ class TracedAttributes:
             if (path, name) in self.writes or (path, name) in self.reads:
                 continue
             value = vars(self._by_path[path])[name]
-            if self._is_second or _has_unknown_values(value, values):
-                raise self._variable_change_error(path, name)
             description = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
             location = StateLocation(description, path).inside(name, indexed=False)
+            # `torch.export` restores the attributes if one of them is a tensor.
+            if self._is_second and self.filled.get(str(location)) == value_text(value, values):
+                continue
+            if self._is_second or has_unknown_values(value, values):
+                raise self._variable_change_error(path, name)
             self._filled.append(Change(location, value, adds=True))
+            self._record_filled({str(location): value}, values)
             self._before[path][name] = content(value)
+
+    def _record_filled(self, filled: Mapping[str, Any], values: KnownValues) -> None:
+        for location, value in filled.items():
+            # The positions of several new elements of one list have one location.
+            text = f"{self.filled.get(location, '')}{value_text(value, values)}"
+            self.filled[location] = text
 
     def _check_arguments_and_hooks(self) -> None:
         if refusal := self._arguments.refusal(self._forward_codes):
@@ -412,17 +423,27 @@ class TracedAttributes:
 
     def _check_reachable_state(self, values: KnownValues) -> None:
         def equal(first: Tensor, other: Tensor) -> bool:
-            return _are_equal_tensors(values.value_of(first), values.value_of(other))
+            return are_equal_tensors(values.value_of(first), values.value_of(other))
 
         for change in self._reachable.changes(equal):
-            if self._is_second or not change.adds or _has_unknown_values(change.value, values):
+            if self._is_second or not change.adds or has_unknown_values(change.value, values):
                 raise self._state_change_error(change)
             self._filled.append(change)
+            self._record_filled({str(change.location): change.value}, values)
         # Of a tensor that the first trace has computed and kept, the second reads the values.
         if self._is_second and any(
-            True for change in self._filled for _ in _tensors_in(change.value)
+            True for change in self._filled for _ in tensors_inside(change.value)
         ):
             raise _SecondTraceEndedError
+
+    def _check_process(self) -> None:
+        names = {name for code in self._forward_codes for name in code.co_names}
+        for changed in self._process.changes():
+            name, readers = changed.setting.name, changed.setting.readers
+            if readers and names.isdisjoint(readers):
+                continue
+            word = name.rpartition(".")[2]
+            raise located(self._forward_codes, word, change_message(changed))
 
     def _state_change_error(self, change: Change) -> CaptureError:
         return located(
@@ -463,27 +484,7 @@ def _fingerprint_attributes(module: nn.Module) -> dict[str, Hashable]:
     return {name: content(value) for name, value in vars(module).items() if name not in OF_TORCH}
 
 
-def _are_equal_tensors(first: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal; False if one is None, as its values are unknown."""
-    if first is None or other is None or first.dtype != other.dtype:
-        return False
-    with without_dispatch_modes(), without_torch_function():
-        return torch.equal(first, other)
-
-
 def _is_user_code(frame: FrameType) -> bool:
-    return not str(frame.f_globals.get("__name__")).startswith(("torch.", "shardwright."))
-
-
-def _has_unknown_values(value: Any, known_values: KnownValues) -> bool:
-    """Whether an object contains a tensor whose values depend on inputs or parameters."""
-    return any(known_values.value_of(tensor) is None for tensor in _tensors_in(value))
-
-
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors in an object and its containers, at most `_DEEPEST` levels deep."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
-        for item in contents_of(value).values():
-            yield from _tensors_in(item, depth + 1)
+    # `functools.cached_property` reads and sets its own entry only.
+    libraries = ("torch.", "shardwright.", "functools")
+    return not str(frame.f_globals.get("__name__")).startswith(libraries)

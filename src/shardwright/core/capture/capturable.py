@@ -77,6 +77,7 @@ def check_arguments(args: object, kwargs: object) -> None:
             f" {type(kwargs).__name__}\n"
             "pass positional arguments as one tuple, `(x, y)`, named ones as `{'mask': mask}`"
         )
+    pytree.register_objects((args, dict(kwargs or {})))
     register_block_masks((args, dict(kwargs or {})))
     if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
         raise CaptureError(

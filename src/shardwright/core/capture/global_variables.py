@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dis import get_instructions
 from functools import lru_cache
 from types import CodeType, FunctionType, ModuleType
@@ -34,17 +34,33 @@ _VARIABLES = (bool, int, float, complex, str, bytes, type(None), Tensor, np.ndar
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
-class _GradientMode(dict[str, Any]):
-    """Mapping from the name in `GRADIENT_MODE` to whether gradients are enabled now."""
+MODES: dict[str, Callable[[], Any]] = {
+    each.__name__: each
+    for each in (
+        torch.is_grad_enabled,
+        torch.get_default_dtype,
+        torch.are_deterministic_algorithms_enabled,
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        torch.get_deterministic_debug_mode,
+        torch.get_float32_matmul_precision,
+        torch.is_anomaly_enabled,
+    )
+}
+"""Functions that return a mode of PyTorch, by name; modes are recorded like global variables."""
 
-    def __getitem__(self, name: str) -> bool:
-        return torch.is_grad_enabled()
 
-    def get(self, name: str, default: object = None) -> bool:
+class _Modes(dict[str, Any]):
+    """Mapping from the names in `MODES` to the current modes, as plain values."""
+
+    def __getitem__(self, name: str) -> Any:
+        mode = MODES[name]()
+        return str(mode) if isinstance(mode, torch.dtype) else mode
+
+    def get(self, name: str, default: object = None) -> Any:
         return self[name]
 
     def __contains__(self, name: object) -> bool:
-        return name == GRADIENT_MODE[1]
+        return name in MODES
 
 
 def reads_gradient_mode(model: nn.Module) -> bool:
@@ -52,11 +68,18 @@ def reads_gradient_mode(model: nn.Module) -> bool:
     return GRADIENT_MODE in globals_read(model)
 
 
+def modes_read(codes: Iterable[CodeType]) -> Iterator[tuple[str, str]]:
+    """Yield place and name of the modes of PyTorch that functions name."""
+    names = {name for code in codes for name in code.co_names}
+    for name in sorted(MODES.keys() & names):
+        yield GRADIENT_MODE[0], name
+
+
 def globals_of(scope: str) -> dict[str, Any]:
     """Return the global variables of the Python module that `place` names; empty if the module is
     not imported."""
     if scope == GRADIENT_MODE[0]:
-        return _GradientMode()
+        return _Modes()
     file = sys.modules.get(scope.removeprefix(GLOBALS))
     return {} if file is None else vars(file)
 
@@ -88,8 +111,8 @@ def _find_reads(function: Any, cls: type, seen: dict[CodeType, None]) -> Iterato
         return
     seen[function.__code__] = None
     names = set(names_in(function.__code__))
-    if GRADIENT_MODE[1] in names:
-        yield GRADIENT_MODE
+    for name in sorted(MODES.keys() & names):
+        yield GRADIENT_MODE[0], name
     for name in sorted(names):
         for base in cls.__mro__:  # `super()` may call any of them.
             yield from _find_reads(vars(base).get(name), cls, seen)

@@ -46,6 +46,7 @@ from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.local_map import calls_in_graph, calls_of_modules
 from shardwright.core.capture.module_tree import ModuleTree
+from shardwright.core.capture.process_state import unchanged_process
 from shardwright.core.capture.python_refusals import (
     assigned_buffers,
     check_changes,
@@ -92,11 +93,13 @@ def capture_python(
     started = time.perf_counter()
     _check_supported(call)
     with TRACING_LOCK, restored_transforms(), _set_modes_of_call(call):
-        traced = _TracedCall.of(call, compute_dtype, numbers)
-        result = traced.result()
+        with unchanged_process():
+            traced = _TracedCall.of(call, compute_dtype, numbers)
+        with unchanged_process():
+            result = traced.result()
         unguarded = _collect_tensor_ids(call.module, call.args, call.kwargs)
         guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
-    with restored_transforms(), isolate_capture():
+    with unchanged_process(), restored_transforms(), isolate_capture():
         graph, names = _trace_to_aten(call, traced, result, compute_dtype)
     state = {names[name]: index for name, index in traced.state.items() if name in names}
     python = PythonCall(
@@ -374,7 +377,7 @@ def result_leaves(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
     Objects of the user's classes are flattened to their tensors; the bytecode builds the objects.
     """
-    pytree.register_dataclasses(result)
+    pytree.register_objects(result, only_tensors=True)
     leaves, spec = pytree.tree_flatten(result)
     if all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
         return leaves, spec
@@ -441,7 +444,7 @@ def _trace_to_aten(
     inline_regions(exported.graph_module)
     settle_boundaries(exported.graph)
     reads = (GRADIENT_MODE,) if reads_gradient_mode(call.module) else ()
-    trace = Trace(exported.graph, signature, reads, (), regions.device_type, compute_dtype)
+    trace = Trace(exported.graph, signature, reads, (), {}, regions.device_type, compute_dtype)
     graph = canonical(trace, call)
     named = {id(tensor): value.name for value, tensor in graph.constants.items()}
     names = {name: named[id(t)] for name, t in constants.items() if id(t) in named}
@@ -473,7 +476,9 @@ def _run_dynamo_graph(
             inputs.append(leaves[source] if source is not None else state.get(index))
     read = {node: constants[name] for name, node in traced.number_names.items()}
     replaced = dict.fromkeys(traced.numbers.all) | read
-    made = GraphReplay(traced.graph_module, replaced=replaced).run(*inputs)
+    # Operators such as `torch._C._set_grad_enabled` are nodes of Dynamo's graph.
+    with unchanged_process():
+        made = GraphReplay(traced.graph_module, replaced=replaced).run(*inputs)
     for name, index in result.buffers.items():
         buffer = tensors[name]
         if buffer.shape != made[index].shape or buffer.dtype != made[index].dtype:

@@ -39,7 +39,7 @@ _MOST_OBJECTS = 100_000
 _MOST_PARTS = 10_000
 """Maximum number of elements of a container that are visited; larger containers hold data."""
 
-_PLAIN = frozenset(("argparse", "array", "collections", "queue", "types"))
+_PLAIN = frozenset(("argparse", "array", "collections", "queue", "types", "weakref"))
 """Modules of the standard library with container classes for the user's objects."""
 
 _DRAWS: tuple[Any, ...] = (random.random, np.random.rand)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,6 +72,7 @@ class Trace:
         graph: the traced operators.
         signature: placeholders and results of the graph.
         reads, writes: path and name of the attributes that `forward` read and set.
+        filled: as in `Graph.filled`.
         autocast_on: device type whose autocast casts as captured; None without autocast regions.
         compute_dtype: as for `capture`.
     """
@@ -80,6 +81,7 @@ class Trace:
     signature: Signature
     reads: Collection[tuple[str, str]]
     writes: Collection[tuple[str, str]]
+    filled: Mapping[str, str]
     autocast_on: str | None
     compute_dtype: torch.dtype | None
 
@@ -110,8 +112,8 @@ def trace(
     signature = Signature.of(exported)
     inline_regions(exported.graph_module)
     settle_boundaries(exported.graph)
-    reads, writes = attributes.reads, attributes.writes
-    return Trace(exported.graph, signature, reads, writes, autocast_on, compute_dtype)
+    reads, writes, filled = attributes.reads, attributes.writes, attributes.filled
+    return Trace(exported.graph, signature, reads, writes, filled, autocast_on, compute_dtype)
 
 
 def canonical(traced: Trace, call: CapturedCall) -> Graph:
@@ -155,6 +157,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
         module_tags=module_tags(module),
         call_tags=calls,
         attributes=attributes,
+        filled=dict(traced.filled),
         compute_dtype=traced.compute_dtype,
         autocast_on=traced.autocast_on,
     )
@@ -191,7 +194,7 @@ def _export_call(
     make_static(module, twin)
     attributes = TracedAttributes(twin)
     observe_forward_hooks(twin)
-    twin.register_forward_hook(lambda _, args, result: pytree.register_dataclasses(result))
+    twin.register_forward_hook(lambda *call: pytree.register_objects(call[-1], only_tensors=True))
     trace_tags(twin, module)
     report_layers(twin, on_progress)
     call_in_autocast(twin, call.autocast)

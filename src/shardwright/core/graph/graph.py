@@ -244,6 +244,8 @@ class Graph:
             None for no cast.
         attributes: (module path, name, text) of each plain attribute that `forward` reads; the
             text is `""` unless the attribute consists of numbers and strings.
+        filled: text of each value that the call stores where nothing was, such as an attribute that
+            was None, by its location.
         autocast_on: the device type of the captured autocast regions; None without regions.
         whole_batch: for the graph of a micro-batch, its relation to the loss of the global batch. A
             string is the reason why micro-batches cannot compute that loss; None if the graph has
@@ -270,6 +272,7 @@ class Graph:
     call_tags: tuple[tuple[Any, str], ...] = ()
     compute_dtype: torch.dtype | None = None
     attributes: tuple[tuple[str, str, str], ...] = ()
+    filled: dict[str, str] = field(default_factory=dict)
     autocast_on: str | None = None
     whole_batch: WholeBatch | str | None = None
     python: PythonCall | None = None

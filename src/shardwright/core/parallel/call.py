@@ -96,6 +96,7 @@ class PlannedCall:
         """Return, for each leaf of a call with structure `spec`, the index of the leaf at the same
         path in the planned call; None for a leaf that the planned call did not pass."""
         if spec not in self._planned_indices:
+            pytree.register_keys(spec)
             self._planned_indices[spec] = [
                 self._planned_index.get(path) for path in self._leaf_paths(spec)
             ]

@@ -81,6 +81,9 @@ class CallLeaves:
         return tuple(None if index is None else dims[index] for index in planned_indices)
 
 
+_COMMON = (Tensor, bool, int, float, str, type(None))
+
+
 def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Return leaves and structure of a call, with DTensors (e.g. other models' outputs) gathered.
 
@@ -88,6 +91,9 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
         PlanError: if an argument is neither a dense tensor nor a plain value.
     """
     leaves, spec = pytree.tree_flatten(call)
+    if not all(isinstance(leaf, _COMMON) for leaf in leaves):
+        pytree.register_objects(call)
+        leaves, spec = pytree.tree_flatten(call)
     for leaf in leaves:
         try:
             check_argument("an argument of the model", leaf)

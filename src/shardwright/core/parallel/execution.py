@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shardwright.core.capture.filled_state import check_filled
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.lower.program import Program, lower
@@ -109,8 +110,11 @@ class Execution(Recapture):
         self._gradients = GradientGuard(devices)
         self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
-        state = self._state.key(), (), None
-        self._planned_specialization: tuple[Any, ...] = (*state, graph.in_spec, leaves)
+        self._planned_specialization: tuple[Any, ...] = (
+            *self._planned_state,
+            graph.in_spec,
+            leaves,
+        )
         # A call with the shapes of a micro-batch has a loss of its own.
         prefix = ("micro-batch",) if graph.is_term_of_batch else ()
         self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_specialization)
@@ -169,6 +173,7 @@ class Execution(Recapture):
                 self._evict_programs(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
         bound = _get_and_mark_recently_used(self._forwards, key)
+        check_filled(bound.graph.filled, self._filled)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
         if bound.graph.python is None:
@@ -339,6 +344,7 @@ class Execution(Recapture):
         result._python = self._python.of_copy(module)
         user_module = alias_module(module, type(self._user_module))
         result._reachable = self._reachable.of_copy(user_module, module)
+        result._filled = dict(self._filled)
         result._bind_tensors()
         return result
 
@@ -419,7 +425,9 @@ class Execution(Recapture):
                 partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
             self._evict_programs(self._train_steps)
             self._train_steps[key] = self._bind_step(partitioned)
-        return _get_and_mark_recently_used(self._train_steps, key), inputs, dims
+        bound = _get_and_mark_recently_used(self._train_steps, key)
+        check_filled(bound.step.partitioned.graph.filled, self._filled)
+        return bound, inputs, dims
 
     def _bind_step(self, partitioned: Partitioned) -> BoundStep:
         step = self._make_step(partitioned)

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwright.core.capture.autocast import Autocast
@@ -76,7 +77,9 @@ class Recapture:
         # Guards know what the call of the plan has read.
         self._reachable.is_guarded = graph.python is not None
         self._planned_call = PlannedCall(template.forward, graph)
-        self._captures = Captures(graph, ((self._state.key(), (), None), 0))
+        self._planned_state = self._state.key(), (), (None, torch.get_default_dtype())
+        self._captures = Captures(graph, (self._planned_state, 0))
+        self._filled: dict[str, str] = {}
 
     @property
     def _splits_batch(self) -> bool:
@@ -110,9 +113,9 @@ class Recapture:
 
     def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
         """Return keys of the Python state, of the parameters frozen or unfrozen since planning, and
-        of the autocast dtype."""
+        of the autocast and default dtypes."""
         frozen = self._parameters_as_planned.frozen_or_unfrozen()
-        return self._state.key(), frozen, self._autocast.dtype
+        return self._state.key(), frozen, (self._autocast.dtype, torch.get_default_dtype())
 
     @property
     def _autocast(self) -> Autocast:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._pytree import SequenceKey as SequenceKey
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -26,7 +23,12 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from torch.utils._pytree import treespec_dumps as treespec_dumps
 
 from shardwright.core.torch_internals.flex import register_block_masks
-from shardwright.core.torch_internals.tensors import version
+from shardwright.core.torch_internals.pytree_objects import (
+    is_registered_object as is_registered_object,
+)
+from shardwright.core.torch_internals.pytree_objects import register_keys as register_keys
+from shardwright.core.torch_internals.pytree_objects import register_named_classes
+from shardwright.core.torch_internals.pytree_objects import register_objects as register_objects
 
 _BUILTIN_TYPES = (bool, dict, float, int, list, set, str, tuple)
 _ALLOWED_FACTORIES = {(each.__module__, each.__name__) for each in _BUILTIN_TYPES}
@@ -47,6 +49,7 @@ def treespec_loads(text: str) -> TreeSpec:
         _, structure = json.loads(text)
         _check_no_code_runs(structure)
         register_block_masks(text)
+        register_named_classes(text)
         return _pytree.treespec_loads(text)
     except Exception as error:  # malformed text may cause any error
         raise ValueError(f"this is not a serialized `TreeSpec`: {error}") from error
@@ -77,37 +80,3 @@ def _check_enum_is_imported(context: dict[str, Any]) -> None:
             f"the serialized `TreeSpec` refers to `{context['fqn']}` of a module that is not "
             "imported"
         )
-
-
-def register_dataclasses(value: Any) -> None:
-    """Register the dataclasses in a pytree as pytree nodes (`torch.export.register_dataclass`).
-
-    Dataclasses whose `__init__` or `__post_init__` does more than store the fields remain leaves.
-
-    Args:
-        value: a pytree that contains instances of dataclasses.
-    """
-    for leaf in tree_leaves(value):
-        cls = type(leaf)
-        if is_dataclass(cls):
-            values = {field.name: getattr(leaf, field.name, None) for field in fields(cls)}
-            if _can_rebuild(cls, values) and getattr(leaf, "__dict__", {}).keys() <= values.keys():
-                torch.export.register_dataclass(cls)
-                register_dataclasses(values)
-
-
-def _can_rebuild(cls: type, values: dict[str, Any]) -> bool:
-    """Whether `cls(**parts)` stores `values` as attributes and does not change them in place."""
-    before = _ids_and_versions(values)
-    try:
-        rebuilt = cls(**values)
-    except Exception:  # the user's `__init__` may raise any error
-        return False
-    has_same_fields = all(getattr(rebuilt, name) is value for name, value in values.items())
-    return has_same_fields and _ids_and_versions(values) == before
-
-
-def _ids_and_versions(values: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the id and the version counter of each leaf, to detect replaced and mutated leaves."""
-    leaves = tree_leaves(values)
-    return [(id(leaf), version(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]

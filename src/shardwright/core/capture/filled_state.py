@@ -1,0 +1,124 @@
+"""State that the first call of `forward` fills: attributes that were missing or None, and entries
+of caches.
+
+Each trace starts from the state before the first call, so a later trace may compute another value
+than the one that the eager module has kept. `Graph.filled` records the values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.capture.known_values import KnownValues
+from shardwright.core.capture.state_contents import ATOMS, contents_of
+from shardwright.core.torch_internals.dispatch import without_dispatch_modes, without_torch_function
+from shardwright.errors import CaptureError
+
+_CONTAINERS = (list, tuple, dict, set, deque)
+_DEEPEST = 4
+_PLAIN = (int, float, complex, str, bytes, type(None))
+
+
+def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
+    """Return a text that is equal for equal values, also of different traces.
+
+    Args:
+        value: a value that `forward` has stored.
+        known_values: the values of traced tensors.
+        depth: nesting depth of `value` in the stored object.
+    """
+    if isinstance(value, Tensor):
+        known = known_values.value_of(value)
+        data = b"" if known is None or known.is_meta else _bytes_of(known)
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+    if isinstance(value, ATOMS):
+        return f"{type(value).__name__} {value!r}"
+    inner = contents_of(value).items() if depth < _DEEPEST else ()
+    parts = (f"{key!r}: {value_text(item, known_values, depth + 1)}" for key, item in inner)
+    return f"{type(value).__qualname__}({', '.join(parts)})"
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    with without_dispatch_modes(), without_torch_function():
+        data: bytes = (
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+    return data
+
+
+def check_filled(filled: Mapping[str, str], kept: dict[str, str]) -> None:
+    """Check that a call fills state with the values of earlier calls, and record its values.
+
+    Args:
+        filled: text of each value by its location, as in `Graph.filled`.
+        kept: texts of the values of earlier calls; new ones are added.
+
+    Raises:
+        CaptureError: if an earlier call has stored another value, which the eager module would use.
+    """
+    for location, text in filled.items():
+        if kept.setdefault(location, text) != text:
+            raise CaptureError(
+                f"the first call of `forward` has filled the {location}; from the arguments and "
+                "attributes of this call it would be filled with another value, and a captured "
+                "model has no order of calls\n"
+                "set it in `__init__`, or call the model once before `plan`"
+            )
+
+
+def replaced_none(before: Any, after: Any) -> list[str] | None:
+    """Return the attributes of an object that were None and now have plain values, if it differs in
+    no other way; else None.
+
+    Example: the first call sets `problem_type` in configurations of `transformers`.
+
+    Args:
+        before, after: fingerprints of the object.
+    """
+    plain_types = {plain_type.__name__ for plain_type in _PLAIN}
+    if (
+        before is None
+        or before[:2] != after[:2]
+        or before[0] != "object"
+        or [name for name, _ in before[2:]] != [name for name, _ in after[2:]]
+    ):
+        return None
+    pairs = [(old, now) for old, now in zip(before[2:], after[2:], strict=True) if old != now]
+    none = (type(None).__name__, None)
+    if all(old[1] == none and now[1][0] in plain_types for old, now in pairs):
+        return [name for (name, _), _ in pairs]
+    return None
+
+
+def only_adds_entries(before: Any, after: Any) -> bool:
+    """Whether the only change to a dictionary is new entries, as in a cache."""
+    type_names = {each[0] for each in (before, after) if each is not None}
+    return type_names == {"dict"} and set(before[1:]) <= set(after[1:])
+
+
+def are_equal_tensors(first: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal; False if one is None, as its values are unknown."""
+    if first is None or other is None or first.dtype != other.dtype:
+        return False
+    with without_dispatch_modes(), without_torch_function():
+        return torch.equal(first, other)
+
+
+def has_unknown_values(value: Any, known_values: KnownValues) -> bool:
+    """Whether an object contains a tensor whose values depend on inputs or parameters."""
+    return any(known_values.value_of(tensor) is None for tensor in tensors_inside(value))
+
+
+def tensors_inside(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yield the tensors in an object and its containers, at most `_DEEPEST` levels deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < _DEEPEST and isinstance(value, _CONTAINERS):
+        for item in contents_of(value).values():
+            yield from tensors_inside(item, depth + 1)

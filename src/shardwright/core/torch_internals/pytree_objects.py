@@ -1,0 +1,468 @@
+"""Objects of the user's classes as pytree nodes: data classes, plain objects and containers derived
+from built-in ones, flattened by fields.
+
+An object is rebuilt without its `__init__`, by setting its fields. An object without tensors, such
+as a configuration, is a constant of the structure. So are fields that are no numbers, strings,
+tensors or containers of these; of objects of which nothing is known, only the class is, and the
+rebuilt object raises an error where such a field is used.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import MemberDescriptorType, SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from shardwright.errors import CaptureError
+
+_LIBRARIES = {*sys.stdlib_module_names, "numpy", "shardwright", "torch"} - {"__main__"}
+_WITH_OBJECTS = ("argparse", "collections", "types", "torch.distributions")
+"""Modules of libraries whose objects hold the user's data."""
+
+_BASES = (OrderedDict, dict, list, tuple, SimpleNamespace, object)
+"""Classes of which objects can be made without `__init__`, from the most derived on."""
+
+_LEAVES = (Tensor, bool, int, float, complex, str, type(None), np.ndarray)
+_VALUES = (
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    bytes,
+)
+_TRACERS = ("torch", "shardwright")
+_MAX_DEPTH = 8
+_MAX_STRUCTURES = 64
+
+
+def register_objects(value: Any, only_tensors: bool = False) -> None:
+    """Register the classes of the objects in a pytree as pytree nodes.
+
+    Args:
+        value: a pytree.
+        only_tensors: skip objects with fields that are not tensors, numbers, strings or containers
+            and objects of these, as the rebuilt object would lack them.
+
+    Raises:
+        CaptureError: if an object contains itself.
+    """
+    try:
+        while classes := {type(leaf) for leaf in _pytree.tree_leaves(value) if _is_object(leaf)}:
+            if only_tensors and not _has_only_tensors(value):
+                return
+            for cls in classes:
+                _register(cls)
+        register_keys(_pytree.tree_structure(value))
+    except RecursionError:
+        raise CaptureError(
+            "an argument contains itself, so its fields cannot be listed\n"
+            "pass the tensors that `forward` reads"
+        ) from None
+
+
+def register_named_classes(text: str) -> None:
+    """Register the classes that a serialized structure names, of modules that are imported.
+
+    Args:
+        text: the structure, as `treespec_dumps` returns it.
+    """
+    for name in set(_names_in(json.loads(text)[1])):
+        if name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+            continue
+        module, _, path = name.strip('"').partition(":")
+        found: Any = sys.modules.get(module)
+        for each in path.split("."):
+            found = getattr(found, each, None)
+        if _pytree.is_namedtuple_class(found):
+            _register_named_tuple(found)
+        elif isinstance(found, type) and _base_of(found) is not None:
+            _register(found)
+
+
+def _names_in(structure: Any) -> Iterator[str]:
+    for name in (structure["type"], structure["context"]):
+        if isinstance(name, str) and ":" in name:
+            yield name
+    for child in structure["children_spec"]:
+        yield from _names_in(child)
+
+
+def _base_of(cls: type) -> Any:
+    """Return the built-in class from which objects of a class are made; None if the class is none
+    of user data."""
+    if cls in _BASES[1:4] or cls is object or cls is OrderedDict:
+        return None
+    if issubclass(cls, (Tensor, nn.Module, enum.Enum, type, torch.Size, BaseException)):
+        return None
+    module = str(cls.__module__)
+    if module.partition(".")[0] in _LIBRARIES and not module.startswith(_WITH_OBJECTS):
+        return None
+    base = next(base for base in _BASES if issubclass(cls, base))
+    own = (each for each in cls.__mro__ if each not in base.__mro__)
+    # Classes of extensions have contents besides their fields.
+    return base if all(each.__flags__ & _HEAP_TYPE for each in own) else None
+
+
+_HEAP_TYPE = 1 << 9
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a leaf is an object of a class that can be registered and is not."""
+    cls = type(value)
+    if _pytree.is_namedtuple_class(cls):
+        return False
+    return cls not in _pytree.SUPPORTED_NODES and _base_of(cls) is not None and _has_parts(value)
+
+
+def _has_parts(value: Any) -> bool:
+    # An object without any is a mark that `forward` tells by its identity.
+    return bool(_items(value) or _attributes(value)) or isinstance(value, _BASES[:4])
+
+
+def is_registered_object(value: Any) -> bool:
+    """Return whether the class of an object was registered by `register_objects`."""
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_fn is _flatten
+
+
+def _register(cls: type) -> None:
+    """Register a class as a pytree node."""
+    base = _base_of(cls)
+
+    def unflatten(children: Iterable[Any], structure: Any) -> Any:
+        return structure.rebuild(cls, base, list(children))
+
+    _pytree.register_pytree_node(
+        cls,
+        _flatten,
+        unflatten,
+        flatten_with_keys_fn=_flatten_with_keys,
+        serialized_type_name=_name_of(cls),
+        to_dumpable_context=_to_json,
+        from_dumpable_context=_from_json,
+    )
+
+
+def _name_of(cls: type) -> str:
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    while name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
+        name += "'"
+    return name
+
+
+def register_keys(structure: Any) -> None:
+    """Complete the registration of the classes in a structure.
+
+    Classes that the user has registered may lack keys, by which errors name a leaf, and a name in
+    serialized structures, as do named tuples.
+
+    Args:
+        structure: a `TreeSpec`.
+    """
+    for child in structure.children():
+        register_keys(child)
+    cls, context = structure.type, structure.context
+    if cls is namedtuple:
+        if context not in _pytree.SUPPORTED_SERIALIZED_TYPES:
+            _register_named_tuple(context)
+        return
+    node = _pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        return
+    if node.flatten_with_keys_fn is None:
+        with_keys = partial(_number_children, node.flatten_fn)
+        _pytree.SUPPORTED_NODES[cls] = type(node)(*node[:-1], with_keys)
+    serialized = _pytree.SUPPORTED_SERIALIZED_TYPES[cls]
+    if serialized.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        serialized = type(serialized)(cls, _name_of(cls), _to_json, _from_json)
+        _pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialized
+        _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[serialized.serialized_type_name] = cls
+    if serialized.to_dumpable_context is _to_json:
+        _kept(context)
+
+
+def _number_children(flatten: Callable[[Any], Any], value: Any) -> tuple[list[Any], Any]:
+    children, context = flatten(value)
+    return [(_pytree.SequenceKey(i), each) for i, each in enumerate(children)], context
+
+
+def _register_named_tuple(cls: Any) -> None:
+    # The name is the context of the structure, which must be JSON.
+    _pytree._register_namedtuple(cls, serialized_type_name=f'"{_name_of(cls)}"')
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The structure of an object with tensors.
+
+    Args:
+        items: keys of its items, if it is a dictionary; indices, if it is a sequence.
+        attributes: names of the attributes that are children.
+        constants: names and values of the other attributes.
+        is_own_dict: whether the attributes of the object are its items.
+    """
+
+    items: tuple[Hashable, ...]
+    attributes: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...] = ()
+    is_own_dict: bool = False
+
+    def rebuild(self, cls: type, base: Any, children: list[Any]) -> Any:
+        count = len(self.items)
+        items = children[:count]
+        made = base.__new__(cls, items) if base is tuple else base.__new__(cls)
+        if issubclass(base, dict):
+            for key, item in zip(self.items, items, strict=True):
+                base.__setitem__(made, key, item)
+        elif base is list:
+            list.extend(made, items)
+        if self.is_own_dict:
+            object.__setattr__(made, "__dict__", made)
+        named = zip(self.attributes, children[count:], strict=True)
+        for name, value in (*named, *((name, held.value) for name, held in self.constants)):
+            _set_attribute(made, name, value)
+        return made
+
+
+class _Constant:
+    """An object without tensors, or a field that is no leaf, as part of a structure.
+
+    Two constants are equal if their contents are and, for objects of classes without `__eq__`, if
+    they are the same object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.contents = _contents_text(value)
+
+    def rebuild(self, cls: type, base: Any, children: list[Any]) -> Any:
+        return self.value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant) or type(self.value) is not type(other.value):
+            return False
+        if self.contents != other.contents:
+            return False
+        own_eq: Any = type(self.value).__eq__
+        return own_eq is not object.__eq__ or self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash(self.contents)
+
+    def __repr__(self) -> str:
+        return self.contents
+
+
+class _Unknown:
+    """A field of a class of which nothing is known; equal to all of this class."""
+
+    def __init__(self, value: Any) -> None:
+        is_placeholder = isinstance(value, UnreadField)
+        self.value = value if is_placeholder else UnreadField(type(value).__qualname__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unknown) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return f"an object of class {self.value.class_name}"
+
+
+class UnreadField:
+    """Placeholder of a field of an argument whose values a captured model cannot know."""
+
+    def __init__(self, class_name: str) -> None:
+        self.class_name = class_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looks up optional protocol methods.
+            raise AttributeError(name)
+        self.refuse()
+
+    def refuse(self, *_: object) -> NoReturn:
+        raise CaptureError(
+            f"`forward` reads a field of an argument that is an object of class {self.class_name}, "
+            "of which a captured model does not know the contents\n"
+            "pass the tensors and numbers that `forward` reads"
+        )
+
+    __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = refuse
+    __getitem__ = __setitem__ = __contains__ = __enter__ = __lt__ = __gt__ = refuse
+
+
+_with_tensors: set[type] = set()
+"""Classes of which an object with tensors was seen: their objects are flattened even where other
+leaves, such as names, stand for the tensors."""
+
+
+def _flatten(value: Any) -> tuple[list[Any], Any]:
+    if type(value) not in _with_tensors:
+        if not _has_tensor(value):
+            return [], _kept(_Constant(value))
+        _with_tensors.add(type(value))
+    items, attributes = _items(value), _attributes(value)
+    children = {name: item for name, item in attributes.items() if _is_child(item)}
+    constants = tuple(
+        (name, _Constant(item) if _is_constant(item) else _Unknown(item))
+        for name, item in attributes.items()
+        if name not in children
+    )
+    own = getattr(value, "__dict__", None) is value
+    structure = _Fields(tuple(items), tuple(children), constants, own)
+    return [*items.values(), *children.values()], _kept(structure) if constants else structure
+
+
+def _flatten_with_keys(value: Any) -> tuple[list[Any], Any]:
+    children, structure = _flatten(value)
+    if isinstance(structure, _Constant):
+        return [], structure
+    key_of = _pytree.MappingKey if isinstance(value, dict) else _pytree.SequenceKey
+    keys = [
+        *map(key_of, structure.items),
+        *map(_pytree.GetAttrKey, structure.attributes),
+    ]
+    return list(zip(keys, children, strict=True)), structure
+
+
+_structures: dict[str, Any] = {}
+"""Structures with constants of this process, by text: rank 0 sends the text, and the other ranks
+have flattened an equal call."""
+
+
+def _kept(structure: Any) -> Any:
+    _structures.pop(text := repr(structure), None)
+    _structures[text] = structure
+    if len(_structures) > _MAX_STRUCTURES:
+        del _structures[next(iter(_structures))]
+    return structure
+
+
+def _to_json(structure: Any) -> Any:
+    simple = isinstance(structure, _Fields) and not structure.constants
+    if simple and all(isinstance(key, (str, int)) for key in structure.items):
+        return [list(structure.items), list(structure.attributes), structure.is_own_dict]
+    return [repr(_kept(structure))]
+
+
+def _from_json(content: Any) -> Any:
+    if len(content) > 1:
+        items, attributes, is_own_dict = content
+        return _Fields(tuple(items), tuple(attributes), (), is_own_dict)
+    if content[0] not in _structures:
+        raise ValueError("an argument has fields that are not stored with a plan")
+    return _structures[content[0]]
+
+
+def _items(value: Any) -> dict[Hashable, Any]:
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, list):
+        return dict(enumerate(list.__iter__(value)))
+    return dict(enumerate(tuple.__iter__(value))) if isinstance(value, tuple) else {}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, including those in slots."""
+    held: dict[str, Any] = {}
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if type(slot) is MemberDescriptorType and not name.startswith("__"):
+                try:
+                    held[name] = slot.__get__(value)
+                except AttributeError:  # Not set yet.
+                    continue
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return held
+    return held if own is value else {**held, **own}
+
+
+def _set_attribute(made: Any, name: str, value: Any) -> None:
+    for base in type(made).__mro__:
+        slot = vars(base).get(name)
+        if type(slot) is MemberDescriptorType:
+            slot.__set__(made, value)
+            return
+    object.__getattribute__(made, "__dict__")[name] = value
+
+
+def _is_child(value: Any) -> bool:
+    cls = type(value)
+    if cls in _LEAVES or isinstance(value, (Tensor, np.ndarray)):
+        return True
+    if isinstance(value, (*_VALUES, nn.Module, UnreadField)):
+        return False
+    # Tracers replace numbers and tensors by objects of their own.
+    if cls is object or cls.__module__.partition(".")[0] in _TRACERS:
+        return True
+    if _pytree.is_namedtuple_class(cls) or cls in _pytree.SUPPORTED_NODES:
+        return True
+    return _base_of(cls) is not None and _has_parts(value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a field that is no child has a value that does not change."""
+    if isinstance(value, (*_VALUES, *_LEAVES, type, range, slice, frozenset)):
+        return True
+    return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__")
+
+
+def _has_tensor(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return True
+    if depth > _MAX_DEPTH or type(value) in _LEAVES:
+        return False
+    parts: Iterable[Any] = ()
+    if isinstance(value, (dict, list, tuple, set)) or _base_of(type(value)) is not None:
+        parts = (*_items(value).values(), *_attributes(value).values())
+    elif type(value) in _pytree.SUPPORTED_NODES:
+        parts = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    return any(_has_tensor(part, depth + 1) for part in parts)
+
+
+def _has_only_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether a value consists of tensors, numbers and strings in containers and objects."""
+    if isinstance(value, Tensor) or type(value) in _LEAVES:
+        return True
+    cls = type(value)
+    builtin = cls in (dict, list, tuple, OrderedDict)
+    if cls in _pytree.SUPPORTED_NODES and not builtin:
+        children = _pytree.SUPPORTED_NODES[cls].flatten_fn(value)[0]
+        return all(_has_only_tensors(child, depth + 1) for child in children)
+    if depth > _MAX_DEPTH or (not builtin and (_base_of(cls) is None or not _has_tensor(value))):
+        return False
+    parts = (*_items(value).values(), *_attributes(value).values())
+    return all(_has_only_tensors(part, depth + 1) for part in parts)
+
+
+def _contents_text(value: Any, depth: int = 0) -> str:
+    """Return a text of the contents of an object, equal on all ranks for equal contents."""
+    cls = type(value)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if cls in _LEAVES or isinstance(value, _VALUES):
+        return repr(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
+    if isinstance(value, (set, frozenset)):
+        return f"{name}{sorted(_contents_text(item, depth + 1) for item in value)}"
+    if depth > _MAX_DEPTH:
+        return name
+    parts: dict[Any, Any] = {**_items(value), **_attributes(value)}
+    texts = (f"{key!r}: {_contents_text(part, depth + 1)}" for key, part in parts.items())
+    return f"{name}({', '.join(texts)})"
