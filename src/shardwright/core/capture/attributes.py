@@ -402,8 +402,8 @@ class TracedAttributes:
     def _record_filled(self, filled: Mapping[str, Any], values: KnownValues) -> None:
         for location, value in filled.items():
             # The positions of several new elements of one list have one location.
-            text = f"{self.filled.get(location, '')}{value_text(value, values)}"
-            self.filled[location] = text
+            new_text = f"{self.filled.get(location, '')}{value_text(value, values)}"
+            self.filled[location] = new_text
 
     def _check_arguments_and_hooks(self) -> None:
         if refusal := self._arguments.refusal(self._forward_codes):

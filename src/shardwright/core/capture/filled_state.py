@@ -2,7 +2,7 @@
 of caches.
 
 Each trace starts from the state before the first call, so a later trace may compute another value
-than the one that the eager module has kept. `Graph.filled` records the values.
+than the one that the eager module has stored. `Graph.filled` records the values.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
         depth: nesting depth of `value` in the stored object.
     """
     if isinstance(value, Tensor):
-        known = known_values.value_of(value)
-        data = b"" if known is None or known.is_meta else _bytes_of(known)
+        data = _bytes_of(known_values.value_of(value))
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
     if isinstance(value, ATOMS):
         return f"{type(value).__name__} {value!r}"
     inner = contents_of(value).items() if depth < _DEEPEST else ()
-    parts = (f"{key!r}: {value_text(item, known_values, depth + 1)}" for key, item in inner)
-    return f"{type(value).__qualname__}({', '.join(parts)})"
+    items = (f"{key!r}: {value_text(item, known_values, depth + 1)}" for key, item in inner)
+    return f"{type(value).__qualname__}({', '.join(items)})"
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
+def _bytes_of(tensor: Tensor | None) -> bytes:
+    """Return the data of a tensor; empty if its values are unknown."""
+    if tensor is None or tensor.is_meta:
+        return b""
     with without_dispatch_modes(), without_torch_function():
         data: bytes = (
             tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -52,18 +54,18 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return data
 
 
-def check_filled(filled: Mapping[str, str], kept: dict[str, str]) -> None:
+def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
     """Check that a call fills state with the values of earlier calls, and record its values.
 
     Args:
         filled: text of each value by its location, as in `Graph.filled`.
-        kept: texts of the values of earlier calls; new ones are added.
+        earlier: texts of the values of earlier calls; new ones are added.
 
     Raises:
         CaptureError: if an earlier call has stored another value, which the eager module would use.
     """
-    for location, text in filled.items():
-        if kept.setdefault(location, text) != text:
+    for location, value_text_now in filled.items():
+        if earlier.setdefault(location, value_text_now) != value_text_now:
             raise CaptureError(
                 f"the first call of `forward` has filled the {location}; from the arguments and "
                 "attributes of this call it would be filled with another value, and a captured "

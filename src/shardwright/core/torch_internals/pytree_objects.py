@@ -83,13 +83,13 @@ def register_named_classes(text: str) -> None:
         if name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             continue
         module, _, path = name.strip('"').partition(":")
-        found: Any = sys.modules.get(module)
+        named_class: Any = sys.modules.get(module)
         for each in path.split("."):
-            found = getattr(found, each, None)
-        if _pytree.is_namedtuple_class(found):
-            _register_named_tuple(found)
-        elif isinstance(found, type) and _base_of(found) is not None:
-            _register(found)
+            named_class = getattr(named_class, each, None)
+        if _pytree.is_namedtuple_class(named_class):
+            _register_named_tuple(named_class)
+        elif isinstance(named_class, type) and _base_of(named_class) is not None:
+            _register(named_class)
 
 
 def _names_in(structure: Any) -> Iterator[str]:
@@ -111,9 +111,9 @@ def _base_of(cls: type) -> Any:
     if module.partition(".")[0] in _LIBRARIES and not module.startswith(_WITH_OBJECTS):
         return None
     base = next(base for base in _BASES if issubclass(cls, base))
-    own = (each for each in cls.__mro__ if each not in base.__mro__)
+    derived = (each for each in cls.__mro__ if each not in base.__mro__)
     # Classes of extensions have contents besides their fields.
-    return base if all(each.__flags__ & _HEAP_TYPE for each in own) else None
+    return base if all(each.__flags__ & _HEAP_TYPE for each in derived) else None
 
 
 _HEAP_TYPE = 1 << 9
@@ -191,7 +191,7 @@ def register_keys(structure: Any) -> None:
         _pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialized
         _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[serialized.serialized_type_name] = cls
     if serialized.to_dumpable_context is _to_json:
-        _kept(context)
+        _remember(context)
 
 
 def _number_children(flatten: Callable[[Any], Any], value: Any) -> tuple[list[Any], Any]:
@@ -313,7 +313,7 @@ leaves, such as names, stand for the tensors."""
 def _flatten(value: Any) -> tuple[list[Any], Any]:
     if type(value) not in _with_tensors:
         if not _has_tensor(value):
-            return [], _kept(_Constant(value))
+            return [], _remember(_Constant(value))
         _with_tensors.add(type(value))
     items, attributes = _items(value), _attributes(value)
     children = {name: item for name, item in attributes.items() if _is_child(item)}
@@ -322,9 +322,9 @@ def _flatten(value: Any) -> tuple[list[Any], Any]:
         for name, item in attributes.items()
         if name not in children
     )
-    own = getattr(value, "__dict__", None) is value
-    structure = _Fields(tuple(items), tuple(children), constants, own)
-    return [*items.values(), *children.values()], _kept(structure) if constants else structure
+    is_own_dict = getattr(value, "__dict__", None) is value
+    structure = _Fields(tuple(items), tuple(children), constants, is_own_dict)
+    return [*items.values(), *children.values()], _remember(structure) if constants else structure
 
 
 def _flatten_with_keys(value: Any) -> tuple[list[Any], Any]:
@@ -344,9 +344,10 @@ _structures: dict[str, Any] = {}
 have flattened an equal call."""
 
 
-def _kept(structure: Any) -> Any:
-    _structures.pop(text := repr(structure), None)
-    _structures[text] = structure
+def _remember(structure: Any) -> Any:
+    structure_text = repr(structure)
+    _structures.pop(structure_text, None)
+    _structures[structure_text] = structure
     if len(_structures) > _MAX_STRUCTURES:
         del _structures[next(iter(_structures))]
     return structure
@@ -356,7 +357,7 @@ def _to_json(structure: Any) -> Any:
     simple = isinstance(structure, _Fields) and not structure.constants
     if simple and all(isinstance(key, (str, int)) for key in structure.items):
         return [list(structure.items), list(structure.attributes), structure.is_own_dict]
-    return [repr(_kept(structure))]
+    return [repr(_remember(structure))]
 
 
 def _from_json(content: Any) -> Any:
@@ -387,10 +388,10 @@ def _attributes(value: Any) -> dict[str, Any]:
                 except AttributeError:  # Not set yet.
                     continue
     try:
-        own = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return held
-    return held if own is value else {**held, **own}
+    return held if attributes is value else {**held, **attributes}
 
 
 def _set_attribute(made: Any, name: str, value: Any) -> None:
@@ -428,12 +429,12 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
         return True
     if depth > _MAX_DEPTH or type(value) in _LEAVES:
         return False
-    parts: Iterable[Any] = ()
+    contents: Iterable[Any] = ()
     if isinstance(value, (dict, list, tuple, set)) or _base_of(type(value)) is not None:
-        parts = (*_items(value).values(), *_attributes(value).values())
+        contents = (*_items(value).values(), *_attributes(value).values())
     elif type(value) in _pytree.SUPPORTED_NODES:
-        parts = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
-    return any(_has_tensor(part, depth + 1) for part in parts)
+        contents = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    return any(_has_tensor(item, depth + 1) for item in contents)
 
 
 def _has_only_tensors(value: Any, depth: int = 0) -> bool:
@@ -447,8 +448,8 @@ def _has_only_tensors(value: Any, depth: int = 0) -> bool:
         return all(_has_only_tensors(child, depth + 1) for child in children)
     if depth > _MAX_DEPTH or (not builtin and (_base_of(cls) is None or not _has_tensor(value))):
         return False
-    parts = (*_items(value).values(), *_attributes(value).values())
-    return all(_has_only_tensors(part, depth + 1) for part in parts)
+    contents = (*_items(value).values(), *_attributes(value).values())
+    return all(_has_only_tensors(item, depth + 1) for item in contents)
 
 
 def _contents_text(value: Any, depth: int = 0) -> str:
@@ -463,6 +464,6 @@ def _contents_text(value: Any, depth: int = 0) -> str:
         return f"{name}{sorted(_contents_text(item, depth + 1) for item in value)}"
     if depth > _MAX_DEPTH:
         return name
-    parts: dict[Any, Any] = {**_items(value), **_attributes(value)}
-    texts = (f"{key!r}: {_contents_text(part, depth + 1)}" for key, part in parts.items())
-    return f"{name}({', '.join(texts)})"
+    contents: dict[Any, Any] = {**_items(value), **_attributes(value)}
+    item_texts = (f"{key!r}: {_contents_text(item, depth + 1)}" for key, item in contents.items())
+    return f"{name}({', '.join(item_texts)})"
