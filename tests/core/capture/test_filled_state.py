@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +13,21 @@ import shardwright as sw
 from shardwright.core.capture.filled_state import check_filled, replaced_none
 
 
+class Inner:
+    def __init__(self) -> None:
+        self.kind: int | None = None
+
+
+class Outer:
+    def __init__(self) -> None:
+        self.inner = Inner()
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.factor, self.length = nn.Linear(4, 4), 2.0, 0
-        self.config = SimpleNamespace(inner=SimpleNamespace(kind=None))
+        self.config = Outer()
 
     @cached_property
     def scale(self) -> float:

@@ -333,6 +333,9 @@ class TracedAttributes:
         if not self._filled:
             return
         self._is_second, self._reachable = True, ReachableState(self._module)
+        # `torch.export` rebuilds objects in attributes whose classes are pytree nodes.
+        for path, child in self._by_path.items():
+            self._before[path] = _fingerprint_attributes(child)
         try:
             second = trace_again()
         except _SecondTraceEndedError:
@@ -390,9 +393,6 @@ class TracedAttributes:
             value = vars(self._by_path[path])[name]
             description = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
             location = StateLocation(description, path).inside(name, indexed=False)
-            # `torch.export` restores the attributes if one of them is a tensor.
-            if self._is_second and self.filled.get(str(location)) == value_text(value, values):
-                continue
             if self._is_second or has_unknown_values(value, values):
                 raise self._variable_change_error(path, name)
             self._filled.append(Change(location, value, adds=True))
