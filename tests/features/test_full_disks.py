@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import shardwright as sw
+from features.full_disk_ranks import CHECKS, contents, no_file_above
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.errors import LockError
+from shardwright.run.data.token_files import write_tokens
 from shardwright.run.launch.log_folder import LogFolder
+from torchrun import checks_on_ranks
+
+test_full_disks_on_two_ranks = checks_on_ranks(CHECKS, 2)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@contextmanager
-def no_file_above(size: int) -> Iterator[None]:
-    """Context in which writing beyond a position fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def plan_of(net: nn.Module) -> sw.Plan:
@@ -44,6 +32,7 @@ WRITERS: dict[str, Callable[[nn.Module, Path], object]] = {
     "net.pt": sw.save_state_dict,
     "net.safetensors": sw.save_state_dict,
     "plan.json": lambda net, path: plan_of(net).save(path),
+    "tokens.bin": lambda net, path: write_tokens(path, np.arange(20_000, dtype=np.uint16)),
 }
 
 
@@ -52,7 +41,7 @@ def test_a_failed_write_says_why_and_leaves_the_earlier_file(name: str, tmp_path
     net = nn.Linear(64, 64)
     WRITERS[name](net, tmp_path / name)
     before = contents(tmp_path)
-    error = OSError if name == "plan.json" else sw.CheckpointError
+    error = {"plan.json": OSError, "tokens.bin": sw.DataError}.get(name, sw.CheckpointError)
     limit = 1000 if name == "plan.json" else 8192
     with no_file_above(limit), pytest.raises(error, match="File too large") as caught:
         WRITERS[name](net, tmp_path / name)
@@ -60,6 +49,17 @@ def test_a_failed_write_says_why_and_leaves_the_earlier_file(name: str, tmp_path
     after = contents(tmp_path)
     assert {path: after[path] for path in before} == before
     assert all(".partial" in path or path == ".lock" for path in after.keys() - before.keys())
+
+
+def test_tokens_whose_checksums_cannot_be_written_leave_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, np.arange(4, dtype=np.uint16))
+    before = contents(tmp_path)
+    with no_file_above(20), pytest.raises(sw.DataError, match=r"tokens\.bin .*: File too large\n"):
+        write_tokens(path, np.arange(5, dtype=np.uint16))
+    assert contents(tmp_path) == before
+    write_tokens(path, np.arange(0, dtype=np.uint16))
+    assert path.stat().st_size == 0
 
 
 def test_a_folder_that_cannot_be_written_is_refused_when_it_is_locked(tmp_path: Path) -> None:

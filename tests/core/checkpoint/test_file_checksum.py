@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,15 @@ def test_damaged_checksums_are_named(path: Path, text: str) -> None:
 def test_a_file_without_checksums_is_not_verified(path: Path) -> None:
     checksum_file(path).unlink()
     assert CheckedFile.open(path, DataError) is None
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 0, 2**31, 2**63 - 1, 2**63, 2**64, 1e30, float("nan"), True, "9" * 30, [], None]
+)
+@pytest.mark.parametrize("key", ["size", "block", "crc32"])
+def test_numbers_that_no_writer_writes_are_refused(path: Path, key: str, value: object) -> None:
+    beside = checksum_file(path)
+    content = json.loads(beside.read_text())
+    beside.write_text(json.dumps({**content, key: [value] * 10 if key == "crc32" else value}))
+    with pytest.raises(DataError, match=r"tokens\.bin"):
+        checked(path).verify()

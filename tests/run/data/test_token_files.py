@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -138,3 +139,10 @@ def test_damage_of_a_file_that_was_written_with_checksums_is_named_where_it_is_r
         sequences[torch.tensor([len(sequences) - 1])]
     with pytest.raises(DataError, match="uint16 or uint32 tokens, got int64"):
         write_tokens(path, np.arange(4))
+
+
+def test_a_pipe_in_a_folder_of_token_files_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.bin", np.arange(64, dtype=np.uint16))
+    os.mkfifo(tmp_path / "b.bin")
+    with pytest.raises(DataError, match=r"b\.bin: not a regular file\n"):
+        token_sequences(tmp_path, 16)

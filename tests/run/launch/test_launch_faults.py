@@ -65,6 +65,20 @@ def test_ranks_are_killed_with_their_launcher(logs: LogFolder) -> None:
     wait_for(lambda: not any(runs(pid) for pid in pids(logs)))
 
 
+def test_the_error_of_a_rank_whose_log_folder_was_deleted_is_quoted(logs: LogFolder) -> None:
+    """The run itself needs no log folder."""
+    program = (
+        f"import shutil; shutil.rmtree({str(logs.root)!r}, ignore_errors=True)\n"
+        "if rank == 1: raise ValueError('no such sample')\n"
+    )
+    launch(["-c", RANK + program.splitlines()[0]], 2, logs)
+    with pytest.raises(RankFailedError) as caught:
+        launch(["-c", RANK + "time.sleep(1 - rank)\n" + program], 2, logs)
+    first, *_, last = str(caught.value).splitlines()
+    assert first.startswith("rank 1 exited with status 1; its log was deleted during the run: ")
+    assert last == "ValueError: no such sample"
+
+
 def test_a_rank_that_is_stopped_for_longer_than_the_timeout_ends_the_run(logs: LogFolder) -> None:
     """Although nobody waits for it, and no signal but SIGKILL reaches it."""
     program = "print(os.getpid(), flush=True)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)"

@@ -29,12 +29,32 @@ def checksum_file(path: Path) -> Path:
 
 def write_checksum(path: Path) -> None:
     """Write the checksums of a complete file beside it."""
+    write_text(checksum_file(path), _checksum_text(path))
+
+
+def publish_with_checksum(partial: Path, path: Path) -> None:
+    """Rename a complete file to `path`, and write its checksums beside it.
+
+    Raises:
+        OSError: if the checksums cannot be written; an earlier file and its checksums stay.
+    """
+    # Everything is on the disk before the first of the two names changes.
+    checksums = checksum_file(partial)
+    try:
+        write_text(checksums, _checksum_text(partial))
+        partial.replace(path)
+        checksums.replace(checksum_file(path))
+    finally:
+        checksums.unlink(missing_ok=True)
+
+
+def _checksum_text(path: Path) -> str:
     blocks = []
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             blocks.append(zlib.crc32(block))
     content = FileChecksums(path.stat().st_size, BLOCK, blocks)
-    write_text(checksum_file(path), json.dumps(asdict(content)) + "\n")
+    return json.dumps(asdict(content)) + "\n"
 
 
 @dataclass(frozen=True)
@@ -77,7 +97,8 @@ class CheckedFile:
             return None
         content = parse_json(read_text(beside, error_type), str(beside), error_type)
         try:
-            checksums = TypeAdapter(FileChecksums).validate_python(content)
+            # Only strict JSON refuses strings as integers, which may have any number of digits.
+            checksums = TypeAdapter(FileChecksums).validate_json(json.dumps(content), strict=True)
         except ValidationError:
             checksums = None
         if checksums is None or len(checksums.crc32) != len(checksums.starts):

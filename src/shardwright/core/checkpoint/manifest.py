@@ -122,7 +122,8 @@ class CheckpointInfo:
                 f" {VERSION}"
             )
         try:
-            info = TypeAdapter(CheckpointInfo).validate_python(content)
+            # Only strict JSON refuses strings as integers, which may have any number of digits.
+            info = TypeAdapter(CheckpointInfo).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             raise _damage_error(path, error) from None
         for name in info.files:

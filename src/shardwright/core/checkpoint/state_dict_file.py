@@ -23,7 +23,7 @@ from shardwright.core.checkpoint.dcp_errors import convert_errors
 from shardwright.core.checkpoint.file_checksum import (
     CheckedFile,
     checksum_file,
-    write_checksum,
+    publish_with_checksum,
 )
 from shardwright.core.checkpoint.parameter_names import match_saved_names
 from shardwright.core.checkpoint.shared_folder import check_shared_folder
@@ -202,15 +202,16 @@ def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor])
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_tensors(net, path, partial, first, read)
+        if checksum_file(path).exists():
+            publish_with_checksum(partial, path)
+        else:
+            partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         reason = error.strerror or error
         raise CheckpointError(
             f"{path} cannot be written: {reason}\nfree some space, or use another folder"
         ) from None
-    partial.replace(path)
-    if checksum_file(path).exists():
-        write_checksum(path)
 
 
 def _write_tensors(

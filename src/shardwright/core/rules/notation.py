@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from math import gcd
 from string import ascii_lowercase
 from typing import Any, TypedDict, Unpack
 
@@ -128,7 +129,9 @@ def sharding_rule(
     for dims, value in zip((*broadcast, *outputs), (*op.inputs, *op.outputs), strict=True):
         for name, size in zip(dims, value.shape, strict=True):
             is_consistent = name is None or (
-                size % capacities[name] == 0 if name in capacities else size == sizes[name]
+                gcd(size, capacities[name]) == capacities[name]
+                if name in capacities
+                else size == sizes[name]
             )
             if not is_consistent:
                 raise ValueError(

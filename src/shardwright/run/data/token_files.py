@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwright.core.checkpoint.file_checksum import CheckedFile, write_checksum
+from shardwright.core.checkpoint.file_checksum import CheckedFile, publish_with_checksum
 from shardwright.errors import DataError, needs_extra
 
 LLM_C_DTYPES = {20240520: "uint16", 20240801: "uint32"}
@@ -167,7 +167,8 @@ def write_tokens(path: str | Path, tokens: NDArray[Any]) -> None:
         tokens: uint16 [tokens], or uint32, for which a configuration needs `data.dtype: uint32`.
 
     Raises:
-        DataError: the dtype is neither uint16 nor uint32.
+        DataError: if the dtype is neither uint16 nor uint32, or the file cannot be written; an
+            earlier file stays as it was.
     """
     path = Path(path)
     if str(tokens.dtype) not in ("uint16", "uint32") or path.suffix != ".bin":
@@ -176,12 +177,23 @@ def write_tokens(path: str | Path, tokens: NDArray[Any]) -> None:
             "convert them, for example with tokens.astype(numpy.uint32)"
         )
     partial = path.with_name(f"{path.name}.partial")
-    tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tofile(partial)
-    partial.replace(path)
-    write_checksum(path)
+    content = np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<"))
+    try:
+        # Not `tofile`, whose error hides the cause, such as a full disk.
+        with partial.open("wb") as file:
+            file.write(content.data)
+        publish_with_checksum(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DataError(
+            f"{path} cannot be written: {error.strerror or error}\n"
+            "free some space, or use another folder"
+        ) from None
 
 
 def _open_token_file(file: Path, dtype: str | None) -> TokenArray:
+    if not file.is_file():  # Opening a pipe would wait for a writer.
+        raise DataError(f"{file}: not a regular file\nremove it from the folder of token files")
     checked = CheckedFile.open(file, DataError)
     if checked is not None:
         checked.verify(0, 1)

@@ -96,6 +96,7 @@ class RankEnd:
         stopped_by: the signal, such as SIGSTOP, that had stopped the process before the launcher
             killed it; None if the process was running.
         error: the exception that ended the process; None if no exception ended it.
+        deleted_log: end of the rank's `stderr` if it was deleted during the run.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class RankEnd:
     signals: frozenset[int] = frozenset()
     stopped_by: int | None = None
     error: RankError | None = None
+    deleted_log: str = ""
 
     @property
     def killed_by(self) -> int | None:
@@ -177,6 +179,8 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
     message = f"{', '.join(map(str, named_ends))}; {where}"
     if error is not None and not error.is_consequence:
         message += f"\n{error.traceback}"
+    elif first.deleted_log:
+        message += f"\n{first.deleted_log}"
     elif error is None and first.killed_by is None:
         # Adds one timed-out rank, whose message names the collective in which it waited.
         timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import BinaryIO
 
 from shardwright.core.runtime.accelerator import LOOPBACK, loopback_interfaces
 from shardwright.run.launch.log_folder import LogFolder
@@ -30,6 +31,9 @@ GRACE_SECONDS = 2.0
 SHUTDOWN_SECONDS = 5
 ABANDON_SECONDS = 2
 
+# Bytes at the end of a deleted log that the error of the run quotes.
+LOG_BYTES = 4000
+
 # Asks the kernel to kill the rank when its launcher dies. A process can ask this only for itself,
 # so it runs before the rank's own code; it checks that the launcher has not already died.
 START_RANK = """
@@ -46,6 +50,7 @@ class RankProcess:
 
     Args:
         logs: the log folder of the run.
+        stderr: the file `stderr`, also readable once it has been deleted.
         ended: monotonic clock in seconds when the end was observed; None while the process runs.
         seconds_stopped: seconds since a signal such as SIGSTOP stopped the process; 0 if it runs.
         stopped_by: the signal that stopped the process; None while it is not stopped.
@@ -55,6 +60,7 @@ class RankProcess:
     rank: int
     process: subprocess.Popen[bytes]
     logs: LogFolder
+    stderr: BinaryIO
     ended: float | None = None
     seconds_stopped: float = 0.0
     stopped_by: int | None = None
@@ -78,7 +84,8 @@ class RankProcess:
         start = ["-I", "-S", "-c", START_RANK, str(os.getpid())] if sys.platform == "linux" else []
         # The folder of an earlier attempt may have been deleted during the run.
         logs.rank(rank).mkdir(parents=True, exist_ok=True)
-        with logs.stdout(rank).open("wb") as stdout, logs.stderr(rank).open("wb") as stderr:
+        stderr = logs.stderr(rank).open("w+b")
+        with logs.stdout(rank).open("wb") as stdout:
             process = subprocess.Popen(
                 [sys.executable, *start, *command],
                 env={**environment, "TORCHELASTIC_ERROR_FILE": str(logs.error(rank))},
@@ -86,7 +93,7 @@ class RankProcess:
                 stderr=stderr,
                 pass_fds=locks,
             )
-        return RankProcess(rank, process, logs)
+        return RankProcess(rank, process, logs, stderr)
 
     def poll(self) -> bool:
         """Update the fields from the process; return whether the process is still running."""
@@ -116,7 +123,13 @@ class RankProcess:
             frozenset(self.signals),
             self.stopped_by if self.signals else None,
             RankError.read(self.logs.error(self.rank)),
+            "" if self.logs.stderr(self.rank).exists() else self._last_errors(),
         )
+
+    def _last_errors(self) -> str:
+        size = os.fstat(self.stderr.fileno()).st_size
+        content = os.pread(self.stderr.fileno(), LOG_BYTES, max(0, size - LOG_BYTES))
+        return content.decode(errors="replace").strip()
 
 
 def _signal_that_stopped(pid: int) -> int | None:
