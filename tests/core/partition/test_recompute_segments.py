@@ -46,6 +46,7 @@ def test_a_segment_ends_with_the_last_operator_that_keeps_something() -> None:
     assert segment.ops == ("gate", "silu", "up", "mul", "down", "down.bias", "add"), (
         "what follows stays if it reads nothing else"
     )
+    assert segment.repeated_ops == ("gate", "silu", "up", "mul"), "down only needs its input"
     flow = flow_of(GRAPH, {}, *((name, WHOLE) for name in names[4:]))
     assert flow.segments[0].ops == ("down", "down.bias"), "x need not be kept for the addition"
     assert flow_of(GRAPH, {}, ("add", WHOLE)).segments == ()

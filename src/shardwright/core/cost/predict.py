@@ -68,11 +68,12 @@ def chunk_times(
     cluster: Cluster,
     blocking: bool = False,
     optimizer: str | torch.optim.Optimizer = "adamw",
+    repeats_segments: bool = False,
 ) -> tuple[ChunkTime, ...]:
     """Return the seconds of each chunk, which schedules with equal chunks have in common.
 
     Args:
-        blocking, optimizer: see `predict`.
+        blocking, optimizer, repeats_segments: see `predict`.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
@@ -91,6 +92,7 @@ def chunk_times(
                 micro_batches=pipeline.micro_batches,
                 overlaps=_overlaps_of_chunk(chunk, blocking, model.device.overlaps_products),
                 orthogonalized=orthogonalized,
+                repeats_segments=repeats_segments,
             )
         sent_bytes = chunk.border_bytes[0] if chunk.leaving else None
         times.append(ChunkTime(cached_times[key], sent_bytes))
@@ -158,6 +160,19 @@ class Predicted:
         """Seconds of exposed communication within a stage in a step; the maximum over stages."""
         return max(self._stage_seconds(lambda chunk: chunk.communication))
 
+    @property
+    def spare_seconds(self) -> float:
+        """Upper bound on the computation of a stage that a step takes up without lasting longer:
+        what hides the communication of parameters, and what makes all stages as slow as the
+        slowest."""
+        exposed = self._stage_seconds(
+            lambda chunk: chunk.exposed + chunk.micro_batches * sum(chunk.exposed_per_micro_batch)
+        )
+        busy = self._stage_seconds(
+            lambda chunk: chunk.micro_batches * (chunk.forward_seconds + chunk.backward_seconds)
+        )
+        return max(exposed) + max(busy) - sum(busy) / len(busy)
+
     def _stage_seconds(self, seconds: Callable[[StepTime], float]) -> list[float]:
         if self.timeline is None:
             return [seconds(chunk) for chunk in self.chunks]
@@ -174,6 +189,7 @@ def predict(
     blocking: bool = False,
     optimizer: str | torch.optim.Optimizer = "adamw",
     times: Sequence[ChunkTime] | None = None,
+    repeats_segments: bool = False,
 ) -> Predicted:
     """Return the predicted seconds of a training step.
 
@@ -187,6 +203,8 @@ def predict(
         optimizer: name or instance of the optimizer; every optimizer is assumed to take the time of
             AdamW, except that Muon also orthogonalizes matrices.
         times: result of `chunk_times`, if it is known.
+        repeats_segments: whether recomputed segments run again to their end, as in frameworks that
+            do not stop at the last tensor that autograd needs.
 
     Raises:
         ConfigError: if the cluster has too few devices.
@@ -194,7 +212,7 @@ def predict(
     pipeline = partitioned.pipeline
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
     if times is None:
-        times = chunk_times(partitioned, cluster, blocking, optimizer)
+        times = chunk_times(partitioned, cluster, blocking, optimizer, repeats_segments)
     steps = tuple(time.step for time in times)
     if pipeline.stages == 1:
         return Predicted(cluster, steps, None, steps[0].seconds)

@@ -157,6 +157,7 @@ def step_time(
     bubble: float = 0.0,
     overlaps: Mapping[Transfer, Overlap] | None = None,
     orthogonalized: Collection[str] = (),
+    repeats_segments: bool = False,
 ) -> StepTime:
     """Return the predicted seconds of one training step of a partitioned graph.
 
@@ -168,9 +169,11 @@ def step_time(
         bubble: fraction of the step for which a pipeline stage is idle.
         overlaps: computation that overlaps each redistribution; by default none.
         orthogonalized: names of the parameters whose updates Muon orthogonalizes.
+        repeats_segments: whether recomputed segments run again to their end.
     """
     forward, backward = _sum_seconds(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
-    recomputed = [op for op in graph.ops if op.name in flow.recomputed_ops]
+    repeated = flow.recomputed_ops if repeats_segments else flow.repeated_ops
+    recomputed = [op for op in graph.ops if op.name in repeated]
     backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
     forward_part, backward_part = _sum_seconds(
         seconds for *_, seconds in activation_seconds(graph, flow, cuts, model)

@@ -99,7 +99,7 @@ def _chunk_time_parts(
         cuts = chunk.decisions.cuts.get(op.name, {})
         forward, backward = model.operator(op, cuts)
         yield work_of(op).category, (), times * (forward + backward), 0.0
-        if op.name in communication.recomputed_ops:
+        if op.name in communication.repeated_ops:
             yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
     yield "optimizer", (), time.update, 0.0
     saved_fraction = 1 - time.slowdown

@@ -149,9 +149,15 @@ class JoinedDims:
 
     def root_of_group(self, node: object) -> object:
         """Return the representative of the group of a tensor dimension."""
-        while node in self._parent:
-            node = self._parent[node]
-        return node
+        root = node
+        while root in self._parent:
+            root = self._parent[root]
+        # Later look-ups of these nodes take one step.
+        while node != root:
+            following = self._parent[node]
+            self._parent[node] = root
+            node = following
+        return root
 
     def _merge_dim_groups(self, first: object, other: object) -> None:
         first, other = self.root_of_group(first), self.root_of_group(other)

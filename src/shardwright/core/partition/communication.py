@@ -124,6 +124,14 @@ class Communication:
         recomputes."""
         return frozenset(name for name, segment in self.segment_of.items() if segment.trained)
 
+    @cached_property
+    def repeated_ops(self) -> frozenset[str]:
+        """Names of the recomputed operators whose kernels run again: recomputation of a segment
+        stops once it has all saved tensors."""
+        return frozenset(
+            name for segment in self.segments if segment.trained for name in segment.repeated_ops
+        )
+
     def layout(self, value: Value) -> TensorLayout:
         """Return the layout at which the routes of `value` to consumers begin: its pinned layout,
         or the layout in which it is computed."""

@@ -28,12 +28,14 @@ class Segment:
         name: segment name from the decisions; `name/2`, `name/3` for the second and third part of a
             divided segment.
         ops: names of the operators, in order.
+        repeated_ops: names of the operators whose kernels run again.
         communication: whether redistributions inside the segment are repeated.
         trained: whether gradients of the graph's `trained` outputs flow through the segment.
     """
 
     name: str
     ops: tuple[str, ...]
+    repeated_ops: tuple[str, ...]
     communication: bool
     trained: bool
 
@@ -98,9 +100,21 @@ def recompute_segments(
             piece = num_parts[segment] = num_parts.get(segment, 0) + 1
             name = segment if piece == 1 else f"{segment}/{piece}"
             names, communication = tuple(op.name for op in ops), candidate.recompute.communication
+            repeated = names[: _num_repeated(ops)]
             trained = any(value.requires_grad for op in ops for value in op.outputs)
-            result.append(Segment(name, names, communication, trained))
+            result.append(Segment(name, names, repeated, communication, trained))
     return tuple(result)
+
+
+def _num_repeated(ops: Sequence[Op]) -> int:
+    """Return the number of operators of a segment that `torch.utils.checkpoint` runs again.
+
+    It stops once the last saved tensor has been recomputed: before the last operator that saves a
+    tensor, or after this operator if it saves more than its inputs.
+    """
+    last = max(index for index, op in enumerate(ops) if saved_tensors(op))
+    saved = saved_tensors(ops[last])
+    return last + 1 if saved.outputs or saved.others else last
 
 
 @dataclass

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 from shardwright.core.planner.candidate import Candidate, PlanTask, candidates
 from shardwright.core.planner.choose_stages import suggest_stages, with_best_stages
@@ -14,6 +15,7 @@ from shardwright.core.planner.device_limit import within_device_memory
 from shardwright.core.planner.fit_memory import within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
+from shardwright.core.planner.recompute_bound import RecomputeOptions
 from shardwright.core.planner.step_bound import StepBounds
 
 GC_THRESHOLD = 20_000
@@ -54,17 +56,21 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     def decide(options: PlanOptions) -> Sequence[Candidate]:
         return candidates(models[options.num_micro_batches], options)
 
-    bounds = {count: StepBounds(model.graph) for count, model in models.items()}
+    largest = tasks[0].model
 
-    def min_seconds(options: PlanOptions) -> float:
-        return bounds[options.num_micro_batches].min_seconds(options)
+    @cache
+    def recompute_options() -> RecomputeOptions:
+        # The graphs of all numbers of micro-batches have the same blocks.
+        return RecomputeOptions.of(largest.graph, largest.recompute)
+
+    bounds = {count: StepBounds(model.graph, recompute_options) for count, model in models.items()}
 
     def best(changed: PlanOptions) -> Candidate:
         """Return the best candidate for all tasks, with the memory limit of `changed`."""
         limit = changed.memory_limit
         requested = [replace(task.options, memory_limit=limit) for task in tasks]
         if len(tasks) > 1 or options.chooses_pipeline:
-            return with_best_stages(requested, decide, min_seconds, ranking=ranking)
+            return with_best_stages(requested, decide, bounds, ranking=ranking)
         return within_memory(requested[0], decide, ranking)
 
     # Memory is that of a training step, which a model in eval mode does not run.

@@ -273,8 +273,9 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
     # it.
     shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
-    search_options = options.search_options.values() if MODES[mode].takes_pricing else ()
-    key = (fixed.mesh, mode, *search_options, *counts, shard_size)
+    key: tuple[object, ...] = (fixed.mesh, mode)
+    if MODES[mode].takes_pricing:
+        key = (*key, *options.search_options.values(), *counts, shard_size)
     if key not in model.searched:
         on_share = share_reporter(options.on_progress, f"search: {options.in_words()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
@@ -14,6 +15,7 @@ from shardwright.core.planner.fit_memory import fastest_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
 from shardwright.core.planner.stage_options import StageOptions
+from shardwright.core.planner.step_bound import StepBounds
 from shardwright.errors import PlanInterrupted
 
 log = logging.getLogger("shardwright.search")
@@ -22,7 +24,7 @@ log = logging.getLogger("shardwright.search")
 def with_best_stages(
     requested: Sequence[PlanOptions],
     decide: Decide,
-    min_seconds: Callable[[PlanOptions], float] = lambda _: 0.0,
+    bounds: Mapping[int, StepBounds] | None = None,
     best: Candidate | None = None,
     ranking: Ranking | None = None,
 ) -> Candidate:
@@ -34,13 +36,13 @@ def with_best_stages(
 
     Operators are sharded anew for each number of stages, and stages are balanced by time. One
     best-first search under the memory limit covers all combinations. A lower bound on the step time
-    of a combination is `min_seconds`, then the step time without a memory limit.
+    of a combination is that of its computation, then that of the recomputation that it needs, then
+    the step time without a memory limit.
 
     Args:
         requested: options for each number of micro-batches, which differ in this number only.
         decide: function that searches with given options and returns candidates.
-        min_seconds: function that returns a lower bound on the step time, in seconds, from options
-            with a fixed number of stages and a fixed schedule.
+        bounds: lower bounds on step times, by number of micro-batches; None for no bounds.
         best: fastest candidate with one number of stages and schedule, which are not searched
             again; None to search all combinations.
         ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
@@ -52,7 +54,7 @@ def with_best_stages(
     """
     all_options = [each for options in requested for each in _with_stage_counts(options)]
     stage_options = [
-        StageOptions(each, min_seconds(each), _options_of_lower_bound(each))
+        _stage_options(each, None if bounds is None else bounds[each.num_micro_batches])
         for each in all_options
         if best is None or not _has_stages_of(best, each)
     ]
@@ -72,6 +74,16 @@ def with_best_stages(
     assert fastest is not None
     log.info("%s: %.4g s per step", fastest.options.in_words(), fastest.seconds)
     return fastest
+
+
+def _stage_options(options: PlanOptions, bounds: StepBounds | None) -> StageOptions:
+    relaxed = _options_of_lower_bound(options)
+    if bounds is None:
+        return StageOptions(options, relaxed=relaxed)
+    recompute_bound = partial(bounds.recompute_seconds, options)
+    return StageOptions(
+        options, bounds.min_seconds(options), relaxed, recompute_bound=recompute_bound
+    )
 
 
 def _with_stage_counts(options: PlanOptions) -> Iterator[PlanOptions]:

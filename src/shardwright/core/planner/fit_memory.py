@@ -84,11 +84,13 @@ def _search_phases(
     below: float,
     ranking: Ranking | None,
 ) -> Candidate | None:
-    on_progress = search.count_groups(stage_options[0].options.on_progress)
+    on_progress = search.count_attempts(stage_options[0].options.on_progress)
     phases_by_stages = [
         attempt_phases(replace(each.options, on_progress=on_progress)) for each in stage_options
     ]
-    search.num_groups = sum(len(groups) for phases in phases_by_stages for groups in phases)
+    search.num_attempts = sum(
+        len(group) for phases in phases_by_stages for groups in phases for group in groups
+    )
     for each in stage_options:
         if each.relaxed is not None:
             each.relaxed = replace(each.relaxed, on_progress=on_progress)

@@ -67,8 +67,8 @@ class MemorySearch:
         entry_keys: keys of the candidates that were queued or dropped.
         queue: heap of (lower bound in seconds, own lower bound in seconds, entry number, entry).
         entry_numbers: numbers that break ties, as entries cannot be compared.
-        num_groups: number of groups of attempts of the search.
-        num_searched: number of groups that were searched.
+        num_attempts: number of attempts of the search.
+        num_searched: number of attempts that were searched.
         report_times: when to report the best candidate so far.
     """
 
@@ -87,7 +87,7 @@ class MemorySearch:
         default_factory=list
     )
     entry_numbers: Iterator[int] = field(default_factory=count)
-    num_groups: int = 1
+    num_attempts: int = 1
     num_searched: int = 0
     report_times: ReportTimes = field(default_factory=ReportTimes)
 
@@ -102,16 +102,16 @@ class MemorySearch:
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
-    def count_groups(self, on_progress: OnProgress) -> OnProgress:
-        """Wrap a progress callback to report how many of all groups of attempts were searched.
+    def count_attempts(self, on_progress: OnProgress) -> OnProgress:
+        """Wrap a progress callback to report how many of all attempts were searched.
 
         The total is known from the start. A search may end before it is reached, as attempts that
         cannot be faster are not searched.
         """
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
-            searched = min(self.num_searched, self.num_groups - 1)
-            nested_progress(on_progress, "", searched, self.num_groups)(doing, done, of)
+            searched = min(self.num_searched, self.num_attempts - 1)
+            nested_progress(on_progress, "", searched, self.num_attempts)(doing, done, of)
 
         return report
 
@@ -220,41 +220,89 @@ class MemorySearch:
         Args:
             bound: lower bound in seconds on the step time of all attempts.
         """
-        stage_options, groups = queued.stage_options, queued.groups
-        if stage_options.relaxed is not None:
+        stage_options = queued.stage_options
+        if stage_options.recompute_seconds is None:
+            stage_options.add_recomputation()
+            self.add(max(bound, stage_options.min_seconds), queued)
+        elif stage_options.relaxed is not None:
             if self._tighten_bound(stage_options):
                 self.add(max(bound, stage_options.min_seconds), queued)
-            return
-        self.num_searched += 1
-        min_seconds, num_queued, num_dropped = bound, 0, len(self.dropped)
-        for attempt in self._attempts_that_may_fit(stage_options, groups[0]):
-            for candidate in self._new_candidates(attempt):
-                seconds = max(bound, candidate.candidate.seconds)
-                min_seconds = min(min_seconds, seconds) if num_queued else seconds
-                num_queued += 1
-                stage_options.may_fit = True
-                self.add(seconds, candidate)
-        log.debug(
-            "%s, mem_coeff=%g: at least %.4g s per step",
-            stage_options.options.pipeline_in_words(),
-            groups[0][0].options.fixed_mem_coeff,
-            min_seconds,
-        )
-        if len(groups) == 1:
-            return
-        remaining = QueuedOptions(stage_options, groups[1:])
         # What a device stores at the last ZeRO level hardly depends on `mem_coeff`. If even that is
         # too much, larger values are tried only if nothing else fits.
-        shards_all = any(attempt.options.shards_all for attempt in groups[0])
-        if shards_all and len(self.dropped) > num_dropped and not stage_options.may_fit:
-            self.postponed.append(remaining)
-            return
-        # The next group is searched only if no candidate that is clearly faster fits.
-        self.add(max(bound, NEXT_MEM_COEFF_BOUND * min_seconds), remaining)
+        elif stage_options.is_too_large and not stage_options.may_fit:
+            self.postponed.append(queued)
+        else:
+            self._examine_group(bound, queued)
+
+    def _examine_group(self, bound: float, queued: QueuedOptions) -> None:
+        """Queue the candidates of the first attempts of a group, and all other attempts.
+
+        A higher ZeRO level only adds communication, so the lowest levels are searched first, up to
+        one that may fit.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts.
+        """
+        stage_options, groups = queued.stage_options, queued.groups
+        attempts = list(groups[0])
+        if not queued.continues_group:
+            attempts = self._attempts_that_may_fit(stage_options, attempts)
+        lowest, num_sharded, may_fit = inf, 0, False
+        while attempts and not may_fit:
+            attempt, num_dropped = attempts.pop(0), len(self.dropped)
+            self.num_searched += 1
+            candidates = list(self._new_candidates(attempt))
+            for each in candidates:
+                seconds = self._seconds_with_recompute(
+                    each.candidate, stage_options, each.min_memory
+                )
+                self.add(bound, each, seconds)
+            dropped = self.dropped[num_dropped:]
+            # Up to the lowest level, as higher levels are slower.
+            if not num_sharded:
+                new = (each.candidate for each in (*candidates, *dropped))
+                lowest = min(
+                    (lowest, *(self._seconds_with_recompute(each, stage_options) for each in new))
+                )
+            num_sharded += attempt.options.sharding is not None
+            may_fit = bool(candidates and num_sharded)
+            stage_options.may_fit = stage_options.may_fit or bool(candidates)
+            stage_options.is_too_large = attempt.options.shards_all and bool(dropped)
+        lowest = bound if lowest == inf else max(bound, lowest)
+        log.debug(
+            "%s, %s: at least %.4g s per step",
+            *(stage_options.options.pipeline_in_words(), groups[0][0], lowest),
+        )
+        if attempts:
+            self.add(lowest, QueuedOptions(stage_options, [attempts], continues_group=True))
+        if len(groups) > 1 and not queued.continues_group:
+            # Searched only if no candidate that is clearly faster fits.
+            remaining = QueuedOptions(stage_options, groups[1:])
+            self.add(max(bound, NEXT_MEM_COEFF_BOUND * lowest), remaining)
+
+    def _seconds_with_recompute(
+        self,
+        candidate: Candidate,
+        stage_options: StageOptions,
+        min_memory: Sequence[int] | None = None,
+    ) -> float:
+        """Return a lower bound on the step time of `candidate` with recomputation.
+
+        Args:
+            min_memory: bytes on a device of each stage that are not activations; by default the
+                fewest of all plans with `stage_options`.
+        """
+        predicted = candidate.predicted
+        if predicted is None:
+            return 0.0
+        needed = stage_options.recompute_seconds or 0.0
+        if min_memory is not None:
+            needed = stage_options.recompute_bound(min_memory)
+        return predicted.seconds + max(0.0, needed - predicted.spare_seconds)
 
     def _attempts_that_may_fit(
-        self, stage_options: StageOptions, attempts: Sequence[Attempt]
-    ) -> Sequence[Attempt]:
+        self, stage_options: StageOptions, attempts: list[Attempt]
+    ) -> list[Attempt]:
         """Return `attempts` without the first if it shards no storage and cannot fit.
 
         Without ZeRO a device stores at least as much as with the first level. So if no candidate of
@@ -278,7 +326,8 @@ class MemorySearch:
         return sharded
 
     def _tighten_bound(self, stage_options: StageOptions) -> bool:
-        """Set the bound of `stage_options` to the step time without a memory limit.
+        """Set the bound of `stage_options` to the step time without a memory limit, and the
+        recomputation that all plans need.
 
         Returns:
             False if the model cannot be planned with these options.
@@ -287,7 +336,9 @@ class MemorySearch:
         assert relaxed is not None
         try:
             relaxed_candidates = self.decide(relaxed)
-            seconds = min(candidate.aligned.seconds for candidate in relaxed_candidates)
+            seconds = min(
+                self._seconds_with_recompute(each, stage_options) for each in relaxed_candidates
+            )
         except (PlanError, StrategyError) as error:
             self.errors.append((relaxed, error))
             stage_options.min_seconds = inf
@@ -302,9 +353,6 @@ class MemorySearch:
         try:
             for candidate in self.decide(options):
                 queued = self._new_entry(candidate, attempt)
-                # Aligning takes many predictions, so candidates that cannot fit are not aligned.
-                if queued is not None and self._may_fit_in_memory(queued):
-                    queued = self._aligned_entry(queued)
                 if queued is None:
                     continue
                 if self._may_fit_in_memory(queued):
@@ -343,49 +391,81 @@ class MemorySearch:
         Args:
             bound: lower bound in seconds with which the candidate was queued.
         """
-        if self.limit is None or queued.fits:
+        if queued.fits or (self.limit is None and queued.is_aligned):
             return queued.candidate
-        candidate, attempt = queued.candidate, queued.attempt
-        if queued.recompute_search is not None:
-            result = queued.recompute_search.run()
-            log.info("%s: %s of %s", attempt, binary(result.memory.peak), binary(self.limit))
-            if result.memory.peak > self.limit:
-                # By an estimate the candidate should have fitted, so the next search makes dry
-                # runs.
-                self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
-                return None
-            fitted = replace(candidate, decisions=result.decisions, measured=result.memory)
-            self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
-            return None
-        if queued.must_recompute:
+        if self.limit is None:
+            self._queue_aligned(queued, queued.candidate.seconds)
+        elif queued.recompute_search is not None:
+            self._run_recompute_search(queued, queued.recompute_search, bound)
+        elif not queued.must_recompute:
+            return self._examine_without_recompute(queued, bound)
+        elif not queued.is_aligned:
+            self._queue_aligned(queued, bound)
+        else:
             for search in self._recompute_searches(queued):
-                expected = replace(candidate, decisions=search.expected_decisions())
+                expected = replace(queued.candidate, decisions=search.expected_decisions())
                 self.add(
                     bound,
                     replace(queued, recompute_search=search),
                     RECOMPUTED_BOUND * expected.seconds,
                 )
-            return None
+        return None
+
+    def _run_recompute_search(
+        self, queued: QueuedCandidate, search: RecomputeSearch, bound: float
+    ) -> None:
+        """Queue the candidate with the least recomputation with which it fits."""
+        result, limit = search.run(), self.limit or 0
+        log.info("%s: %s of %s", queued.attempt, binary(result.memory.peak), binary(limit))
+        if result.memory.peak > limit:
+            # By an estimate the candidate should have fitted, so the next search makes dry runs.
+            self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
+            return
+        fitted = replace(queued.candidate, decisions=result.decisions, measured=result.memory)
+        self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
+
+    def _examine_without_recompute(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+        """Return the candidate if it fits without recomputation; else queue it with the
+        recomputation that it is expected to need, and return None."""
+        candidate, limit = queued.candidate, self.limit or 0
         recompute_levels = (
-            self.recompute_cache.recompute_levels(candidate) if attempt.recompute else None
+            self.recompute_cache.recompute_levels(candidate) if queued.attempt.recompute else None
         )
         may_fit = recompute_levels is None or recompute_levels.may_fit_without_recompute(
-            queued.min_memory, self.limit
+            queued.min_memory, limit
         )
+        if may_fit and not queued.is_aligned:
+            self._queue_aligned(queued, candidate.seconds)
+            return None
         # A dry run takes about a second, so it is made only where the estimate is within the limit.
-        if may_fit and (memory := self._measure_candidate(queued)).peak <= self.limit:
+        if may_fit and (memory := self._measure_candidate(queued)).peak <= limit:
             return replace(candidate, measured=memory)
         # The step time with the expected recomputation is a tighter bound. If other candidates are
         # faster, no recomputation is searched for.
         if recompute_levels is not None:
             decisions = recompute_levels.expected_decisions(
-                candidate.decisions, queued.min_memory, self.limit
+                candidate.decisions, queued.min_memory, limit
             )
             expected = replace(candidate, decisions=decisions)
             self.add(
                 bound, replace(queued, must_recompute=True), RECOMPUTED_BOUND * expected.seconds
             )
         return None
+
+    def _queue_aligned(self, queued: QueuedCandidate, bound: float) -> None:
+        """Queue the aligned candidate with the lower bound `bound` in seconds, unless it cannot
+        fit or duplicates an earlier one.
+
+        Aligning takes many predictions, so only candidates that may be chosen are aligned.
+        """
+        aligned = self._aligned_entry(queued)
+        if aligned is None:
+            return
+        aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
+        if self._may_fit_in_memory(aligned):
+            self.add(min(bound, aligned.candidate.seconds), aligned)
+        else:
+            self.dropped.append(aligned)
 
     def _measure_candidate(self, queued: QueuedCandidate) -> Memory:
         """Measure the memory of a candidate by a dry run, with only the user's recomputation."""

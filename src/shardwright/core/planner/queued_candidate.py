@@ -27,6 +27,7 @@ class QueuedCandidate:
     Args:
         attempt: attempt whose search returned the candidate.
         min_memory: lower bound on memory of each stage with any recomputation, in bytes per device.
+        is_aligned: whether the candidate is aligned (`Candidate.aligned`).
         must_recompute: whether an estimate or a dry run showed that the candidate does not fit
             without recomputation.
         recompute_search: search for the least recomputation that fits; None before it has begun.
@@ -41,6 +42,7 @@ class QueuedCandidate:
     attempt: Attempt
     candidate: Candidate
     min_memory: Sequence[int]
+    is_aligned: bool = False
     must_recompute: bool = False
     recompute_search: RecomputeSearch | None = None
     trust_estimate: bool = True

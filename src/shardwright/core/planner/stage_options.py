@@ -3,6 +3,7 @@ limit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shardwright.core.planner.attempts import AttemptGroups
@@ -18,17 +19,36 @@ class StageOptions:
         relaxed: options whose step time without a memory limit is a tighter lower bound; None if
             they have been searched, or if their search does not pay.
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
+        is_too_large: whether even the highest ZeRO level was above the limit.
+        recompute_bound: function that returns a lower bound on the seconds that a step recomputes
+            to fit into memory, given the bytes on a device of each stage that are not activations
+            (None for the fewest possible).
+        recompute_seconds: result of `recompute_bound` for the fewest bytes; None before it was
+            called.
     """
 
     options: PlanOptions
     min_seconds: float = 0.0
     relaxed: PlanOptions | None = None
     may_fit: bool = False
+    is_too_large: bool = False
+    recompute_bound: Callable[[Sequence[int] | None], float] = lambda _: 0.0
+    recompute_seconds: float | None = None
+
+    def add_recomputation(self) -> None:
+        """Add the recomputation that a step needs to its lower bound."""
+        self.recompute_seconds = self.recompute_bound(None)
+        self.min_seconds += self.recompute_seconds
 
 
 @dataclass(frozen=True)
 class QueuedOptions:
-    """Attempts with equal `stage_options`, of which the first group is searched next."""
+    """Attempts with equal `stage_options`, of which the first group is searched next.
+
+    Args:
+        continues_group: whether the first group is what is left of a group that was searched.
+    """
 
     stage_options: StageOptions
     groups: AttemptGroups
+    continues_group: bool = False

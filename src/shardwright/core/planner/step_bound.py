@@ -1,4 +1,4 @@
-"""A lower bound on the seconds of a step, from its computation alone.
+"""A lower bound on the seconds of a step, from its computation and the memory limit.
 
     T >= m max(W / S, w) + (S - 1) P / C + overheads
 
@@ -11,24 +11,37 @@
            step), and number of chunks
 
 The bound takes no search, so options whose bound exceeds the best step time are never searched.
+Under a memory limit, W / S becomes the seconds of the slowest stage with the least recomputation
+(`recompute_bound.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 
 from shardwright.core.cost.flops import Work, work_of
+from shardwright.core.cost.optimizer_state import TrainedShard, optimizer_bytes, table_shapes_of
 from shardwright.core.cost.time_model import ForwardBackward, TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.options import PlanOptions
+from shardwright.core.planner.recompute_bound import RecomputeOptions, StageLimits
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import ShardingRule
+from shardwright.core.search.recompute.levels import MIN_PEAK_RATIO, micro_batches_in_flight
 
 MAX_COMBINATIONS = 300
 """Maximum number of ways to cut an operator that are compared; an operator with more is taken to be
 divided equally over all devices."""
+
+
+MAX_PASSES = 512
+"""Maximum product of stages and micro-batches for which a schedule with several chunks is simulated
+to count the micro-batches in flight; fewer micro-batches count instead of more."""
 
 
 class StepBounds:
@@ -36,14 +49,21 @@ class StepBounds:
 
     Args:
         graph: graph of one micro-batch.
+        recompute_options: function that returns the recomputation options of the model; by default
+            no recomputation is counted.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(
+        self, graph: Graph, recompute_options: Callable[[], RecomputeOptions] | None = None
+    ) -> None:
+        self._graph, self._recompute_options = graph, recompute_options
         self._passes: dict[int, tuple[float, float, float]] = {}
+        self._fastest: dict[int, dict[int, ForwardBackward]] = {}
+        self._limits: dict[int, StageLimits] = {}
 
     def min_seconds(self, options: PlanOptions) -> float:
-        """Return a lower bound in seconds on the step time of all plans with `options`.
+        """Return a lower bound in seconds on the step time of all plans with `options`, from
+        computation alone.
 
         Args:
             options: options with a cluster, a number of stages and a schedule. The bound is 0 for
@@ -52,10 +72,7 @@ class StepBounds:
         stages, cluster = options.stages, options.resolved_cluster
         if not isinstance(stages, int) or options.devices % stages:
             return 0.0
-        if stages not in self._passes:
-            mesh = prime_mesh(options.devices // stages)
-            self._passes[stages] = self._pass_seconds(TimeModel(cluster, mesh, stages))
-        forward, backward, longest = self._passes[stages]
+        forward, backward, longest = self._pass_seconds(options)
         each, micro_batches = forward + backward, options.num_micro_batches
         if stages == 1:
             return micro_batches * each
@@ -68,10 +85,67 @@ class StepBounds:
         fill = (stages - 1) * passed / (stages * chunks)
         return busy + fill + device.step_overhead
 
-    def _pass_seconds(self, model: TimeModel) -> tuple[float, float, float]:
+    def recompute_seconds(
+        self, options: PlanOptions, stage_memory: Sequence[int] | None = None
+    ) -> float:
+        """Return a lower bound on the seconds that all plans with `options` recompute in a step to
+        fit into the memory limit; 0 without a limit.
+
+        Args:
+            stage_memory: bytes on a device of each stage that are not activations; by default those
+                of parameters, gradients and optimizer state, sharded over all devices.
+        """
+        stages, limit = options.stages, options.limit
+        if limit is None or self._recompute_options is None or not isinstance(stages, int):
+            return 0.0
+        if options.devices % stages or options.resolved_cluster.device.shared(options.devices):
+            return 0.0
+        limits = self._stage_limits(options, limit)
+        if stage_memory is not None:
+            total = sum(stage_memory) * (options.devices // stages)
+            limits = replace(limits, parameter_bytes=total)
+        each = limits.least_seconds(_min_in_flight(options)) - limits.seconds / stages
+        return options.num_micro_batches * each
+
+    def _stage_limits(self, options: PlanOptions, limit: int) -> StageLimits:
+        stages = options.stages
+        assert isinstance(stages, int)
+        assert self._recompute_options is not None
+        if stages not in self._limits:
+            forward, backward, _ = self._pass_seconds(options)
+            fastest, by_name = self._fastest[stages], self._graph.by_name
+            recompute = self._recompute_options()
+
+            def seconds_of(name: str) -> float:
+                # A graph for another number of micro-batches may lack the operator.
+                return fastest[id(work_of(by_name[name]))][0] if name in by_name else 0.0
+
+            tables = table_shapes_of(self._graph)
+            shards = [
+                TrainedShard(value.shape, value.stored_dtype, value.shape, value.shape in tables)
+                for value in self._graph.parameters
+                if value.requires_grad
+            ]
+            stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
+            self._limits[stages] = StageLimits(
+                forward + backward,
+                recompute.curve(seconds_of),
+                2 * stored + optimizer_bytes(options.optimizer, shards).state,
+                recompute.saved_in(self._graph),
+                limit * (options.devices // stages) / MIN_PEAK_RATIO,
+            )
+        return self._limits[stages]
+
+    def _pass_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
         """Return the seconds of the forward pass, of the backward pass and of the longest operator
         in both, for one micro-batch."""
-        fastest: dict[int, ForwardBackward] = {}
+        stages = options.stages
+        assert isinstance(stages, int)
+        if stages in self._passes:
+            return self._passes[stages]
+        mesh = prime_mesh(options.devices // stages)
+        model = TimeModel(options.resolved_cluster, mesh, stages)
+        fastest = self._fastest.setdefault(stages, {})
         forward = backward = longest = 0.0
         for op in self._graph.ops:
             work = work_of(op)
@@ -80,7 +154,21 @@ class StepBounds:
             op_forward, op_backward = fastest[id(work)]
             forward, backward = forward + op_forward, backward + op_backward
             longest = max(longest, op_forward + op_backward)
-        return forward, backward, longest
+        self._passes[stages] = forward, backward, longest
+        return self._passes[stages]
+
+
+def _min_in_flight(options: PlanOptions) -> tuple[int, ...]:
+    """Return a lower bound on the micro-batches in flight of each stage."""
+    assert isinstance(options.stages, int)
+    stages, count = options.stages, options.num_micro_batches
+    chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
+    pipeline = PipelineSpec(stages, count, options.schedule, chunks)
+    # More micro-batches than that hardly change how many are in flight, but for GPipe.
+    fewer = max(1, MAX_PASSES // stages**2) * stages
+    if chunks > 1 and fewer < count and pipeline.schedule_spec.can_run(fewer, stages):
+        pipeline = replace(pipeline, micro_batches=fewer)
+    return micro_batches_in_flight(pipeline)
 
 
 def _fastest(model: TimeModel, work: Work, rule: ShardingRule | None) -> ForwardBackward:

@@ -78,7 +78,12 @@ class PlannedRun:
     def seconds(self, cluster: Cluster | None = None) -> float:
         """Predict the seconds of a step, by default on the cluster of the run."""
         # `blocking`, because published frameworks did not start redistributions early.
-        return predict(self.candidate.partitioned, cluster or self.cluster, blocking=True).seconds
+        return predict(
+            self.candidate.partitioned,
+            cluster or self.cluster,
+            blocking=True,
+            repeats_segments=True,
+        ).seconds
 
     @property
     def memory(self) -> int:

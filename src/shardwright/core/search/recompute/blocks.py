@@ -226,20 +226,9 @@ class RecomputeBlocks:
             block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
-        alternatives = {
-            "lean": self._recompute_cheap_ops(block_of, lean=True),
-            "cheap": self._recompute_cheap_ops(block_of),
-            "block": self._recompute_whole_blocks(block_of, False),
-            "block_and_communication": self._recompute_whole_blocks(block_of, True),
-        }
-        saved_before = self.saved_without_blocks
-        for option, recompute in alternatives.items():
+        for option, recompute in self._alternatives(block_of).items():
             flow = self._communication_with_recompute(recompute)
-            saved = self._estimate.saved_bytes(flow)
-            freed: dict[tuple[int, str], int] = {}
-            for name, block in block_of.items():
-                freed_by_op = saved_before.get(name, 0) - saved.get(name, 0)
-                freed[block] = freed.get(block, 0) + freed_by_op
+            freed = self._freed_by_block(flow, block_of)
             recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
             for name, each in recompute.items():
                 recompute_by_block.setdefault(block_of[name], {})[name] = each
@@ -251,6 +240,53 @@ class RecomputeBlocks:
                     item = KnapsackItem(size, operations.get(block, 0.0))
                     options.setdefault(block, {})[option] = (item, recompute_by_block[block])
         return tuple(RecomputeBlock(*block, by_name) for block, by_name in options.items())
+
+    def freed_and_recomputed(
+        self, depth: int
+    ) -> dict[tuple[int, str], list[tuple[int, list[str]]]]:
+        """Return for each block at a depth the options that recompute no communication.
+
+        Returns:
+            Pairs of the bytes that an option frees and the names of the operators that it
+            recomputes.
+        """
+        block_of = self._block_of_ops(depth)
+        options: dict[tuple[int, str], list[tuple[int, list[str]]]] = {}
+        for option, recompute in self._alternatives(block_of).items():
+            if option == "block_and_communication":
+                continue
+            flow = self._communication_with_recompute(recompute)
+            recomputed: dict[tuple[int, str], list[str]] = {}
+            for segment in flow.segments:
+                for name in segment.repeated_ops:
+                    if (block := block_of.get(name)) is not None:
+                        recomputed.setdefault(block, []).append(name)
+            for block, size in self._freed_by_block(flow, block_of).items():
+                if size > 0:
+                    options.setdefault(block, []).append((size, recomputed.get(block, [])))
+        return options
+
+    def _alternatives(
+        self, block_of: Mapping[str, tuple[int, str]]
+    ) -> dict[str, dict[str, Recompute]]:
+        """Return the decisions of each option, taken in all blocks, by name of the option."""
+        return {
+            "lean": self._recompute_cheap_ops(block_of, lean=True),
+            "cheap": self._recompute_cheap_ops(block_of),
+            "block": self._recompute_whole_blocks(block_of, False),
+            "block_and_communication": self._recompute_whole_blocks(block_of, True),
+        }
+
+    def _freed_by_block(
+        self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
+    ) -> dict[tuple[int, str], int]:
+        """Return the bytes that each block frees, given the communication with recomputation."""
+        saved_before, saved = self.saved_without_blocks, self._estimate.saved_bytes(flow)
+        freed: dict[tuple[int, str], int] = {}
+        for name, block in block_of.items():
+            freed_by_op = saved_before.get(name, 0) - saved.get(name, 0)
+            freed[block] = freed.get(block, 0) + freed_by_op
+        return freed
 
     def _communication_with_recompute(self, recompute_by_op: RecomputeByOp) -> Communication:
         """Return the communication of the model, without buckets, if operators are recomputed.
@@ -296,21 +332,10 @@ class RecomputeBlocks:
             if (first_block := block_of.get(segment.ops[0])) is not None:
                 sending = self.prices.sent * sent.get(segment.name, 0)
                 operations[first_block] = operations.get(first_block, 0.0) + sending
-            for name in self._recomputed_ops(segment.ops):
+            for name in segment.repeated_ops:
                 if (block := block_of.get(name)) is not None:
                     operations[block] = operations.get(block, 0.0) + self._forward_operations(name)
         return operations
-
-    def _recomputed_ops(self, names: Sequence[str]) -> list[str]:
-        """Return the operators of a segment, `names`, that `torch.utils.checkpoint` recomputes.
-
-        Recomputation ends before the last operator that saves a tensor, or after this operator if
-        it saves more than its inputs.
-        """
-        # PyTorch's checkpointing stops early, once the last saved tensor has been recomputed.
-        last = max(index for index, name in enumerate(names) if self._saved[name])
-        saves_output = self._saved[names[last]].outputs or self._saved[names[last]].others
-        return list(names[: last + 1 if saves_output else last])
 
     def _forward_operations(self, name: str) -> float:
         """Return the floating-point operations of an operator's forward pass on a device.

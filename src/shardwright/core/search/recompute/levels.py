@@ -227,7 +227,7 @@ class RecomputeLevels:
         if depth not in self._by_depth:
             blocks, in_flight = (
                 self.blocks.blocks(depth),
-                _micro_batches_in_flight(self._pipeline),
+                micro_batches_in_flight(self._pipeline),
             )
             self._by_depth[depth] = tuple(
                 StageLevels([each for each in blocks if each.stage == stage], *activations)
@@ -244,7 +244,7 @@ class RecomputeLevels:
             limit: memory limit in bytes per device.
         """
         stages = zip(
-            other_bytes, _micro_batches_in_flight(self._pipeline), self._saved_bytes, strict=True
+            other_bytes, micro_batches_in_flight(self._pipeline), self._saved_bytes, strict=True
         )
         return all(
             MIN_PEAK_RATIO * (size + in_flight * saved) <= limit
@@ -299,7 +299,7 @@ class RecomputeLevels:
         return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
 
 
-def _micro_batches_in_flight(pipeline: PipelineSpec) -> tuple[int, ...]:
+def micro_batches_in_flight(pipeline: PipelineSpec) -> tuple[int, ...]:
     """Return for each stage the maximum number of micro-batches whose activations exist at the same
     time, as a mean over the chunks of the stage."""
     # Assignments of operators to chunks are neither hashable nor needed.

@@ -1,0 +1,217 @@
+"""A lower bound on the seconds of recomputation with which activations fit into memory.
+
+    x_s <= C / (P + I_s A (1 - f))        the memory of stage s
+    m x_s (W + r(f)) <= T                 its seconds in a step
+    sum over s of x_s = 1                 the stages have the whole model
+
+    x_s       share of the model in stage s
+    C         bytes of all devices of a stage, as estimates of memory count them
+    P, A      bytes of parameters, gradients and optimizer state of the model; bytes of activations
+              that a micro-batch saves without recomputation
+    I_s       micro-batches in flight
+    W         seconds of computing one micro-batch on the devices of one stage
+    f, r(f)   fraction of the activations that recomputation frees, and its least seconds
+
+The bound is the smallest T. All tensors count as sharded over all devices of their stage, so that
+no plan needs less memory. r is the lower convex hull over the options of all blocks
+(`search/recompute/blocks.py`), each operator cut in the fastest way for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from shardwright.core.cost.flops import work_of
+from shardwright.core.graph.graph import Graph, Op
+from shardwright.core.layout.prime_mesh import prime_mesh
+from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.decisions import Decisions, Recompute
+from shardwright.core.search.recompute.blocks import RecomputeBlocks
+
+Vertex = tuple[float, float]
+"""Fraction of the activations that is freed, and the seconds of recomputation per micro-batch."""
+
+BISECTIONS = 30
+"""Number of bisections of the step time; each halves the error."""
+
+
+@dataclass(frozen=True)
+class BlockOption:
+    """A recomputation option of equal blocks.
+
+    Args:
+        freed: fraction of the saved activations of the model that it frees in one block.
+        recomputed: operators that one block recomputes: how often each occurs, by the name of one
+            of several equal operators.
+    """
+
+    freed: float
+    recomputed: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """The recomputation options of a model, which do not depend on the size of its batch.
+
+    Args:
+        blocks: for each depth of the module tree at which modules may be blocks, the options of
+            each block, with the number of blocks that have equal options.
+        saved_bytes: bytes that one device would save for a micro-batch without recomputation.
+        result_bytes: bytes of the results of all operators, to which `saved_bytes` is proportional
+            in graphs of other batch sizes.
+    """
+
+    blocks: Sequence[Sequence[tuple[Sequence[BlockOption], int]]]
+    saved_bytes: int
+    result_bytes: int
+
+    @classmethod
+    def of(cls, graph: Graph, recompute: Mapping[str, Recompute]) -> RecomputeOptions:
+        """Return the options of `graph`.
+
+        Args:
+            recompute: recomputation marked by the user, by operator name.
+        """
+        mesh = prime_mesh(1)
+        decisions = Decisions({}, storage_as_used(graph, mesh, {}), recompute=recompute)
+        blocks = RecomputeBlocks(graph, mesh, decisions, lambda _: 0)
+        saved = sum(blocks.saved_without_blocks.values())
+        by_depth = [
+            _count_equal_blocks(graph, blocks.freed_and_recomputed(depth).values(), max(saved, 1))
+            for depths in blocks.depths
+            for depth in depths
+        ]
+        return cls(by_depth, saved, result_bytes(graph))
+
+    def saved_in(self, graph: Graph) -> float:
+        """Return the bytes that `graph` saves, the same model with another batch size."""
+        return self.saved_bytes * result_bytes(graph) / max(self.result_bytes, 1)
+
+    def curve(self, seconds_of: Callable[[str], float]) -> list[Vertex]:
+        """Return the vertices of r, by freed fraction ascending; the first is (0, 0).
+
+        Args:
+            seconds_of: function from the name of an operator to the seconds of its forward pass.
+        """
+        vertices = [(0.0, 0.0)]
+        for blocks in self.blocks:
+            segments: list[tuple[float, float]] = []
+            for options, number in blocks:
+                points = [
+                    (each.freed, sum(n * seconds_of(name) for name, n in each.recomputed.items()))
+                    for each in options
+                ]
+                for (left, low), (right, high) in pairwise(_lower_hull([(0.0, 0.0), *points])):
+                    segments.append((number * (right - left), number * (high - low)))
+            freed = seconds = 0.0
+            for width, height in sorted(segments, key=lambda each: each[1] / each[0]):
+                freed, seconds = freed + width, seconds + height
+                vertices.append((freed, seconds))
+        return _lower_hull(vertices)
+
+
+def result_bytes(graph: Graph) -> int:
+    """Return the bytes of the results of all operators."""
+    return sum(value.numel * value.itemsize for op in graph.ops for value in op.outputs)
+
+
+def _count_equal_blocks(
+    graph: Graph,
+    options_of_blocks: Iterable[Sequence[tuple[int, Sequence[str]]]],
+    saved: int,
+) -> list[tuple[Sequence[BlockOption], int]]:
+    """Return the options of each block, with the number of blocks that have equal options."""
+    representatives: dict[int, str] = {}
+    blocks: Counter[tuple[tuple[int, tuple[tuple[str, int], ...]], ...]] = Counter()
+
+    def representative(op: Op) -> str:
+        return representatives.setdefault(id(work_of(op)), op.name)
+
+    for options in options_of_blocks:
+        blocks[
+            tuple(
+                (freed, tuple(Counter(representative(graph.by_name[n]) for n in names).items()))
+                for freed, names in options
+            )
+        ] += 1
+    return [
+        ([BlockOption(freed / saved, dict(names)) for freed, names in options], number)
+        for options, number in blocks.items()
+    ]
+
+
+def _lower_hull(points: Sequence[Vertex]) -> list[Vertex]:
+    """Return the lower convex hull of `points` by their first coordinate, as far as it rises."""
+    hull: list[Vertex] = []
+    for x, y in sorted(points):
+        if hull and x <= hull[-1][0]:
+            continue
+        while hull and y <= hull[-1][1] and len(hull) > 1:
+            hull.pop()
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (
+            y - hull[-2][1]
+        ) * (hull[-1][0] - hull[-2][0]):
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """The terms of the bound for a number of stages.
+
+    Args:
+        seconds: W, seconds of computing one micro-batch.
+        curve: vertices of r.
+        parameter_bytes: P, bytes of parameters, gradients and optimizer state.
+        saved_bytes: A, bytes that a micro-batch saves without recomputation.
+        stage_bytes: C, bytes of all devices of a stage.
+    """
+
+    seconds: float
+    curve: Sequence[Vertex]
+    parameter_bytes: float
+    saved_bytes: float
+    stage_bytes: float
+
+    def least_seconds(self, in_flight: Sequence[int]) -> float:
+        """Return the least seconds per micro-batch of the slowest stage, with recomputation.
+
+        If no recomputation frees enough memory, the largest one is assumed, as only a search tells
+        how much memory a plan needs.
+
+        Args:
+            in_flight: I_s, micro-batches in flight of each stage.
+        """
+        low = self.seconds / len(in_flight)
+        high = (self.seconds + self.curve[-1][1]) / len(in_flight)
+        counts = Counter(in_flight)
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            if sum(n * self._largest_share(middle, each) for each, n in counts.items()) >= 1:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _largest_share(self, seconds: float, in_flight: int) -> float:
+        """Return the largest share of the model that a stage computes in `seconds` per micro-batch
+        and has memory for."""
+        previous: tuple[float, float] | None = None
+        for freed, recomputing in self.curve:
+            needed = self.parameter_bytes + in_flight * self.saved_bytes * (1 - freed)
+            busy = self.seconds + recomputing
+            # Time limits the share from here on, memory before.
+            if seconds * needed <= self.stage_bytes * busy:
+                break
+            previous = needed, busy
+        if previous is None or seconds * needed > self.stage_bytes * busy:
+            return seconds / busy
+        # Where both limits meet, between two vertices.
+        old_needed, old_busy = previous
+        before = seconds * old_needed - self.stage_bytes * old_busy
+        after = self.stage_bytes * busy - seconds * needed
+        return seconds / (old_busy + before / (before + after) * (busy - old_busy))

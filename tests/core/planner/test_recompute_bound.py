@@ -1,0 +1,74 @@
+"""The least recomputation with which a model fits, over any division into stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import shardwright as sw
+from sample_models import Stack
+from shardwright.core.planner.options import PlanOptions
+from shardwright.core.planner.recompute_bound import RecomputeOptions, StageLimits
+from shardwright.core.planner.step_bound import StepBounds
+
+LIMITS = StageLimits(
+    seconds=3.0,
+    curve=[(0.0, 0.0), (0.5, 0.1), (1.0, 1.1)],
+    parameter_bytes=10.0,
+    saved_bytes=100.0,
+    stage_bytes=1000.0,
+)
+
+
+def test_a_model_that_fits_recomputes_nothing() -> None:
+    assert LIMITS.least_seconds((1,)) == pytest.approx(3.0)
+    assert LIMITS.least_seconds((1, 1)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("stage_bytes", "seconds"), [(85.0, 3.05), (60.0, 3.1), (35.0, 3.6), (1.0, 4.1)]
+)
+def test_one_stage_frees_what_is_missing_by_the_cheapest_options(
+    stage_bytes: float, seconds: float
+) -> None:
+    limits = replace(LIMITS, stage_bytes=stage_bytes)
+    assert limits.least_seconds((1,)) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_stages_with_fewer_micro_batches_in_flight_take_more_of_the_model() -> None:
+    limits = replace(LIMITS, stage_bytes=90.0)
+    unequal = limits.least_seconds((1, 3))
+    assert limits.least_seconds((1, 1)) < unequal < limits.least_seconds((3, 3))
+
+
+GRAPH = sw.capture(Stack(), (torch.randn(512, 128),))
+RECOMPUTE = RecomputeOptions.of(GRAPH, {})
+
+
+def test_the_curve_of_a_model_rises_and_is_convex() -> None:
+    curve = RECOMPUTE.curve(lambda _: 1.0)
+    slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(curve)]
+    assert curve[0] == (0.0, 0.0)
+    assert 0.5 < curve[-1][0] <= 1.0
+    assert slopes and slopes == sorted(slopes)
+
+
+def test_a_larger_batch_saves_more_in_proportion() -> None:
+    larger = sw.capture(Stack(), (torch.randn(2048, 128),))
+    assert RECOMPUTE.saved_in(larger) == pytest.approx(4 * RECOMPUTE.saved_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.7])
+def test_no_plan_under_a_limit_is_faster_than_the_bound(share: float) -> None:
+    request: dict[str, Any] = {"devices": 2, "cluster": "a100", "micro_batches": 2}
+    limit = int(share * sw.plan(GRAPH, **request).memory.peak)
+    options = PlanOptions(**request, memory_limit=limit, stages=1)
+    bounds = StepBounds(GRAPH, lambda: RECOMPUTE)
+    bound = bounds.min_seconds(options) + bounds.recompute_seconds(options)
+    step = sw.plan(GRAPH, **request, memory_limit=limit).step
+    assert step is not None
+    assert bound <= step.seconds
