@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
+from shardwright.core.capture.filled_caches import CachedFunctions
 
 
 def table(length: int) -> Tensor:
@@ -121,3 +122,14 @@ def test_a_cached_tensor_that_the_next_call_would_not_draw_again_is_refused_by_n
     net(x)
     planned = sw.parallelize(net, sw.plan(net, (x,), devices=1), copy=True)
     assert torch.equal(planned(x), net(x)) and torch.equal(planned(x), net(x))
+
+
+def test_a_cache_that_replaces_another_after_a_scan_is_found() -> None:
+    removed = lru_cache(table)
+    CachedFunctions()
+    del removed
+    added = lru_cache(table)
+    caches = CachedFunctions()
+    added(3)
+    assert [cache for cache, _ in caches.forget()] == [added]
+    assert added.cache_info().currsize == 0

@@ -7,11 +7,13 @@ replaced by tensors with data, so that the eager model and later captures can us
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CellType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -45,8 +47,7 @@ class CachedFunctions:
     """User functions with `functools.lru_cache`, and the number of cache misses of each."""
 
     def __init__(self) -> None:
-        # `isinstance` would read `__class__` of proxies, which may run user code.
-        caches = [x for x in gc.get_referrers(_Cache) if type(x) is _Cache]
+        caches = _all_caches.live()
         self._misses = [(x, x.cache_info().misses) for x in caches if not _is_library_function(x)]
 
     def forget(self, tensor_type: type[Tensor] = Tensor) -> Iterator[tuple[Any, list[Tensor]]]:
@@ -61,6 +62,30 @@ class CachedFunctions:
                 if held:
                     cache.cache_clear()
                     yield cache, held
+
+
+class _AllCaches:
+    """The live function caches of this process."""
+
+    def __init__(self) -> None:
+        self._scanned: tuple[list[ref[Any]], int] = [], 0
+
+    def live(self) -> list[Any]:
+        """Return all caches; scan all Python objects only if there may be new ones.
+
+        A scan takes about a third of the time to plan a small model.
+        """
+        references, others = self._scanned
+        caches = [cache for reference in references if (cache := reference()) is not None]
+        # Each cache holds a reference to its class, so the difference grows with each new cache.
+        if sys.getrefcount(_Cache) - len(caches) != others:
+            # `isinstance` would read `__class__` of proxies, which may run user code.
+            caches = [x for x in gc.get_referrers(_Cache) if type(x) is _Cache]
+            self._scanned = list(map(ref, caches)), sys.getrefcount(_Cache) - len(caches)
+        return caches
+
+
+_all_caches = _AllCaches()
 
 
 def _is_library_function(cache: Any) -> bool:
