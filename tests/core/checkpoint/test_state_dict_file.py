@@ -9,6 +9,8 @@ from torch import nn
 
 import shardwright as sw
 from core.checkpoint.checkpoint_ranks import model
+from shardwright.core.checkpoint.state_dict_file import _remove_shards
+from shardwright.errors import CheckpointError
 
 
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pt", "net.pth", "net.bin"])
@@ -35,6 +37,26 @@ def test_a_folder_of_several_files_is_read_as_one(tmp_path: Path) -> None:
         safetensors.torch.save_file({name: value}, tmp_path / f"{name}.safetensors")
     sw.load_state_dict(other, tmp_path)
     torch.testing.assert_close(other.state_dict(), net.state_dict(), rtol=0, atol=0)
+
+
+def test_only_shards_are_removed_before_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    own, other, link = (tmp_path / name for name in ("own", "other", "link"))
+    for folder in (own, other):
+        folder.mkdir()
+        for name in ("__0_0.distcp", "__11_0.distcp", ".metadata", "head.weight.full"):
+            (folder / name).touch()
+    (other / "notes.txt").write_text("kept")
+    link.symlink_to(own)
+    for folder, named in ((other, other / "notes.txt"), (link, link)):
+        with pytest.raises(CheckpointError, match=rf"^{named} is in the place of the shards"):
+            _remove_shards(folder)
+    assert len(list(other.iterdir())) == 5 and len(list(own.iterdir())) == 4
+    _remove_shards(own)
+    assert not own.exists()
+    _remove_shards(own)
 
 
 def test_another_model_is_refused_before_anything_is_changed(tmp_path: Path) -> None:

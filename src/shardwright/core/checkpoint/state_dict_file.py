@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
+from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.checkpoint import state as checkpoint_state
 from shardwright.core.checkpoint.dcp_errors import convert_errors
 from shardwright.core.checkpoint.file_checksum import (
@@ -73,9 +74,7 @@ def save_state_dict(net: nn.Module, path: str | Path) -> None:
 def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> None:
     check_shared_folder(path.parent)
     shards = path.with_name(f"{path.name}.shards")
-    if dist.get_rank() == 0:
-        shutil.rmtree(shards, ignore_errors=True)
-    dist.barrier()
+    _remove_shards(shards)
     writer = FileSystemWriter(shards)
     writer.fs = ChecksumFileSystem()
     with convert_errors(path):
@@ -95,6 +94,37 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
         _write_model_file(net, path, read)
         shutil.rmtree(shards)
     dist.barrier()
+
+
+def _remove_shards(folder: Path) -> None:
+    """Remove the shards that a killed call left in `folder`. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if `folder` contains anything else.
+    """
+    foreign = value_of_rank(_foreign_file(folder) if is_rank_0() else None)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{foreign} is in the place of the shards from which `save_state_dict` writes the file"
+            "\nmove it, or pass another path"
+        )
+    if is_rank_0():
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+
+
+def _foreign_file(folder: Path) -> str | None:
+    """Return the path of a file in `folder`, or of `folder`, that `save_state_dict` does not
+    write."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        return str(folder)
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return next((str(each) for each in entries if not _SHARD_NAMES.fullmatch(each.name)), None)
+
+
+_SHARD_NAMES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|.+\.full", re.DOTALL)
+"""Names of files in the folder of shards: those of `torch.distributed.checkpoint`, and full
+tensors."""
 
 
 def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
