@@ -31,7 +31,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def process() -> Iterator[ProcessState]:
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessState]:
+    # `torch.testing._internal`, which other tests import, freezes the flags of backends.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     state = ProcessState()
     yield state
     state.restore()

@@ -104,8 +104,8 @@ class RecomputeOptions:
                     (each.freed, sum(n * seconds_of(name) for name, n in each.recomputed.items()))
                     for each in options
                 ]
-                for (left, low), (right, high) in pairwise(_lower_hull([(0.0, 0.0), *points])):
-                    segments.append((number * (right - left), number * (high - low)))
+                for (start, low), (end, high) in pairwise(_lower_hull([(0.0, 0.0), *points])):
+                    segments.append((number * (end - start), number * (high - low)))
             freed = seconds = 0.0
             for width, height in sorted(segments, key=lambda each: each[1] / each[0]):
                 freed, seconds = freed + width, seconds + height
