@@ -177,12 +177,14 @@ def _streams(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, int, Cal
         yield f"silu, {kind}", 2 * size, partial(F.silu, x)
         yield f"RMS norm, {kind}", 2 * size, partial(F.rms_norm, x, (width,))
         yield f"softmax, {kind}", 2 * size, partial(torch.softmax, x, -1)
-    parameter = torch.zeros(sizes.elements // 4, device=device, requires_grad=True)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-    optimizer.step()
-    # Parameter, gradient and two moments are read, three of them written.
-    yield "AdamW, float32", 7 * parameter.nbytes, optimizer.step
+    for fused in (False, True):
+        parameter = torch.zeros(sizes.elements // 4, device=device, requires_grad=True)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW([parameter], fused=fused or None)
+        optimizer.step()
+        name = "fused AdamW" if fused else "AdamW"
+        # Parameter, gradient and two moments are read, three of them written.
+        yield f"{name}, float32", 7 * parameter.nbytes, optimizer.step
 
 
 def _copies(device: torch.device, sizes: Sizes) -> Table:

@@ -258,12 +258,12 @@ def _distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer inside of Accelerate's wrapper."""
+    """Return the optimizer that Accelerate has wrapped, or `optimizer` itself."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 class PlannedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper of an optimizer, whose `state_dict` is that of one process."""
+    """Wrapper of an optimizer for Accelerate, with the full optimizer state as its `state_dict`."""
 
     def state_dict(self) -> Any:
         """Return the full state on rank 0, with None for tensors elsewhere. Collective."""

@@ -20,7 +20,8 @@ aten = torch.ops.aten
 
 
 class FusedKernels:
-    """Context in which operators on the meta device run as on an accelerator, or as on a CPU.
+    """Context manager that registers the fused kernels of an accelerator or of a CPU for tensors on
+    the meta device.
 
     Kernels are registered with the dispatcher instead of a dispatch mode, because modes are
     disabled while a backward pass recomputes segments.

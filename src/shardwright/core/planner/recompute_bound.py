@@ -87,7 +87,7 @@ class RecomputeOptions:
         return cls(by_depth, saved, result_bytes(graph))
 
     def saved_in(self, graph: Graph) -> float:
-        """Return the bytes that `graph` saves, the same model with another batch size."""
+        """Return the bytes of activations that the model saves with the batch size of `graph`."""
         return self.saved_bytes * result_bytes(graph) / max(self.result_bytes, 1)
 
     def curve(self, seconds_of: Callable[[str], float]) -> list[Vertex]:
@@ -144,7 +144,7 @@ def _count_equal_blocks(
 
 
 def _lower_hull(points: Sequence[Vertex]) -> list[Vertex]:
-    """Return the lower convex hull of `points` by their first coordinate, as far as it rises."""
+    """Return the increasing part of the lower convex hull of `points`, by ascending x."""
     hull: list[Vertex] = []
     for x, y in sorted(points):
         if hull and x <= hull[-1][0]:

@@ -206,7 +206,7 @@ def _register_named_tuple(cls: Any) -> None:
 
 @dataclass(frozen=True)
 class _Fields:
-    """The structure of an object with tensors.
+    """Pytree context of an object: what rebuilds it from its tensors.
 
     Args:
         items: keys of its items, if it is a dictionary; indices, if it is a sequence.
@@ -284,7 +284,7 @@ class _Unknown:
 
 
 class UnreadField:
-    """Placeholder of a field of an argument whose values a captured model cannot know."""
+    """Placeholder for an argument's field of an unknown class; raises an error where it is read."""
 
     def __init__(self, class_name: str) -> None:
         self.class_name = class_name

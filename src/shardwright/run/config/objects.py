@@ -288,8 +288,8 @@ def _fused(
 ) -> dict[str, bool]:
     """Return the option with which one kernel updates all parameters, if their devices have it.
 
-    PyTorch's defaults read and write memory three times as often: AdamW takes 3.1 times as long on
-    an H200 with foreach kernels, and 5 times as long on a CPU with a kernel per tensor.
+    PyTorch's default AdamW reads and writes memory three times as often, and takes 2.8 times as
+    long on an H100 (docs/gpu.md).
     """
     kernel = f"aten::_fused_{constructor.__name__.lower()}_"
     # With the CPU, a rank whose stage has no parameters decides as the others.
