@@ -42,7 +42,7 @@ def is_group_call(operator: Any) -> bool:
 
 
 def on_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str]]) -> None:
-    """Register a function that is called before `DistributedDataParallel` wraps a module of a class.
+    """Register a function to call before `DistributedDataParallel` wraps a module of a class.
 
     Args:
         module_class: the class of modules.
