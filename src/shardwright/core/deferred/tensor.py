@@ -32,6 +32,10 @@ from shardwright.errors import DeferredError
 
 aten = torch.ops.aten
 
+RECORDS_IN_ITS_PLACE = "records_in_its_place"
+"""Attribute of classes such as `UninitializedShard` that record operators on deferred tensors in
+their place."""
+
 
 class Deferred(Tensor):
     """A meta tensor whose operators are recorded, and whose values are computed on demand.
@@ -48,6 +52,8 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(hasattr(tensor_type, RECORDS_IN_ITS_PLACE) for tensor_type in types):
+            return NotImplemented
         leaves = pytree.tree_leaves((args, kwargs))
         record = next(leaf._record for leaf in leaves if isinstance(leaf, Deferred))
         return _record_or_run(record, function, args, kwargs or {})
@@ -135,8 +141,7 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Classes such as `UninitializedShard` record operators on their tensors themselves.
-        if any(hasattr(tensor_type, "records_in_its_place") for tensor_type in types):
+        if any(hasattr(tensor_type, RECORDS_IN_ITS_PLACE) for tensor_type in types):
             return NotImplemented
         return _record_or_run(self.record, function, args, kwargs or {})
 
