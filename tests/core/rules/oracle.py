@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor
 from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -36,6 +36,7 @@ from shardwright.core.rules.rule import (
     Reduction,
     ShardingRule,
 )
+from shardwright.core.torch_internals.local_tensors import LocalTensorMode
 
 Index = Callable[[str], int | torch.SymInt]
 Reduces = tuple[Reduce, ...]

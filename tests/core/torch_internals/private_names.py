@@ -380,6 +380,11 @@ DISTRIBUTED = (
     PrivateName("torch.distributed._local_tensor.LocalTensorMode.disable", "looks at all of them"),
     PrivateName("torch.distributed._local_tensor.LocalTensor", "a tensor of all simulated ranks"),
     PrivateName("torch.distributed._local_tensor.LocalTensor._local_tensors", "the one of each"),
+    PrivateName(
+        "torch.distributed._local_tensor.LocalTensor._size", "its shape, with ints of ranks"
+    ),
+    PrivateName("torch.distributed._local_tensor._combine_rank_results", "results of ranks as one"),
+    PrivateName("torch.distributed._local_tensor._map_to_rank_local_val", "an argument of a rank"),
     PrivateName("torch.distributed._local_tensor.LocalIntNode", "a number of each simulated rank"),
     PrivateName(
         "torch.distributed._local_tensor.get_local_tensor_mode_list",

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from shardwright.core.torch_internals.distributed import by_rank, on_simulated_rank, tensor_of_ranks
+from shardwright.core.torch_internals.local_tensors import (
+    by_rank,
+    on_simulated_rank,
+    tensor_of_ranks,
+)
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
 ShapesAndDtypes = Sequence[tuple[tuple[int, ...], torch.dtype]]

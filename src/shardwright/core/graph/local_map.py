@@ -27,7 +27,7 @@ from shardwright.core.graph.local_declaration import Declaration
 from shardwright.core.graph.local_gradients import empty_results, on_each_rank
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import recomputed_in
-from shardwright.core.torch_internals.distributed import by_rank
+from shardwright.core.torch_internals.local_tensors import by_rank
 from shardwright.core.torch_internals.modules import TensorSlots
 from shardwright.core.torch_internals.tensors import FakeTensor, version
 from shardwright.errors import CaptureError, PlanError

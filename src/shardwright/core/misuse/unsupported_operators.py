@@ -26,7 +26,6 @@ from shardwright.core.runtime.full_tensors import (
 )
 from shardwright.core.runtime.replicated_tensors import differs_between_ranks
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.distributed import by_rank
 from shardwright.core.torch_internals.dtensor import (
     become,
     before_fully_shard,
@@ -46,6 +45,7 @@ from shardwright.core.torch_internals.dtensor_dispatch import (
     run_unless_mixed,
     set_operator_handler,
 )
+from shardwright.core.torch_internals.local_tensors import by_rank
 from shardwright.core.torch_internals.operators import (
     OpOverload,
     operator_name,

@@ -25,14 +25,8 @@ from shardwright.core.partition.communication import Communication, initial_layo
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices, Index
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode, in_backward_pass
-from shardwright.core.torch_internals.distributed import (
-    FakeStore,
-    LocalTensorMode,
-    by_rank,
-    group_named,
-    int_by_rank,
-    is_collective,
-)
+from shardwright.core.torch_internals.distributed import FakeStore, group_named, is_collective
+from shardwright.core.torch_internals.local_tensors import LocalTensorMode, by_rank, int_by_rank
 from shardwright.errors import PlanError
 
 

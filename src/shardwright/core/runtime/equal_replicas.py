@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.core.runtime.devices import Group
-from shardwright.core.torch_internals.distributed import by_rank, group_named
+from shardwright.core.torch_internals.distributed import group_named
+from shardwright.core.torch_internals.local_tensors import by_rank
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4

@@ -91,7 +91,7 @@ class RankCalls:
     def __init__(self, world: dist.ProcessGroup, number: int) -> None:
         self.error = ""
         """The error that further calls of this rank raise; empty without an error."""
-        self._rank, self._size = world.rank(), world.size()
+        self._rank, self._world_size = world.rank(), world.size()
         self._longest_wait = group_timeout(world)
         # A connection for each thread, as both may block in it.
         self._store, self._meetings = (
@@ -211,7 +211,7 @@ class RankCalls:
     def _meet_other_ranks(self, max_wait: float = math.inf) -> None:
         """Report that this rank has begun the current call, and wait until all ranks have."""
         key = f"begun {self._count} {self._calls[-1]}"
-        if self._meetings.add(key, 1) >= self._size:
+        if self._meetings.add(key, 1) >= self._world_size:
             self._meetings.set(f"all have {key}", "")
             if self._last_meeting not in ("", key):  # Else a call that was refused on all ranks.
                 self._meetings.delete_key(self._last_meeting)
@@ -276,7 +276,7 @@ class RankCalls:
         if self._meetings.check(["error"]):
             self.error = self._meetings.get("error").decode()
         elif self._meetings.check(["a rank has ended"]):
-            keys = [f"ended {rank}" for rank in range(self._size)]
+            keys = [f"ended {rank}" for rank in range(self._world_size)]
             ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
             states = [RankState.from_json(content.decode()) for content in ended]
             self.error = ended_too_early(self._local_state(), states)
@@ -314,7 +314,7 @@ class RankCalls:
         if changes == self._seen_changes and not self._request:
             return
         self._seen_changes = changes
-        keys = [f"rank {rank}" for rank in range(self._size)]
+        keys = [f"rank {rank}" for rank in range(self._world_size)]
         contents = [self._store.get(key).decode() for key in keys if self._store.check([key])]
         answers = [content.partition(" ") for content in contents if content]
         states = [RankState.from_json(state) for _, _, state in answers]

@@ -1,10 +1,10 @@
-"""Collectives, process groups, and the simulation of many ranks in one process."""
+"""Collectives and process groups."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import wraps
 from inspect import isfunction, signature
@@ -12,14 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed._local_tensor import (
-    LocalIntNode,
-    LocalTensor,
-    get_local_tensor_mode_list,
-)
-from torch.distributed._local_tensor import LocalTensorMode as TorchLocalTensorMode
 from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 
@@ -171,60 +164,3 @@ def _run_in_context(
 
     vars(call)["counts_calls"] = True
     return call
-
-
-def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
-    """Make an int that differs between simulated ranks.
-
-    Args:
-        values: the value of each rank.
-    """
-    return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
-
-
-class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
-    """PyTorch's `LocalTensorMode`, extended to views of numbers.
-
-    Backward formulas take the conjugate of complex numbers in Python, which PyTorch's mode rejects:
-    a view of a number cannot have the number's type.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if args and isinstance(args[0], complex):
-            with self.disable():
-                return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
-    """Return the tensor of each simulated rank; None for a tensor that all ranks share."""
-    return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
-
-
-def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
-    """Make a tensor that differs between simulated ranks.
-
-    Args:
-        tensors: the tensor of each rank.
-    """
-    with get_local_tensor_mode_list()[-1].disable():
-        result: Tensor = LocalTensor(dict(tensors))  # type: ignore[no-untyped-call]
-        return result
-
-
-@contextmanager
-def on_simulated_rank(rank: int) -> Iterator[None]:
-    """Context manager in which code runs as one simulated rank: on ordinary tensors, with random
-    numbers of that rank."""
-    mode = get_local_tensor_mode_list()[-1]
-    with mode.disable():
-        states, generator = mode._per_rank_rng_states, torch.default_generator
-        before = generator.get_state()
-        generator.set_state(states[rank][0])
-        try:
-            yield
-        finally:
-            states[rank] = generator.get_state(), states[rank][1]
-            generator.set_state(before)

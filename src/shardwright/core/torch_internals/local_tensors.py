@@ -1,0 +1,155 @@
+"""Simulation of many ranks in one process: `LocalTensor`, which holds a tensor of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._local_tensor import (
+    LocalIntNode,
+    LocalTensor,
+    _combine_rank_results,
+    _map_to_rank_local_val,
+    get_local_tensor_mode_list,
+)
+from torch.distributed._local_tensor import LocalTensorMode as TorchLocalTensorMode
+
+aten = torch.ops.aten
+
+_LOCAL_NAMESPACES = ("aten", "prims", "profiler")
+"""Namespaces of operators that do not communicate."""
+
+
+def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
+    """Make an int that differs between simulated ranks.
+
+    Args:
+        values: the value of each rank.
+    """
+    return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
+
+
+class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
+    """PyTorch's `LocalTensorMode`, with a faster path for most operators.
+
+    PyTorch's mode keeps random generators and aliases of storages for every operator, which takes
+    most of its time. Only random operators need the former, and only code that compares storages
+    the latter.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Backward formulas take the conjugate of complex numbers in Python, which PyTorch's mode
+        # rejects: a view of a number cannot have the number's type.
+        if args and isinstance(args[0], complex):
+            with self.disable():
+                return func(*args, **kwargs)
+        if func is aten.sym_size.default:
+            return tuple(args[0]._size)
+        if func is aten.dim.default:
+            return len(args[0]._size)
+        subclass = _tensor_subclass(args, kwargs)
+        if subclass is Tensor and func.namespace in _LOCAL_NAMESPACES:
+            return func(*args, **kwargs)
+        if subclass is LocalTensor and _computes_by_rank(func):
+            return _call_on_each_rank(func, self.ranks, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _call_on_each_rank(
+    func: Any, ranks: Iterable[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    # Modes for functions would be called for each attribute of a tensor that is read.
+    with torch._C.DisableTorchFunction():
+        results = {
+            rank: func(
+                *(_of_rank(arg, rank) for arg in args),
+                **{key: _of_rank(arg, rank) for key, arg in kwargs.items()},
+            )
+            for rank in sorted(ranks)
+        }
+        if func._schema.is_mutable:
+            return args[0]
+        default = None
+        if func is torch.ops.aten.split.Tensor:
+            # A rank with a shorter dimension may have fewer blocks: the others are empty.
+            blocks, dim = results[min(results)], args[2] if len(args) > 2 else 0
+            default = torch.narrow(blocks[0], dim, 0, 0)
+        return _combine_rank_results(results, default)
+
+
+@cache
+def _computes_by_rank(func: Any) -> bool:
+    """Whether an operator only computes new tensors or views, or changes its first argument."""
+    if func.namespace != "aten":
+        return False
+    tags = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
+    if not tags.isdisjoint(func.tags):
+        return False
+    schema = func._schema
+    if not schema.is_mutable:
+        return True
+    written = [argument.is_write for argument in schema.arguments]
+    return written[0] and not any(written[1:]) and schema.name.endswith("_")
+
+
+def _tensor_subclass(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type | None:
+    """Return `LocalTensor` if an argument is one, else `Tensor` if one is a tensor; None if there
+    is no tensor, or one of another subclass."""
+    common: type | None = None
+    stack: list[Any] = [*args, *kwargs.values()]
+    while stack:
+        arg = stack.pop()
+        if isinstance(arg, LocalTensor):
+            common = LocalTensor
+        elif isinstance(arg, Tensor):
+            if type(arg) not in (Tensor, nn.Parameter):
+                return None
+            common = common or Tensor
+        elif isinstance(arg, list | tuple):
+            stack += arg
+    return common
+
+
+def _of_rank(arg: Any, rank: int) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_of_rank(each, rank) for each in arg]
+    return _map_to_rank_local_val(arg, rank)
+
+
+def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
+    """Return the tensor of each simulated rank; None for a tensor that all ranks share."""
+    return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
+
+
+def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
+    """Make a tensor that differs between simulated ranks.
+
+    Args:
+        tensors: the tensor of each rank.
+    """
+    with get_local_tensor_mode_list()[-1].disable():
+        result: Tensor = LocalTensor(dict(tensors))  # type: ignore[no-untyped-call]
+        return result
+
+
+@contextmanager
+def on_simulated_rank(rank: int) -> Iterator[None]:
+    """Context manager in which code runs as one simulated rank: on ordinary tensors, with random
+    numbers of that rank."""
+    mode = get_local_tensor_mode_list()[-1]
+    with mode.disable():
+        states, generator = mode._per_rank_rng_states, torch.default_generator
+        before = generator.get_state()
+        generator.set_state(states[rank][0])
+        try:
+            yield
+        finally:
+            states[rank] = generator.get_state(), states[rank][1]
+            generator.set_state(before)
