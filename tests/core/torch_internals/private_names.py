@@ -383,6 +383,9 @@ DISTRIBUTED = (
     PrivateName(
         "torch.distributed._local_tensor.LocalTensor._size", "its shape, with ints of ranks"
     ),
+    PrivateName("torch._functionalize_unsafe_set", "the storage of a tensor on its views"),
+    PrivateName("torch.utils._python_dispatch._push_mode", "what handles operators from now on"),
+    PrivateName("torch.utils._python_dispatch._pop_mode", "and no longer"),
     PrivateName("torch.distributed._local_tensor._combine_rank_results", "results of ranks as one"),
     PrivateName("torch.distributed._local_tensor._map_to_rank_local_val", "an argument of a rank"),
     PrivateName("torch.distributed._local_tensor.LocalIntNode", "a number of each simulated rank"),

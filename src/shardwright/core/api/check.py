@@ -36,7 +36,7 @@ from shardwright.core.graph.float64 import (
     paired_operators,
 )
 from shardwright.core.graph.graph import Graph, Op
-from shardwright.core.graph.local_map import LocalCall, is_opaque
+from shardwright.core.graph.local_map import is_opaque
 from shardwright.core.micro_batches.batch_norms import PER_MICRO_BATCH
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.parallel.simulate_pipeline import simulate_stages
@@ -216,13 +216,11 @@ def check(
             partitioned = plan.partition(_drop_effect_outputs(graph))
             return _compare_training(partitioned, module, state, leaves, finds_cause)
 
-        # Most models are the same in float64, so that a second capture is seldom needed. A capture
-        # of `local_map` calls determines which gradients their code returns for float64.
-        if not any(isinstance(op.target, LocalCall) for op in captured.ops):
-            with suppress(PlanError):
-                result = compare(graph_in_float64(captured), module_in_float64(net, values), False)
-                if result.passes():
-                    return result
+        # Most models are the same in float64, so that a second capture is seldom needed.
+        with suppress(PlanError):
+            result = compare(graph_in_float64(captured), module_in_float64(net, values), False)
+            if result.passes():
+                return result
         module = module_in_float64(net, values)
         # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
         with _convert_float64_errors(plan.pipeline.micro_batches), CastsToFloat64():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed._local_tensor import (
     get_local_tensor_mode_list,
 )
 from torch.distributed._local_tensor import LocalTensorMode as TorchLocalTensorMode
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 aten = torch.ops.aten
 
@@ -58,8 +59,29 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
         if subclass is Tensor and func.namespace in _LOCAL_NAMESPACES:
             return func(*args, **kwargs)
         if subclass is LocalTensor and _computes_by_rank(func):
-            return _call_on_each_rank(func, self.ranks, args, kwargs)
+            result = _call_on_each_rank(func, self.ranks, args, kwargs)
+            if func.is_view:
+                # With this mode, as PyTorch's would be entered anew for each size that is read.
+                with on_dispatch_stack(self):
+                    _share_storage(result, args[0])
+            return result
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
+    """Context manager in which `mode` handles operators, as in a call from outside of it."""
+    _push_mode(mode)
+    try:
+        yield
+    finally:
+        _pop_mode()
+
+
+def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
+    """Set the storage of a `LocalTensor` on its views, by which code recognizes its memory."""
+    for view in [views] if isinstance(views, Tensor) else views:
+        torch._functionalize_unsafe_set(view, tensor)
 
 
 def _call_on_each_rank(
