@@ -242,7 +242,7 @@ def model_of(name: str) -> Model:
     return Model({**MEANS, **TERMS, **OTHERS}[name]).double()
 
 
-@pytest.mark.parametrize("samples", [4, 2, 1])
+@pytest.mark.parametrize("samples", [4, pytest.param(2, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("name", [*MEANS, *TERMS])
 def test_micro_batches_make_the_loss_of_the_batch(name: str, samples: int) -> None:
     model = model_of(name)
