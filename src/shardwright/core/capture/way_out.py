@@ -20,6 +20,10 @@ _NAMES = "hwdefgijklmnop"
 
 REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 
+AS_UNDER_DDP = "the loss is then the mean of the shards' losses, as under DDP"
+"""Note on the call for a whole model: a loss that selects samples by their values has another
+divisor on each shard."""
+
 
 @contextmanager
 def naming_local_map(
@@ -35,10 +39,11 @@ def naming_local_map(
         if OWN_ERROR in str(error):  # `local_map` would raise it too.
             raise
         inner = _find_failing_module(error, module)
-        call = (
-            _write_call_for_model(args, kwargs) if inner is None else _write_call_for_module(*inner)
-        )
-        raise type(error)(f"{error}\n{REMEDY}: `{call}`") from error
+        if inner is None:
+            remedy = f"{REMEDY}: `{_write_call_for_model(args, kwargs)}`; {AS_UNDER_DDP}"
+        else:
+            remedy = f"{REMEDY}: `{_write_call_for_module(*inner)}`"
+        raise type(error)(f"{error}\n{remedy}") from error
 
 
 def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, list[Tensor]] | None:
