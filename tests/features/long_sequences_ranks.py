@@ -23,11 +23,11 @@ from shardwright.core.plan import make_plan
 from torchrun import run_checks
 
 
-def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False, factor: str = "s") -> None:
+def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False) -> None:
     """Blocks of six positions, in an order unlike the ranks'."""
     net: Any = copy.deepcopy(whole)
     graph = sw.capture(net, args)
-    cuts = {op.name: {factor: (1, 0)} for op in graph.ops if op.target in ATTENTION}
+    cuts = {op.name: {FACTORS[op.target]: (1, 0)} for op in graph.ops if op.target in FACTORS}
     assert len(cuts) == 2
     whole_parameters = {value.name: ((),) * len(value.shape) for value in graph.parameters}
     parts = Partitioned(graph, Layout((2, 2), ("a", "b")), Decisions(cuts, whole_parameters))
@@ -42,22 +42,24 @@ def check(whole: nn.Module, *args: torch.Tensor, compiled: bool = False, factor:
         torch.testing.assert_close(net.get_parameter(name).grad.full_tensor(), parameter.grad)
 
 
-ATTENTION = (
-    windowed_attention,
-    masked_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
+FACTORS: dict[Any, str] = {
+    windowed_attention: "s",
+    masked_attention: "s",
+    torch.ops.aten.scaled_dot_product_attention.default: "ring",
+}
 
 
-def check_windows(compiled: bool = False) -> None:
+def check_windows() -> None:
     """Some blocks read three others."""
     torch.manual_seed(0)
     net = nn.Sequential(WindowedAttention(17), WindowedAttention(4))
-    check(net, torch.randn(1, 24, 16), compiled=compiled)
+    check(net, torch.randn(1, 24, 16))
 
 
-def check_compiled_windows() -> None:
-    check_windows(compiled=True)
+def check_compiled_windows_and_rings() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(WindowedAttention(17), Attention())
+    check(net, torch.randn(1, 24, 16), compiled=True)
 
 
 class PackedTwice(nn.Module):
@@ -80,23 +82,18 @@ def check_compiled_documents() -> None:
     check_documents(compiled=True)
 
 
-def check_rings(compiled: bool = False) -> None:
+def check_rings() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(Attention(), Attention())
-    check(net, torch.randn(1, 24, 16), compiled=compiled, factor="ring")
-
-
-def check_compiled_rings() -> None:
-    check_rings(compiled=True)
+    check(net, torch.randn(1, 24, 16))
 
 
 CHECKS = (
     check_windows,
-    check_compiled_windows,
     check_documents,
     check_compiled_documents,
     check_rings,
-    check_compiled_rings,
+    check_compiled_windows_and_rings,
 )
 
 if __name__ == "__main__":

@@ -272,11 +272,10 @@ def output() -> str:
     "check",
     [
         "windows",
-        "compiled_windows",
         "documents",
         "compiled_documents",
         "rings",
-        "compiled_rings",
+        "compiled_windows_and_rings",
     ],
 )
 def test_processes_that_share_a_sequence_compute_what_one_does(check: str, output: str) -> None:
