@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "no shard": (
         {"parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 0}},
         8,
-        "optimizer_weight_shard_size: 0 is not valid\nuse at least 1, or -1 for all devices",
+        "optimizer_weight_shard_size: there is no sharding over 0 devices\nuse at least 1",
     ),
     "heads that do not divide": (
         {**SEMI, "parallel_config__model_parallel": 3},
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
             "parallel__auto_parallel_search_mode": "sharding_propagation",
         },
         8,
-        "search_mode: recursive_programming, but its old name auto_parallel_search_mode is shard",
+        "search_mode: recursive_programming conflicts with its old name auto_parallel_search_mode",
     ),
     "no weight of memory": (
         {"parallel_config__mem_coeff": 0},
@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "neither True nor False": (
         {"parallel__auto_pipeline": "yes"},
         8,
-        "parallel.auto_pipeline: expected True or False, got 'yes'",
+        "parallel.auto_pipeline: 'yes' is not a boolean\nset it to True or False",
     ),
     "a section that is none": (
         {"parallel_config": [8]},
@@ -174,12 +174,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
             "parallel__strategy_ckpt_config": {"save_file": "b.json"},
         },
         8,
-        "strategy_ckpt_config.save_file: b.json, but strategy_ckpt_save_file is a.json",
+        "strategy_ckpt_config.save_file: b.json conflicts with strategy_ckpt_save_file a.json",
     ),
     "strategies and nowhere to save them": (
         {"only_save_strategy": True},
         8,
-        "only_save_strategy: True needs the file to write\nset `parallel.strategy_ckpt_save_file`",
+        "only_save_strategy: True needs the path of the file to write\nset `parallel.",
     ),
     "a file of strategies that is missing": (
         {"parallel__strategy_ckpt_load_file": "absent.json"},
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "experts that are chosen in groups": (
         {"moe_config__expert_num": 8, "moe_config__topk_method": "group_limited_greedy"},
         8,
-        "moe_config.topk_method: the router has no groups of experts",
+        "moe_config.topk_method: Mixtral and Qwen do not route to groups",
     ),
     # The model.
     "an unknown model": (
@@ -254,12 +254,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
             "model__model_config__kv_channels": 16,
         },
         8,
-        "model.model_config.kv_channels: 16 · num_heads 8 is not hidden_size 64",
+        "model.model_config.kv_channels: 16 · num_heads 8 is not equal to hidden_size 64",
     ),
     "a part of a layer": (
         {"model__model_config__num_layers": 3.5},
         8,
-        "model.model_config.num_layers: expected a whole number, got 3.5",
+        "model.model_config.num_layers: 3.5 is not an integer\nset it to one",
     ),
     "labels that are ignored otherwise": (
         {"model__model_config__ignore_token_id": 0},
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "weights that are three layers here": (
         {"model__model_config__pet_config": {"freeze_exclude": ["*w_qkv*"]}},
         8,
-        "freeze_exclude: '*w_qkv*' is three layers here\nuse separate patterns",
+        "freeze_exclude: '*w_qkv*' matches a merged layer that Shardwright splits into three\nuse",
     ),
     "biases of a model without": (
         {**PANGU, "model__model_config__qkv_has_bias": True},
@@ -342,17 +342,17 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a number that is text": (
         {"parallel_config__data_parallel": "eight"},
         8,
-        "parallel_config.data_parallel: expected a number, got 'eight'",
+        "parallel_config.data_parallel: 'eight' is not a number\nset it to a number",
     ),
     "a size of memory without a unit": (
         {"context__max_device_memory": "58"},
         8,
-        "context.max_device_memory: expected a size such as 58GB, got '58'",
+        "context.max_device_memory: '58' is not a memory size\nset it to one, such as 58GB",
     ),
     "positions that begin anew inside a sample": (
         {"train_dataset__eod_reset": True},
         8,
-        "train_dataset.eod_reset: positions and attention are not reset",
+        "train_dataset.eod_reset: Shardwright cannot reset positions and attention",
     ),
     "an empty batch": ({"runner_config__batch_size": 0}, 8, "batch_size: 0 is out of range"),
     "a learning rate that grows with the devices": (
@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "two lengths of the rise": (
         {"lr_schedule": {"warmup_ratio": 0.1, "warmup_steps": 5}},
         8,
-        "lr_schedule.warmup_ratio: 0.1, but warmup_steps is 5\nremove one",
+        "lr_schedule.warmup_ratio: 0.1 conflicts with warmup_steps 5\nremove one",
     ),
     "a mode that trains nothing": (
         {"run_mode": "predict"},
@@ -418,9 +418,13 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "nothing to go on from": (
         {"resume_training": True},
         8,
-        "resume_training: True needs the folder to resume from\nset `load_checkpoint`",
+        "resume_training: True needs a checkpoint to resume from\nset `load_checkpoint`",
     ),
-    "callbacks that are no list": ({"callbacks": "all"}, 8, "callbacks: not a list: 'all"),
+    "callbacks that are no list": (
+        {"callbacks": "all"},
+        8,
+        "callbacks: 'all' is not a list\nset for",
+    ),
     "no device": ({}, 0, "devices=0: must be a whole number of at least 1"),
 }
 

@@ -201,14 +201,14 @@ def refuses_what_would_be_wrong() -> None:
         refused(
             lambda each=each: prepare(accelerator, net, each),
             DataError,
-            "part " + f"{dist.get_rank()} of 2, but the plan needs the whole batch on every rank",
+            f"shard {dist.get_rank()} of 2, but the plan needs the full batch on every rank",
         )
     whole = Training().loader
     local = PLANS["local batches"]
     refused(
         lambda: prepare(Accelerator(cpu=True), classifier(0), whole, **local),
         DataError,
-        "the loader gives every rank the whole batch, but under the plan's `dataset_strategy`",
+        "the loader gives every rank the full batch, but the plan's `dataset_strategy`",
     )
     refused(lambda: prepare(Accelerator(cpu=True), loader(16)), PlanError, "got 0 models")
     plan = sw.plan(net, (torch.zeros(BATCH, 16),), devices=2)
@@ -221,7 +221,7 @@ def refuses_what_would_be_wrong() -> None:
     refused(
         lambda: prepare(Accelerator(cpu=True), classifier(0), plan=plan, mem_coeff=1.0),
         PlanError,
-        "plan=... and mem_coeff=...: a plan has its options already",
+        "plan=... conflicts with mem_coeff=...: options have no effect on a finished plan",
     )
 
 

@@ -1,9 +1,9 @@
-"""Prepare a model, its optimizer, loaders and schedulers for a training loop of Accelerate.
+"""Prepare a model, its optimizer, loaders and schedulers for an Accelerate training loop.
 
     accelerator = Accelerator()
     net, optimizer, loader, schedule = prepare(accelerator, net, optimizer, loader, schedule)
 
-Loaders keep their batch size, which is that of a step of all processes, whatever the plan.
+A loader keeps its batch size, which is the global batch size of a step under every plan.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, DistributedType, RNGType  # noqa: E402
 
 RANDOM_FILE = "shardwright_random.json"
-"""File of a folder of `save_state` with the seed and step of the draws of planned models."""
+"""File in a `save_state` folder with the random seed and step of each planned model."""
 
 SUPPORTED_TYPES = {
     name for name in DistributedType.__members__ if name == "NO" or name.startswith("MULTI_")
 }
-"""Kinds of processes of Accelerate that do not shard or wrap models by themselves."""
+"""Accelerate's `distributed_type` values under which it neither shards nor wraps models."""
 
 
 def prepare(
     accelerator: Any, *objects: Any, plan: Plan | str | Path | None = None, **options: Any
 ) -> Any:
-    """Plan and shard a model, and prepare what trains it, in place of `accelerator.prepare`.
+    """Plan, shard and prepare a model and its training objects; replaces `accelerator.prepare`.
 
     Afterwards `accelerator.backward`, `accumulate`, `clip_grad_norm_`, `gather_for_metrics`,
-    `save_state`, `load_state`, `save_model` and `autocast` do what they do on one process. Loaders
-    are divided over the ranks as the plan's `dataset_strategy` says; every batch counts as one step
-    of a scheduler. The folders of `save_state` are those of one process, and load under any plan.
+    `save_state`, `load_state`, `save_model` and `autocast` behave as on one process. The plan's
+    `dataset_strategy` decides how loaders are divided over the ranks; every batch is one step of a
+    scheduler. `save_state` writes the files of a one-process run, which any plan can load.
 
     Args:
         accelerator: the `Accelerator`.
-        objects: one model, and its optimizers, loaders and schedulers, in any order. Optimizers may
-            have been created before.
-        plan: the plan of the model, or the path of a plan file. None plans the model when it is
-            first called, with the arguments of that call.
-        options: options of `sw.plan` without a plan, such as `dataset_strategy`.
+        objects: one model, and its optimizers, loaders and schedulers, in any order. Optimizers are
+            created from the model's parameters before this call.
+        plan: the plan of the model, or the path of a plan file; None plans the model in its first
+            call, with the arguments of that call.
+        options: options of `sw.plan`, such as `dataset_strategy`; only if `plan` is None.
 
     Returns:
-        The prepared objects in the order in which they were passed; a single one by itself.
+        A tuple of the prepared objects in the order of `objects`; a single object without a tuple.
 
     Raises:
         PlanError: if there is not exactly one model, or the accelerator shards models itself.
-        DataError: if a loader is divided over the ranks in another way than planned.
+        DataError: if a loader's sampler divides samples over the ranks differently than the plan.
     """
     distributed_type = str(accelerator.distributed_type.value)
     if distributed_type not in SUPPORTED_TYPES:
@@ -94,26 +94,30 @@ def prepare(
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1:
         raise PlanError(
-            f"`prepare` got {len(models)} models, but prepares one with its plan\ncall it once for"
-            " each: `net, optimizer = prepare(accelerator, net, optimizer, plan=plan)`"
+            f"`prepare` needs exactly one model, but got {len(models)}\ncall `prepare` once for"
+            " each model: `net, optimizer = prepare(accelerator, net, optimizer, plan=plan)`"
         )
     (net,) = models
     read = read_plan(plan, options)
-    shards = _shards_of(net, read, options)
-    _take_over(accelerator, shards)
+    shards = _choose_data_shards(net, read, options)
+    _replace_accelerator_methods(accelerator, shards)
     for loader in objects:
         if isinstance(loader, DataLoader):
             # Before the model is changed.
             shards.check_loader(loader)
-    optimizers = [_inner(each) for each in objects if isinstance(each, torch.optim.Optimizer)]
+    optimizers = [
+        _unwrap_optimizer(each) for each in objects if isinstance(each, torch.optim.Optimizer)
+    ]
     _prepare_model(accelerator, net, optimizers, read, options)
-    prepared = [_prepare_object(accelerator, each, shards) for each in objects]
+    prepared = [_prepare_optimizer_or_loader(accelerator, each, shards) for each in objects]
     # A scheduler counts the steps of its optimizer, which is prepared only now.
     prepared = [_prepare_scheduler(accelerator, each) for each in prepared]
     return tuple(prepared) if len(prepared) > 1 else prepared[0]
 
 
-def _shards_of(net: nn.Module, plan: Plan | None, options: Mapping[str, Any]) -> DataShards:
+def _choose_data_shards(
+    net: nn.Module, plan: Plan | None, options: Mapping[str, Any]
+) -> DataShards:
     if plan is not None:
         return DataShards.of_plan(plan)
     if isinstance(net, ParallelModule):
@@ -128,7 +132,7 @@ def _prepare_model(
     plan: Plan | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Shard `net` in place, now or in its first call."""
+    """Shard `net` in place: at once with a plan, otherwise in its first call."""
 
     def planned(parallel: ParallelModule) -> None:
         for optimizer in optimizers:
@@ -150,19 +154,19 @@ def _prepare_model(
     vars(net)["_is_accelerate_prepared"] = True
 
 
-def _prepare_object(accelerator: Any, value: Any, shards: DataShards) -> Any:
+def _prepare_optimizer_or_loader(accelerator: Any, value: Any, shards: DataShards) -> Any:
     if isinstance(value, torch.optim.Optimizer):
         optimizer = PlannedOptimizer(
-            _inner(value), accelerator.device_placement, accelerator.scaler
+            _unwrap_optimizer(value), accelerator.device_placement, accelerator.scaler
         )
-        return _registered(optimizer, accelerator._optimizers)
+        return _register_prepared(optimizer, accelerator._optimizers)
     if isinstance(value, DataLoader):
         return _prepare_loader(accelerator, value, shards)
     return value
 
 
-def _registered(value: Any, prepared: list[Any]) -> Any:
-    """Add an object to the accelerator's list, so that a second `prepare` returns it."""
+def _register_prepared(value: Any, prepared: list[Any]) -> Any:
+    """Append `value` to `prepared`, the accelerator's list of prepared objects, and return it."""
     value._is_accelerate_prepared = True
     prepared.append(value)
     return value
@@ -179,11 +183,11 @@ def _prepare_scheduler(accelerator: Any, value: Any) -> Any:
         # Loaders keep the batch size of a step, so one step is one step.
         split_batches=True,
     )
-    return _registered(schedule, accelerator._schedulers)
+    return _register_prepared(schedule, accelerator._schedulers)
 
 
 def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShards) -> Any:
-    """Divide a loader over the ranks as planned; one that Accelerate has prepared is checked."""
+    """Divide a loader over the ranks as planned; only check one that Accelerate has prepared."""
     if getattr(loader, "_is_accelerate_prepared", False):
         shards.check_whole_loader(loader)
         return loader
@@ -215,23 +219,23 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
         batches_of_rank = PartsOfBatches(base.batch_sampler, shards, config.even_batches)
         # Not by assignment, which `DataLoader` refuses.
         object.__setattr__(base, "batch_sampler", batches_of_rank)
-    return _registered(prepared, accelerator._dataloaders)
+    return _register_prepared(prepared, accelerator._dataloaders)
 
 
 class PartsOfBatches(BatchSamplerShard):  # type: ignore[misc]
-    """This rank's part of each batch of a batch sampler, in the order of one process.
+    """Batch sampler that yields this rank's shard of each global batch of another batch sampler.
 
-    Accelerate fills a last batch that is smaller with the first samples of the epoch; here only as
-    many are added as make the parts equal, so that most epochs have each sample once.
+    Accelerate fills an incomplete last batch up to the batch size with the first samples of the
+    epoch; this class adds only the samples that make the shards of all ranks equally long.
     """
 
     def __init__(self, batches: Any, shards: DataShards, even_batches: bool) -> None:
         size = getattr(batches, "batch_size", None)
         if not isinstance(size, int) or size % shards.count:
             raise DataError(
-                f"a loader with batch_size={size} cannot be divided into {shards.count} equal"
-                f" parts, as the plan's `dataset_strategy` does\nuse a multiple of {shards.count};"
-                " `batch_size` is the number of samples of a step on all processes"
+                f"batch_size={size} of a loader is not divisible by the {shards.count} data shards"
+                f" of the plan's `dataset_strategy`\nuse a multiple of {shards.count}: `batch_size`"
+                " is the number of samples per step over all processes"
             )
         super().__init__(batches, shards.count, shards.index, True, even_batches)
         self.sampler = getattr(batches, "sampler", None)
@@ -243,9 +247,9 @@ class PartsOfBatches(BatchSamplerShard):  # type: ignore[misc]
             missing = -len(batch) % self.num_processes
             if missing and not self.even_batches:
                 raise DataError(
-                    f"the last batch of {len(batch)} samples cannot be divided into"
-                    f" {self.num_processes} equal parts\nleave it out (`drop_last=True`), or let"
-                    " samples be repeated (`even_batches=True`)"
+                    f"the last batch of a loader has {len(batch)} samples, not a multiple of its"
+                    f" {self.num_processes} data shards\ndrop this batch (`drop_last=True`), or"
+                    " repeat samples to fill it (`even_batches=True`)"
                 )
             filled = [*batch, *islice(cycle(first), missing)]
             size = len(filled) // self.num_processes
@@ -257,34 +261,37 @@ def _distributed_samplers(loader: DataLoader[Any]) -> list[Any]:
     return [s for s in samplers if isinstance(s, torch.utils.data.DistributedSampler)]
 
 
-def _inner(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped, or `optimizer` itself."""
+def _unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside an `AcceleratedOptimizer`; other optimizers unchanged."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 class PlannedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Wrapper of an optimizer for Accelerate, with the full optimizer state as its `state_dict`."""
+    """Accelerate's optimizer wrapper, whose `state_dict` is the full, unsharded state."""
 
     def state_dict(self) -> Any:
-        """Return the full state on rank 0, with None for tensors elsewhere. Collective."""
+        """Gather the full optimizer state on rank 0; other ranks get None in place of each tensor.
+
+        Collective.
+        """
         return full_optimizer_state(self.optimizer)
 
 
 # The accelerator
 
 
-def _take_over(accelerator: Any, shards: DataShards) -> None:
-    """Replace the methods of an accelerator that would gather, average or save shards.
+def _replace_accelerator_methods(accelerator: Any, shards: DataShards) -> None:
+    """Replace the accelerator's methods that reduce, gather or save tensors over all ranks.
 
     Raises:
-        PlanError: if the accelerator has another model with other local batches.
+        PlanError: if a model prepared earlier divides batches over the ranks differently.
     """
     earlier = vars(accelerator).get("shardwright_shards")
     if earlier is not None and earlier != shards:
         raise PlanError(
-            "two models of one accelerator have different `dataset_strategy`, so that metrics"
-            " cannot be gathered for both\nplan both with the same one, or use one `Accelerator`"
-            " for each model"
+            "two models of one `Accelerator` have different values of `dataset_strategy`, but"
+            " `gather_for_metrics` supports one\nplan both models with the same value, for example"
+            " dataset_strategy='full_batch', or use one `Accelerator` for each model"
         )
     if earlier is not None:
         return
@@ -299,16 +306,16 @@ def _take_over(accelerator: Any, shards: DataShards) -> None:
     }
     for name, method in methods.items():
         setattr(accelerator, name, MethodType(method, accelerator))
-    accelerator.register_save_state_pre_hook(_before_save)
-    accelerator.register_load_state_pre_hook(_before_load)
+    accelerator.register_save_state_pre_hook(_save_random_states)
+    accelerator.register_load_state_pre_hook(_load_model_shards)
 
 
-def _full(data: Any) -> Any:
+def _gather_full_tensors(data: Any) -> Any:
     return pytree.tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, data)
 
 
-def _of_distinct_samples(data: Any, shards: DataShards) -> Any:
-    """Keep, of what was gathered from all ranks, one part for each shard of the batch."""
+def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
+    """Keep one copy of each batch shard of `data`, tensors gathered from all ranks."""
     world = dist.get_world_size()
     if shards.count == world:
         return data
@@ -323,28 +330,30 @@ def _of_distinct_samples(data: Any, shards: DataShards) -> Any:
 
 
 def _gather(accelerator: Any, tensor: Any) -> Any:
-    shards, tensor = accelerator.shardwright_shards, _full(tensor)
+    shards, tensor = accelerator.shardwright_shards, _gather_full_tensors(tensor)
     if shards.count == 1:
         return tensor
-    return _of_distinct_samples(type(accelerator).gather(accelerator, tensor), shards)
+    return _drop_repeated_shards(type(accelerator).gather(accelerator, tensor), shards)
 
 
 def _gather_for_metrics(accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     if accelerator.shardwright_shards.count == 1:
-        return _full(input_data)
+        return _gather_full_tensors(input_data)
     # Calls `gather` above, and leaves out the samples that fill the last batch.
-    return type(accelerator).gather_for_metrics(accelerator, _full(input_data), use_gather_object)
+    return type(accelerator).gather_for_metrics(
+        accelerator, _gather_full_tensors(input_data), use_gather_object
+    )
 
 
 def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-    shards, tensor = accelerator.shardwright_shards, _full(tensor)
+    shards, tensor = accelerator.shardwright_shards, _gather_full_tensors(tensor)
     copies = accelerator.num_processes // shards.count
     reduced = type(accelerator).reduce(accelerator, tensor, reduction, scale)
     if reduction != "sum" or copies == 1:
         return reduced
 
     def of_distinct_samples(value: Any) -> Any:
-        """Divide by the number of ranks that have added the same term; counts stay whole."""
+        """Divide a sum by the number of ranks with equal samples; integer sums stay integers."""
         if not isinstance(value, Tensor):
             return value
         is_count = not (value.is_floating_point() or value.is_complex())
@@ -374,7 +383,7 @@ def _unwrap_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any)
     return unwrapped
 
 
-def _before_save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+def _save_random_states(models: list[nn.Module], weights: list[Any], folder: str) -> None:
     for model in models:
         check_one_stage(model, "`accelerator.save_state`")
     states = [
@@ -386,8 +395,8 @@ def _before_save(models: list[nn.Module], weights: list[Any], folder: str) -> No
         Path(folder, RANDOM_FILE).write_text(repr([list(state) for state in states]))
 
 
-def _before_load(models: list[nn.Module], folder: str) -> None:
-    """Load the model files of a folder, of which each rank reads its shards."""
+def _load_model_shards(models: list[nn.Module], folder: str) -> None:
+    """Load this rank's shards and the random states of planned models from a folder."""
     file = Path(folder, RANDOM_FILE)
     if file.is_file():
         states = parse_json(read_text(file, CheckpointError), str(file), CheckpointError)
@@ -402,5 +411,5 @@ def _before_load(models: list[nn.Module], folder: str) -> None:
         load_state_dict(
             model, path if path.is_file() else Path(folder, f"{MODEL_NAME}{ending}.bin")
         )
-    # Accelerate loads those that are left in its list.
+    # Accelerate would load the models that are still in this list once more.
     models.clear()

@@ -1,4 +1,4 @@
-"""A strategy of Lightning's `Fabric` that plans and shards the model that is set up.
+"""A strategy of Lightning's `Fabric` that plans and shards the model passed to `setup`.
 
 fabric = Fabric(devices=8, strategy=FabricStrategy())
 net, optimizer = fabric.setup(net, optimizer)
@@ -42,23 +42,24 @@ from lightning.fabric.utilities.distributed import (  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
 
 FabricDDPStrategy: Any = strategies.DDPStrategy
-"""Untyped because its types differ between versions."""
+"""Lightning Fabric's `DDPStrategy`, untyped because its types differ between versions."""
 
 
 class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
-    """Plans the module that `fabric.setup` gets, and trains it over all processes.
+    """Fabric strategy that plans the module passed to `fabric.setup` and shards it over all ranks.
 
-    Losses, clipping and accumulation are those of one process. Loaders give every rank the whole
-    batch, so `batch_size` is that of a step, unless the plan's `dataset_strategy` says otherwise:
-    then it is that of a rank, as under `DDPStrategy`.
+    Losses, gradient clipping and accumulation have the results of a one-process run. By default
+    every rank loads the global batch, so a loader's `batch_size` is the global batch size. If the
+    plan's `dataset_strategy` shards the batch, `batch_size` counts the samples of one rank, as
+    under `DDPStrategy`.
 
     Args:
-        plan: the plan of the module or of a submodule, or the path of a plan file. None plans with
-            the first batch.
-        save_distributed_checkpoint: whether each rank saves its shards into a folder, which any
-            plan loads; needed for pipeline stages. By default a checkpoint is the file of one
-            process.
-        options: options of `sw.plan` without a plan, such as `mem_coeff`.
+        plan: the plan of the module or of one of its submodules, or the path of a plan file. None
+            plans the module with the first batch.
+        save_distributed_checkpoint: whether each rank saves its shards to a folder, which any plan
+            can load; required for pipeline stages. By default a checkpoint is one file, as saved by
+            one process.
+        options: options of `sw.plan`, such as `mem_coeff`; only if `plan` is None.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         self._distributed_checkpoints = save_distributed_checkpoint
         self._optimizers: list[Optimizer] = []
         self._net: nn.Module | None = None
-        self._backward_sync_control = _SynchronizeAlways()
+        self._backward_sync_control = _NoBackwardSyncControl()
 
     # Setup
 
@@ -109,7 +110,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     # Metrics
 
     def count_once(self, metric: nn.Module) -> None:
-        """Make a metric of torchmetrics count each sample once over the ranks."""
+        """Make a `torchmetrics` metric count each sample once, not once per replica."""
         self._planned_parts.count_once(metric)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -140,7 +141,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         if not self._distributed_checkpoints:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        key, net, optimizers, others = _sorted_state(_unwrap_objects(state))
+        key, net, optimizers, others = _split_checkpoint_state(_unwrap_objects(state))
         metadata = {
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in others.items()
@@ -159,7 +160,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
             loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return loaded
         state = {"model": state} if isinstance(state, nn.Module) else state
-        key, net, optimizers, others = _sorted_state(_unwrap_objects(state or {}))
+        key, net, optimizers, others = _split_checkpoint_state(_unwrap_objects(state or {}))
         metadata = load_folder(path, net, key, optimizers, strict=strict, weights_only=weights_only)
         for name, value in others.items():
             if name not in metadata:
@@ -172,29 +173,28 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register nothing: the names are those of `DDPStrategy`."""
+        """Do nothing: the inherited method would register the strategy names of `DDPStrategy`."""
 
 
-class _SynchronizeAlways:
-    """Gradients of a planned model are reduced in every backward pass, or kept for later ones as
-    the plan says, so there is nothing to switch off."""
+class _NoBackwardSyncControl:
+    """Ignores `fabric.no_backward_sync`: the plan decides when gradients are reduced."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-def _sorted_state(
+def _split_checkpoint_state(
     state: dict[str, Any],
 ) -> tuple[str, nn.Module, dict[str, Optimizer], dict[str, Any]]:
-    """Return the name and value of the model in a state, its optimizers, and all else.
+    """Split a Fabric checkpoint state into model key, model, optimizers and other entries.
 
     Raises:
-        CheckpointError: if there is not exactly one model.
+        CheckpointError: if the state does not have exactly one model.
     """
     models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
     if len(models) != 1:
         raise CheckpointError(
-            f"a distributed checkpoint of {len(models)} models: it has the shards of one\n"
+            f"a distributed checkpoint needs exactly one model, but its state has {len(models)}\n"
             "pass one model and its optimizers: `fabric.save(path, {'model': net, ...})`"
         )
     ((key, net),) = models.items()

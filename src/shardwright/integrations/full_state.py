@@ -1,4 +1,4 @@
-"""Full states of planned models and their optimizers, as one process saves them."""
+"""Full, unsharded state dicts of planned models and their optimizers, gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwright.errors import CheckpointError
 def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
     """Gather the full `state_dict` of a model on the CPU of rank 0; empty on other ranks.
 
-    Collective. Submodules may be planned, or `net` itself.
+    Collective. The planned module may be `net` itself or any of its submodules.
     """
     state: dict[str, Any] = {}
     planned = {
@@ -49,16 +49,16 @@ def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
 
 
 def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Gather the full `state_dict` of an optimizer on the CPU of rank 0, with None elsewhere.
+    """Gather the full `state_dict` of an optimizer on the CPU of rank 0.
 
-    Collective.
+    Collective. Other ranks get a `state_dict` with None in place of each tensor.
     """
     state: dict[str, Any] = pytree.tree_map(gather_on_rank_0, optimizer.state_dict())
     return state
 
 
 def gather_on_rank_0(value: Any) -> Any:
-    """Gather a DTensor to the CPU of rank 0; return None and free its memory on other ranks."""
+    """Gather a DTensor to the CPU of rank 0; other ranks free the full tensor and get None."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if not is_rank_0():
         return None
@@ -74,11 +74,12 @@ def has_stages(net: nn.Module) -> bool:
 
 
 def check_one_stage(net: nn.Module, what: str) -> None:
-    """Raise if a rank has only a part of a model's parameters.
+    """Check that no planned module of `net` has several pipeline stages.
 
     Args:
         net: the model.
-        what: what was called, for the error.
+        what: the call that needs all parameters on one rank, such as `fabric.save`; first words of
+            the error message.
 
     Raises:
         CheckpointError: if a planned module has several pipeline stages.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.errors import PlanError
 
 SUPPORTED_OUTPUTS = {"log_probs", "entropy", "is_top1"}
-"""Per-token outputs that the replacement of a fused head can compute."""
+"""Outputs of trl's fused head that the replacement computes, each with one value per token."""
 
 
 def replace_fused_lm_heads(model: nn.Module) -> None:
@@ -33,7 +33,7 @@ def replace_fused_lm_heads(model: nn.Module) -> None:
             if unsupported or options["cast_lm_head_to_fp32"]:
                 raise PlanError(
                     f"the fused language model head of `trl` in {type(module).__name__} computes"
-                    f" {', '.join(unsupported) or 'in float32'}, which is not supported\n"
+                    f" {', '.join(unsupported) or 'in float32'}, which Shardwright cannot replace\n"
                     "use a trainer of `trl` whose loss needs only the outputs of `SFTTrainer`"
                 )
             module.forward = _forward_with_logits(module, options["temperature"])

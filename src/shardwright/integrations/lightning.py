@@ -40,24 +40,25 @@ from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 DDPStrategy: Any = strategies.DDPStrategy
-"""Untyped because its types differ between versions."""
+"""Lightning's `DDPStrategy`, untyped because its types differ between versions."""
 
 
 class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
-    """Plans what a `LightningModule` calls in its steps, and trains it over all processes.
+    """Trainer strategy that plans the models of a `LightningModule` and shards them over all ranks.
 
-    Losses, clipping, accumulation and metrics are those of one process. Without a plan, the module
-    itself (`self(x)`) or the submodules that a step calls are planned in their first calls. Loaders
-    give every rank the whole batch, so `batch_size` is that of a step, unless the plan's
-    `dataset_strategy` says otherwise: then it is that of a rank, as under `DDPStrategy`.
+    Losses, gradient clipping, accumulation and metrics have the results of a one-process run.
+    Without a plan, the module itself (if a step calls `self(x)`) or the submodules that a step
+    calls are planned in their first calls. By default every rank loads the global batch, so a
+    loader's `batch_size` is the global batch size. If the plan's `dataset_strategy` shards the
+    batch, `batch_size` counts the samples of one rank, as under `DDPStrategy`.
 
     Args:
-        plan: the plan of a submodule, or of the module itself, or the path of a plan file. None
-            plans with the first batch.
-        save_distributed_checkpoint: whether each rank saves its shards into a folder, which any
-            plan loads; needed for pipeline stages. By default a checkpoint is the file of one
-            process.
-        options: options of `sw.plan` without a plan, such as `mem_coeff`.
+        plan: the plan of a submodule or of the module itself, or the path of a plan file. None
+            plans the models with the first batch.
+        save_distributed_checkpoint: whether each rank saves its shards to a folder, which any plan
+            can load; required for pipeline stages. By default a checkpoint is one file, as saved by
+            one process.
+        options: options of `sw.plan`, such as `mem_coeff`; only if `plan` is None.
     """
 
     strategy_name = "shardwright"
@@ -80,7 +81,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         with self.precision_plugin.forward_context():
-            self._planned_parts.shard(self.model, self.root_device, self._plain_optimizers)
+            self._planned_parts.shard(self.model, self.root_device, self._unwrapped_optimizers)
         self.model_to_device()
         self._planned_parts.count_once(self.model)
         if self._planned_parts.shards.count == 1:
@@ -93,11 +94,11 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def model_to_device(self) -> None:
-        """Move metrics; parts that are planned move their shards."""
+        """Move modules without parameters; `parallelize` moves the shards of planned modules."""
         self._planned_parts.move_others(self.model, self.root_device)
 
-    def _plain_optimizers(self) -> list[Optimizer]:
-        return [_plain(optimizer) for optimizer in self.optimizers]
+    def _unwrapped_optimizers(self) -> list[Optimizer]:
+        return [_unwrap_optimizer(optimizer) for optimizer in self.optimizers]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
         return self._planned_parts.check_loader(dataloader)
 
     def teardown(self) -> None:
-        """End as `ModelParallelStrategy` does, without moving shards to the CPU."""
+        """Tear down the strategy as `ModelParallelStrategy` does: shards stay on their devices."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -137,7 +138,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
         return not self._loaded_folder
 
     _loaded_folder = False
-    """Whether the last checkpoint was a folder, from which optimizers are loaded already."""
+    """Whether `load_checkpoint` has read a distributed checkpoint, optimizer states included."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._distributed_checkpoints:
@@ -150,7 +151,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
         check_one_stage(
             self.lightning_module, "a checkpoint without `save_distributed_checkpoint=True`"
         )
-        return full_optimizer_state(_plain(optimizer))
+        return full_optimizer_state(_unwrap_optimizer(optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -182,18 +183,18 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def _named_optimizers(self) -> dict[str, Optimizer]:
-        """Return the optimizers by their names in Lightning's distributed checkpoints."""
-        return {f"optimizer_{n}": each for n, each in enumerate(self._plain_optimizers())}
+        """Return the unwrapped optimizers by their names in Lightning's distributed checkpoints."""
+        return {f"optimizer_{n}": each for n, each in enumerate(self._unwrapped_optimizers())}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register nothing: the names are those of `DDPStrategy`."""
+        """Do nothing: the inherited method would register the strategy names of `DDPStrategy`."""
 
 
 _FROM_SHARDS = {"state_dict", "optimizer_states"}
-"""Keys of a checkpoint that are saved as shards."""
+"""Checkpoint keys whose tensors are saved as shards, not in the metadata file."""
 
 
-def _plain(optimizer: Any) -> Any:
-    """Return the optimizer inside of Lightning's wrapper."""
+def _unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LightningOptimizer`; other optimizers unchanged."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,6 +1,7 @@
-"""Distributed checkpoints in Lightning's layout, which its `consolidate` reads, and any plan loads.
+"""Distributed checkpoints in Lightning's format, which any plan and its `consolidate` command read.
 
-A folder has the shards of `torch.distributed.checkpoint`, and a file with all else.
+A checkpoint is a folder with the sharded tensors of the model and its optimizers, in the format of
+`torch.distributed.checkpoint`, and one metadata file with all other entries.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from shardwright.core.agreement.collective import has_other_ranks, is_rank_0
 from shardwright.integrations.full_state import has_stages
 
 METADATA_FILE = "meta.pt"
-"""Lightning's name of the file with what is neither a model nor an optimizer."""
+"""Metadata file: all checkpoint entries other than models and optimizers; Lightning's name."""
 
 
 def is_distributed_checkpoint(path: Path) -> bool:
-    """Whether `path` is a folder that Lightning or `save_folder` has written."""
+    """Whether `path` is a distributed checkpoint, written by Lightning or by `save_folder`."""
     return path.is_dir() and (path / METADATA_FILE).is_file()
 
 
@@ -41,14 +42,14 @@ def save_folder(
     optimizers: Mapping[str, Optimizer],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Save a model and its optimizers, of which each rank writes its shards. Collective.
+    """Save a model and its optimizers; each rank writes its own shards. Collective.
 
     Args:
         path: the folder to write; a file or folder of an earlier checkpoint is replaced.
         net: the model.
         key: name of the model in the checkpoint.
         optimizers: optimizers of the model, by their name in the checkpoint.
-        metadata: all else, which rank 0 writes.
+        metadata: all other entries of the checkpoint; rank 0 writes its own values.
     """
     # Groups of an optimizer differ between stages, so their options are saved by parameter.
     options = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=has_stages(net))
@@ -74,18 +75,18 @@ def load_folder(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load a model and its optimizers in place, of which each rank reads its shards. Collective.
+    """Load a model and its optimizers in place; each rank reads its own shards. Collective.
 
     Args:
         path: a folder for which `is_distributed_checkpoint` is true.
-        net: the model, planned in any way or not planned.
+        net: the model, parallelized with any plan or an ordinary module.
         key: name of the model in the checkpoint.
         optimizers: optimizers of the model, by their name in the checkpoint.
-        strict: whether the model must have all names of the checkpoint, and no others.
-        weights_only: argument of `torch.load` for the metadata.
+        strict: whether a parameter that only the model or only the checkpoint has is an error.
+        weights_only: whether `torch.load` reads the metadata file without unpickling code.
 
     Returns:
-        The metadata.
+        The entries of the metadata file.
     """
     model_state = {key: get_model_state_dict(net)}
     state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())

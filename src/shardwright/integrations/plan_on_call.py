@@ -1,7 +1,7 @@
 """Plan a model when a framework's training loop calls it for the first time.
 
-Loops of other libraries set up models and optimizers before there is a batch to plan for. Until its
-first call the instance has a class that plans it, as `parallelize` gives it the class that runs it.
+Frameworks set up models and optimizers before the first batch, whose shapes a plan needs. Until its
+first call the model has a temporary subclass of its class, whose `__call__` plans and shards it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
 USER_CLASS = "class_before_planning"
-"""Attribute of the class of a model that waits for its first call: the user's class."""
+"""Attribute of the temporary class of a model before its first call: the user's class."""
 
 STEP_IN_CALL = "runs_a_training_step"
-"""Attribute of a `forward` that `train_stages_in_calls` has made."""
+"""Attribute that marks a `forward` replaced by `train_stages_in_calls`."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -37,17 +37,17 @@ log = logging.getLogger("shardwright")
 
 
 def read_plan(plan: Plan | str | Path | None, options: Mapping[str, Any]) -> Plan | None:
-    """Return the plan that a framework's user passed: a plan, the path of one, or None.
+    """Return the plan that a user passed to a framework, read from its file if given by path.
 
     Raises:
-        PlanError: if `plan` is something else, or options of a search are passed beside it.
+        PlanError: if `plan` is not a plan, a path or None, or options of `sw.plan` are passed too.
     """
     if plan is None:
         return None
     if options:
         raise PlanError(
-            f"plan=... and {', '.join(f'{name}=...' for name in options)}: a plan has its options"
-            " already\npass either a plan or options of `sw.plan`"
+            f"plan=... conflicts with {', '.join(f'{name}=...' for name in options)}: options have"
+            " no effect on a finished plan\npass either a plan or options of `sw.plan`"
         )
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if not isinstance(plan, Plan):
@@ -65,17 +65,17 @@ def plan_on_first_call(
     planned: Callable[[ParallelModule], None],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Make the first call of `module` plan and shard it in place, for training with those shapes.
+    """Make the first call of `module` plan it for the shapes of that call and shard it in place.
 
     Args:
-        module: the model, which is not planned.
-        options: options of `sw.plan`; `devices` is the number of ranks by default.
+        module: the model, not yet planned.
+        options: options of `sw.plan`; `devices` defaults to the number of ranks.
         device: the device of this rank.
-        planned: called with the planned model before it runs.
-        context: makes the context to plan in, such as autocast.
+        planned: called with the sharded model before its first forward pass.
+        context: returns the context in which the model is planned, such as autocast.
 
     Raises:
-        PlanError: if `module` is planned, wrapped or sharded already.
+        PlanError: if `module` is already planned, or wrapped or sharded by another library.
     """
     check_not_distributed(module)
     user_class = type(module)
@@ -91,7 +91,7 @@ def plan_on_first_call(
             set_class(submodule, vars(type(submodule))[USER_CLASS])
         try:
             # A loop may evaluate first, without gradients.
-            with torch.inference_mode(False), torch.enable_grad(), _training(self), context():
+            with torch.inference_mode(False), torch.enable_grad(), _training_mode(self), context():
                 arguments = {"devices": _world_size(), **options}
                 plan = plan_model(self, args, kwargs, **arguments)
                 log.info("planned %s:\n%s", user_class.__name__, plan)
@@ -112,13 +112,13 @@ def plan_on_first_call(
 
 
 def set_class(module: nn.Module, module_class: type[nn.Module]) -> None:
-    """Change the class of an instance, past a `__setattr__` of the model."""
+    """Set the class of a module without calling a `__setattr__` that the model defines."""
     object.__setattr__(module, "__class__", module_class)
 
 
 @contextmanager
-def _training(net: nn.Module) -> Iterator[None]:
-    """Context in which all modules are in training mode, for the program that trains."""
+def _training_mode(net: nn.Module) -> Iterator[None]:
+    """Context in which `net` and its submodules are in training mode; restores their modes."""
     modes = [(module, module.training) for module in net.modules()]
     net.train()
     try:
@@ -129,11 +129,11 @@ def _training(net: nn.Module) -> Iterator[None]:
 
 
 def train_stages_in_calls(net: ParallelModule) -> None:
-    """Make calls of a model with pipeline stages, in training, a step whose loss has a gradient.
+    """Let a loop train a model with pipeline stages by `loss = net(...)` and `loss.backward()`.
 
-    A pipeline runs forward and backward passes of its micro-batches in one schedule, `train_step`;
-    loops of other libraries call the model, then `backward` of its loss. The call runs the schedule
-    and keeps the gradients; the backward pass adds them, scaled by the gradient of the loss.
+    `train_step` runs the forward and backward passes of all micro-batches in one schedule. In
+    training, calling the model runs this schedule and stores the gradients; `loss.backward()` adds
+    them to the parameters' `grad`, scaled by the gradient of the loss.
     """
     planned_class: Any = type(net)
     forward_as_planned = planned_class.forward
@@ -155,7 +155,7 @@ def train_stages_in_calls(net: ParallelModule) -> None:
             for parameter, gradient in zip(trained, earlier, strict=True):
                 parameter.grad = gradient
         start = torch.zeros((), device=loss.device, dtype=loss.dtype, requires_grad=True)
-        apply: Any = _LossOfStep.apply
+        apply: Any = _LossWithStoredGradients.apply
         return apply(start, loss.detach(), trained, gradients)
 
     setattr(forward, STEP_IN_CALL, True)
@@ -164,7 +164,7 @@ def train_stages_in_calls(net: ParallelModule) -> None:
 
 
 def call_in(net: ParallelModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run calls of a planned model in a context such as autocast, with outputs in float32."""
+    """Make `forward` of `net` run in a context such as autocast, and return float32 outputs."""
     planned_class: Any = type(net)
     forward_as_planned = planned_class.forward
 
@@ -179,8 +179,8 @@ def call_in(net: ParallelModule, context: Callable[[], AbstractContextManager[An
     planned_class.forward = forward
 
 
-class _LossOfStep(torch.autograd.Function):
-    """The loss of a step whose gradients exist already; its backward pass adds them."""
+class _LossWithStoredGradients(torch.autograd.Function):
+    """Loss of a pipeline step; its backward pass adds the gradients that the step computed."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""The parts of a Lightning module that are planned, for Fabric and for Trainer.
+"""Plan and shard the models inside a Lightning module, for Fabric and for Trainer.
 
-A `LightningModule` computes losses and logs metrics around the models that it has, so what is
-planned is what it calls: itself, if its step calls `self(x)`, or submodules that the step calls.
+A `LightningModule` computes losses and logs metrics around its models, so not its `training_step`
+is planned but the modules that the step calls: itself, by `self(x)`, or some of its submodules.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shardwright.integrations.rank_data import DataShards, share_order
 
 
 class PlannedParts:
-    """Shards the models of a strategy, and knows the samples of each rank.
+    """The planned models of a Lightning strategy, and how batches are divided over the ranks.
 
     Args:
-        plan: a plan, the path of a plan file, or None to plan each model with its first call.
-        options: options of `sw.plan`, without a plan.
+        plan: a plan, the path of a plan file, or None to plan each model in its first call.
+        options: options of `sw.plan`; empty if `plan` is not None.
     """
 
     def __init__(self, plan: Plan | str | Path | None, options: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class PlannedParts:
 
     @property
     def shards(self) -> DataShards:
-        """The shards of batches; known once processes have started."""
+        """How a batch is divided over the ranks; needs the process group."""
         if self._shards is None:
             if self._plan is not None:
                 self._shards = DataShards.of_plan(self._plan)
@@ -57,17 +57,17 @@ class PlannedParts:
     def shard(
         self, net: nn.Module, device: torch.device, optimizers: Callable[[], Iterable[Optimizer]]
     ) -> None:
-        """Shard the models in `net` in place: now with a plan, otherwise in their first calls.
+        """Shard the models in `net` in place: at once with a plan, otherwise in their first calls.
 
-        Models that `net` has planned itself stay as they are.
+        Modules that the user's code has parallelized are not planned again.
 
         Args:
             net: the user's module.
             device: the device of this rank.
-            optimizers: returns the optimizers that exist when a model is planned.
+            optimizers: returns the optimizers created so far, which a sharded model adopts.
 
         Raises:
-            PlanError: if the plan is for no part of `net`.
+            PlanError: if no module of `net` has the parameters of the plan.
         """
         planned = [module for module in net.modules() if isinstance(module, ParallelModule)]
         if planned:
@@ -83,7 +83,7 @@ class PlannedParts:
             train_stages_in_calls(parallel)
 
         if self._plan is not None:
-            parallel = parallelize(_part_of(net, self._plan), self._plan, device)
+            parallel = parallelize(_find_module_of_plan(net, self._plan), self._plan, device)
             assert isinstance(parallel, ParallelModule)
             adopted(parallel)
             return
@@ -102,29 +102,29 @@ class PlannedParts:
             net.to(device)
 
     def check_loader(self, loader: Any) -> Any:
-        """Check how a loader is divided over the ranks, and return it with an order for all."""
+        """Check that a loader gives each rank its samples of the plan, all ranks in one order."""
         self.shards.check_whole_loader(loader)
         if self.shards.count == 1:
             share_order(loader)
         return loader
 
     def count_once(self, module: nn.Module) -> None:
-        """Make the metrics of torchmetrics in `module` count each sample once over the ranks."""
+        """Make `torchmetrics` metrics in `module` count each sample once, not once per replica."""
         shards = self.shards
         for metric in module.modules():
             if hasattr(metric, "distributed_available_fn"):
                 metric.process_group = self._group  # type: ignore[assignment]
                 if shards.count == 1:
                     # Every rank has counted all samples.
-                    metric.distributed_available_fn = _never  # type: ignore[assignment]
+                    metric.distributed_available_fn = _is_not_distributed  # type: ignore[assignment]
 
     def reduce(self, value: Any, reduce_op: Any, reduce: Callable[..., Any]) -> Any:
-        """Reduce a value over ranks with distinct samples.
+        """Reduce a value over one rank of each data shard, so that each sample counts once.
 
         Args:
             value: a tensor; other values are returned unchanged.
-            reduce_op: the operation, as Lightning takes it.
-            reduce: Lightning's function for several processes.
+            reduce_op: Lightning's name of the reduction, such as `mean` or `sum`.
+            reduce: Lightning's function that reduces a tensor over a process group.
         """
         if not isinstance(value, Tensor):
             return value
@@ -134,15 +134,15 @@ class PlannedParts:
         return reduce(value, group=self._group, reduce_op=reduce_op)
 
     def all_gather(self, value: Tensor, gather: Callable[..., Tensor], sync_grads: bool) -> Tensor:
-        """Gather a tensor from ranks with distinct samples, along a new dimension 0."""
+        """Gather a tensor from one rank of each data shard, along a new dimension 0."""
         value = value.full_tensor() if isinstance(value, DTensor) else value
         if self.shards.count == 1:
             return value.unsqueeze(0)
         return gather(value, group=self._group, sync_grads=sync_grads)
 
 
-def _part_of(net: nn.Module, plan: Plan) -> nn.Module:
-    """Return the outermost module of `net` whose parameters have the names and shapes of `plan`."""
+def _find_module_of_plan(net: nn.Module, plan: Plan) -> nn.Module:
+    """Return the outermost module of `net` whose parameters match those of `plan`."""
     planned = {name: tuple(shape) for name, (shape, _) in plan.parameters.items()}
     for module in net.modules():
         named = dict(module.named_parameters(remove_duplicate=False))
@@ -153,11 +153,11 @@ def _part_of(net: nn.Module, plan: Plan) -> nn.Module:
         }:
             return module
     raise PlanError(
-        f"the plan is for a model with {len(planned)} parameters, {', '.join([*planned][:3])}, …,"
-        f" which no module of {type(net).__name__} has\nplan that module itself:"
-        " `plan=sw.plan(module.net, batch, devices=8)`"
+        f"no module of {type(net).__name__} has the {len(planned)} parameters of the plan:"
+        f" {', '.join([*planned][:3])}, …\npass the plan of the module or of one of its"
+        " submodules, for example `plan=sw.plan(module.net, batch, devices=8)`"
     )
 
 
-def _never() -> bool:
+def _is_not_distributed() -> bool:
     return False

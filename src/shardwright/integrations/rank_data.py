@@ -1,7 +1,7 @@
-"""The samples of a batch that each rank has under a plan, for loaders and metrics of libraries.
+"""How a plan divides a batch over the ranks, for the loaders and metrics of other libraries.
 
-A plan of whole batches gives every rank all samples; under a `dataset_strategy` ranks have shards
-of the batch, of which several ranks may have the same one.
+With `dataset_strategy='full_batch'` every rank loads all samples of a batch; with other strategies
+a rank loads one shard of the batch, and several ranks may load the same shard.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shardwright.core.runtime.accelerator import generator_states, set_generator
 from shardwright.errors import DataError, PlanError
 
 CPU = torch.device("cpu")
-"""The device of the random generator that samplers draw from."""
+"""Device of PyTorch's default random generator, from which samplers draw their order."""
 
 WHOLE_BATCHES, LOCAL_BATCHES = "full_batch", "data_parallel"
-"""Values of `dataset_strategy` that need no plan to know the samples of each rank."""
+"""Values of `dataset_strategy` that determine the samples of each rank without a plan."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class DataShards:
     """The shards into which a batch is divided over the ranks.
 
     Args:
-        count: number of shards; 1 if every rank has the whole batch.
-        index: index of the shard of this rank.
-        owners: for each shard, the ranks that have it.
+        count: number of shards; 1 if every rank has the full batch.
+        index: index of this rank's shard.
+        owners: the ranks that load each shard, by index of the shard.
     """
 
     count: int
@@ -45,39 +45,39 @@ class DataShards:
 
     @staticmethod
     def of_model(net: ParallelModule) -> DataShards:
-        """Return the shards of the batches with which a planned model is called."""
+        """Return how the inputs of a planned model are divided over the ranks."""
         return _data_shards(
             net.execution.devices.matrix, net.execution.partitioned.decisions.arrivals
         )
 
     @staticmethod
     def of_plan(plan: Plan) -> DataShards:
-        """Return the shards of the batches with which a model of `plan` is called."""
+        """Return how `plan` divides the inputs of its model over the ranks."""
         return _data_shards(plan.mesh, plan.arrivals)
 
     @staticmethod
     def of_options(options: Mapping[str, Any]) -> DataShards:
-        """Return the shards under options of `sw.plan`, before there is a plan.
+        """Return how the option `dataset_strategy` divides a batch, before the model is planned.
 
         Raises:
-            PlanError: if the shards depend on the plan.
+            PlanError: if the division depends on the plan.
         """
         strategy = options.get("dataset_strategy", WHOLE_BATCHES)
         if strategy == WHOLE_BATCHES:
-            return _whole_batches()
+            return _unsharded_batch()
         if strategy == LOCAL_BATCHES and options.get("stages", 1) == 1:
             ranks = tuple((rank,) for rank in range(_world_size()))
             return DataShards(len(ranks), _rank(), ranks)
         raise PlanError(
-            f"dataset_strategy={strategy!r} without a plan: which samples a rank loads is known"
-            " only once the model is planned\nplan the model first and pass the plan:"
+            f"dataset_strategy={strategy!r} needs a plan, which determines the samples of each"
+            " rank\nplan the model first and pass the plan:"
             f" `plan=sw.plan(net, batch, devices={_world_size()}, dataset_strategy=...)`"
         )
 
     def group_of_distinct_samples(self) -> dist.ProcessGroup | None:
-        """Return a group of this rank and one rank for each other shard; None for one shard.
+        """Create a process group of this rank and one rank of each other shard; None for one shard.
 
-        Collective. Sums over the group count each sample once.
+        Collective. A sum over the group counts each sample once.
         """
         if self.count == 1:
             return None
@@ -90,51 +90,51 @@ class DataShards:
         return group_of_rank
 
     def check_loader(self, loader: Any) -> None:
-        """Check that a loader is not divided over the ranks in another way than the batch.
+        """Check that a loader's samplers divide samples over ranks as the plan does, or not at all.
 
         Raises:
-            DataError: if the loader gives each rank a part, but the plan expects the whole batch on
-                every rank, or other parts.
+            DataError: if a sampler divides samples, but the plan needs the full batch on every rank
+                or another shard on this rank.
         """
-        for sampler, (count, index) in _divisions(loader):
+        for sampler, (count, index) in _loader_divisions(loader):
             if (count, index) in ((1, 0), (self.count, self.index)):
                 continue
             if self.count == 1:
                 raise DataError(
-                    f"the loader's {sampler} gives this rank part {index} of {count}, but the plan"
-                    " needs the whole batch on every rank\nremove the sampler for several"
-                    " processes, or plan with `dataset_strategy='data_parallel'`"
+                    f"the loader's {sampler} gives this rank shard {index} of {count}, but the plan"
+                    f" needs the full batch on every rank\nremove the {sampler}, or plan with"
+                    " `dataset_strategy='data_parallel'`"
                 )
             raise DataError(
-                f"the loader's {sampler} gives this rank part {index} of {count}, but under the"
-                f" plan's `dataset_strategy` it has part {self.index} of {self.count}\nremove the"
-                " sampler: the loader is divided as planned where it is prepared"
+                f"the loader's {sampler} gives this rank shard {index} of {count}, but the plan's"
+                f" `dataset_strategy` gives it shard {self.index} of {self.count}\nremove the"
+                f" {sampler}: the framework divides the loader as planned"
             )
 
     def check_whole_loader(self, loader: Any) -> None:
-        """Check a loader that is not divided any more: local batches must be divided already.
+        """Check that a loader gives each rank exactly its samples of the plan.
 
         Raises:
-            DataError: if the plan expects local batches, but the loader gives each rank all
-                samples, or `check_loader` fails.
+            DataError: if the plan shards the batch, but no sampler of the loader divides samples,
+                or a sampler divides them differently than the plan.
         """
         self.check_loader(loader)
-        if self.count > 1 and all(division[0] == 1 for _, division in _divisions(loader)):
+        if self.count > 1 and all(division[0] == 1 for _, division in _loader_divisions(loader)):
             raise DataError(
-                "the loader gives every rank the whole batch, but under the plan's"
-                f" `dataset_strategy` a rank has one of {self.count} parts\nlet the framework"
-                " prepare the loader, or plan with `dataset_strategy='full_batch'`"
+                "the loader gives every rank the full batch, but the plan's `dataset_strategy`"
+                f" divides the batch into {self.count} shards\nlet the framework set up the"
+                " loader, or plan with `dataset_strategy='full_batch'`"
             )
 
 
 def _data_shards(mesh: Layout, arrivals: Mapping[str, CutAxes]) -> DataShards:
     axes = {cut[0] for cut in arrivals.values() if any(cut)}
     if not axes:
-        return _whole_batches()
+        return _unsharded_batch()
     if len(axes) > 1 or any(any(cut[1:]) for cut in arrivals.values()):
         raise DataError(
-            "`dataset_strategy` shards inputs differently along the batch, or along other"
-            " dimensions, so that no loader can be divided by samples\nplan with"
+            "`dataset_strategy` of the plan shards inputs along different axes or other dimensions"
+            " than the batch, which a loader cannot do\nplan with"
             " `dataset_strategy='full_batch'` or `'data_parallel'`"
         )
     layout = TensorLayout(mesh, (axes.pop(),))
@@ -147,19 +147,19 @@ def _data_shards(mesh: Layout, arrivals: Mapping[str, CutAxes]) -> DataShards:
     return DataShards(len(owners), shards[_rank()], owners)
 
 
-def _whole_batches() -> DataShards:
+def _unsharded_batch() -> DataShards:
     return DataShards(1, 0, (tuple(range(_world_size())),))
 
 
 LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
-"""Attributes of loaders, and of batch samplers, that may divide samples over ranks."""
+"""Attributes of a loader or batch sampler that may have a sampler which divides samples."""
 
 
-def _divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield what divides a loader's samples over ranks: its class, number of parts, and index.
+def _loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the class name, number of shards and shard index of each sampler that divides samples.
 
-    `DistributedSampler` names them `num_replicas` and `rank`, Accelerate's samplers and data sets
-    `num_processes` and `process_index`. A sampler may be inside of a batch sampler.
+    `DistributedSampler` has the attributes `num_replicas` and `rank`; samplers and datasets of
+    Accelerate have `num_processes` and `process_index`. Samplers inside batch samplers count too.
     """
     pending, seen = [loader], set[int]()
     while pending:
@@ -175,9 +175,9 @@ def _divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 class SharedOrder(Sampler[Any]):
-    """A sampler that draws the same order on all ranks: that of the random state of rank 0.
+    """Sampler wrapper with the same order on all ranks, drawn from the random state of rank 0.
 
-    Samplers without a generator draw from PyTorch's, whose state may differ between ranks.
+    A sampler without a generator draws from PyTorch's default one, which may differ between ranks.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -200,7 +200,7 @@ class SharedOrder(Sampler[Any]):
 
 
 def share_order(loader: Any) -> None:
-    """Make a loader of whole batches draw the same order on all ranks, in place."""
+    """Make a loader of full batches draw samples in the same order on all ranks, in place."""
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None)
     is_random = isinstance(sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler)

@@ -408,7 +408,7 @@ def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
 
 
 class _FirstCallError(Exception):
-    """Raised with the arguments of a model's first call, to leave `compute_loss` with them."""
+    """Carries the arguments of a model's first call out of `compute_loss`."""
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ class _FirstCallError(Exception):
 
 
 class _FirstCallRecorder:
-    """Proxy of a model that raises `_FirstCallError` with the arguments of its first call."""
+    """Stand-in for a model whose first call raises `_FirstCallError` with its arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

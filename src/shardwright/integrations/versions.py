@@ -14,7 +14,7 @@ def require_version(package: str, oldest: str, what: str) -> None:
     Args:
         package: name of the package, as in the package index.
         oldest: the oldest version that is supported, such as `2.4`.
-        what: what needs the package, for the error.
+        what: the feature that needs the package; first words of the error message.
 
     Raises:
         ConfigError: if the package is missing or older.
@@ -25,14 +25,14 @@ def require_version(package: str, oldest: str, what: str) -> None:
         raise ConfigError(
             f"{what} needs `{package}`, which is not installed\npip install '{package}>={oldest}'"
         ) from None
-    if _numbers(installed) < _numbers(oldest):
+    if _release_numbers(installed) < _release_numbers(oldest):
         raise ConfigError(
             f"{what} needs `{package}` {oldest} or newer, but {installed} is installed\n"
             f"pip install -U '{package}>={oldest}'"
         )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _release_numbers(text: str) -> tuple[int, ...]:
     """Return the release numbers of a version: `(2, 5)` of `2.5rc1`."""
     release = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(number) for number in release[0].split(".")) if release else ()

@@ -28,7 +28,7 @@ _LAYER_NAMES = {
     "dense_h_to_4h": "gate_up_proj",
     "dense_4h_to_h": "down_proj",
 }
-"""Shardwright's names of linear layers, by MindFormers' names."""
+"""Name of each linear layer in Shardwright, by its name in MindFormers."""
 
 _EMBEDDING_NAMES = ("wte", "tok_embeddings", "word_embeddings")
 """MindFormers' names of the token embedding."""
@@ -50,7 +50,7 @@ def read_adaptation(config: Keys, architecture: str, notes: list[str]) -> Adapta
     Args:
         config: the section `model.model_config`.
         architecture: the value of `model.arch.type`.
-        notes: receives a note if a layer of MindFormers is several layers here.
+        notes: receives a note if Shardwright splits a merged layer of MindFormers.
 
     Raises:
         ConfigError: if `pet_type` is not supported, or a number is missing or invalid.
@@ -98,7 +98,7 @@ def _read_lora(section: Keys, notes: list[str]) -> LoRA:
     targets = section.any("target_modules") or ".*wq|.*wk|.*wv|.*wo"
     if not isinstance(targets, str):
         raise section.error(
-            "target_modules", f"{targets!r} is not a regular expression\nuse for example .*wq|.*wv"
+            "target_modules", f"{targets!r} is not a regular expression\nset for example .*wq|.*wv"
         )
     renamed = re.sub(
         r"\b(\w+)\b(\*?)", lambda m: _LAYER_NAMES.get(m.group(1)) or m.group(0), targets
@@ -110,7 +110,7 @@ def _read_lora(section: Keys, notes: list[str]) -> LoRA:
         )
     for name in ("freeze_include", "exclude_layers"):
         if section.any(name):
-            raise section.error(name, "the key is not supported\nremove it, or set it to None")
+            raise section.error(name, "this key is not supported\nremove it, or set it to None")
     return LoRA(
         target_modules=renamed,
         rank=section.integer("lora_rank", 16),
@@ -125,13 +125,14 @@ def _read_unfrozen_patterns(section: Keys) -> list[str]:
     patterns: Any = section.any("freeze_exclude") or []
     if not isinstance(patterns, list) or not all(isinstance(each, str) for each in patterns):
         raise section.error(
-            "freeze_exclude", f"{patterns!r} is not a list of patterns\nuse for example ['*wq*']"
+            "freeze_exclude", f"{patterns!r} is not a list of patterns\nset for example ['*wq*']"
         )
     names = {**dict.fromkeys(_EMBEDDING_NAMES, "embed_tokens"), **_LAYER_NAMES}
     merged = [each for each in patterns if any(n in each for n in names if names[n] == _MERGED_QKV)]
     if merged:
         raise section.error(
             "freeze_exclude",
-            f"{merged[0]!r} is three layers here\nuse separate patterns for wq, wk and wv instead",
+            f"{merged[0]!r} matches a merged layer that Shardwright splits into three\n"
+            "use separate patterns for wq, wk and wv instead",
         )
     return [re.sub(r"\w+", lambda m: names.get(m.group(), m.group()), each) for each in patterns]

@@ -32,7 +32,7 @@ _UNSUPPORTED_TASKS: Mapping[str, str] = {
     "WhisperForConditionalGeneration": "reads sound",
     "GPT2ForSequenceClassification": "is trained on a label of each text",
 }
-"""Reason why an architecture is not a causal language model on text, as a predicate."""
+"""Task of each unsupported architecture, as the predicate of an error message."""
 
 
 def read_architecture(arch: Keys) -> tuple[str, Positions, str]:

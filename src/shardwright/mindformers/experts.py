@@ -18,7 +18,7 @@ _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
 def read_experts(
     section: Keys, config: Keys, family: str, notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    """Read the experts, and determine the model family from the experts and the QKV biases.
+    """Read `moe_config`, and determine the model family from experts and QKV biases.
 
     MindFormers has one LLaMA architecture with options; here Qwen (biases), Mixtral (experts) and
     Qwen-MoE (both) are separate families.
@@ -64,15 +64,20 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
             "first_k_dense_replace", "Mixtral and Qwen have no dense layers\nset it to 0"
         )
     if section.string("topk_method", "greedy") != "greedy":
-        raise section.error("topk_method", "the router has no groups of experts\nset it to greedy")
+        raise section.error(
+            "topk_method", "Mixtral and Qwen do not route to groups of experts\nset it to greedy"
+        )
     if shared and not (has_qkv_bias and section.flag("use_shared_expert_gating", False)):
         raise section.error(
             "shared_expert_num",
-            "needs qkv_has_bias and use_shared_expert_gating, as in Qwen\nset these to True",
+            "shared experts need qkv_has_bias and use_shared_expert_gating, as in Qwen\nset both"
+            " keys to True",
         )
     if not shared and (has_qkv_bias or not normalized):
         name = "norm_topk_prob" if not normalized else "shared_expert_num"
-        raise section.error(name, "Mixtral has another value\nfor Qwen, set shared_expert_num")
+        raise section.error(
+            name, "Mixtral does not support this value\nfor Qwen, set shared_expert_num"
+        )
     if not shared:
         return "mixtral", {}
     width = shared * config.integer("intermediate_size")
@@ -87,7 +92,9 @@ def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]
             "norm_topk_prob", "DeepSeek-V2 does not normalize expert weights\nset it to False"
         )
     if section.flag("use_shared_expert_gating", False):
-        raise section.error("use_shared_expert_gating", "DeepSeek-V2 has no gate\nset it to False")
+        raise section.error(
+            "use_shared_expert_gating", "DeepSeek-V2 has no shared expert gate\nset it to False"
+        )
     method = section.string("topk_method", "greedy", valid=("greedy", "group_limited_greedy"))
     hf: dict[str, Any] = {
         "topk_method": method,
@@ -110,5 +117,5 @@ _EXPERT_READERS: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]
     "llama": _read_mixtral_or_qwen,
     "deepseek_v2": _read_deepseek_v2,
 }
-"""Function that reads the experts, by family of the architecture; returns the family with experts,
-and the fields of `Dimensions` for these experts."""
+"""Reader of `moe_config`, by the architecture's family; returns the family with experts, and their
+fields of `Dimensions`."""

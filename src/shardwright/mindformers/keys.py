@@ -74,11 +74,9 @@ class Keys:
         value = self._read_value(name)
         number = default if value is None else _parse_number(value)
         if number is None:
-            raise (
-                self._missing_key_error(name)
-                if value is None
-                else self._invalid_value_error(name, "expected a number", value)
-            )
+            if value is None:
+                raise self._missing_key_error(name)
+            raise self.error(name, f"{value!r} is not a number\nset it to a number such as 0.5")
         if not (minimum <= number and above < number < below):
             bounds = ((minimum, "at least"), (above, "above"), (below, "below"))
             limits = [f"{word} {bound:g}" for bound, word in bounds if math.isfinite(bound)]
@@ -95,7 +93,8 @@ class Keys:
         """
         number = float(self.number(name, default))
         if not number.is_integer():
-            raise self._invalid_value_error(name, "expected a whole number", self._read_value(name))
+            value = self._read_value(name)
+            raise self.error(name, f"{value!r} is not an integer\nset it to one, such as 8")
         return int(self.number(name, default, minimum=minimum))
 
     def flag(self, name: str, default: bool) -> bool:
@@ -111,7 +110,7 @@ class Keys:
             return value
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
-        raise self._invalid_value_error(name, "expected True or False", value)
+        raise self.error(name, f"{value!r} is not a boolean\nset it to True or False")
 
     def string(self, name: str, default: str = "", valid: Sequence[str] = ()) -> str:
         """Return the string at `name`.
@@ -126,13 +125,13 @@ class Keys:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._invalid_value_error(name, "expected a string", value)
+            raise self.error(name, f"{value!r} is not a string\nwrite the value in quotes")
         if valid and value not in valid:
             raise self.error(name, f"{value!r} is not supported\nuse one of {', '.join(valid)}")
         return value
 
     def size(self, name: str) -> int | None:
-        """Return the size at `name` in bytes; `58GB` is 58 · 2^30. None if the key is missing.
+        """Return the memory size at `name` in bytes (`58GB` is 58 · 2^30), or None without the key.
 
         Raises:
             ConfigError: if the value is not a size.
@@ -143,7 +142,7 @@ class Keys:
         match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
         number = _parse_number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self._invalid_value_error(name, "expected a size such as 58GB", value)
+            raise self.error(name, f"{value!r} is not a memory size\nset it to one, such as 58GB")
         return int(number * _BYTES_PER_UNIT[match.group(2).upper()])
 
     def any(self, name: str) -> Any:
@@ -157,7 +156,7 @@ class Keys:
     def unread(self) -> Iterator[str]:
         """Yield the full paths of keys that were never read and of sections never opened.
 
-        A key that resembles a missing one is probably misspelled, and gets a suggestion.
+        A key that resembles a valid but missing key is followed by that key as a suggestion.
         """
         for name in self.content:
             if name in self._opened_sections:
@@ -180,13 +179,9 @@ class Keys:
     def _missing_key_error(self, name: str) -> ConfigError:
         return self.error(name, "the key is missing")
 
-    def _invalid_value_error(self, name: str, problem: str, value: Any) -> ConfigError:
-        return self.error(name, f"{problem}, got {value!r}")
-
 
 def _parse_number(value: Any) -> float | None:
-    """Return `value` as a finite number; None if it is neither a number nor a string that contains
-    one."""
+    """Convert a number or a numeric string to a finite float; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -31,7 +31,7 @@ _FAMILY_KEYS: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "layernorm_epsilon",
     },
 }
-"""Name of each size key that differs from LLaMA's name, by family and by LLaMA's name."""
+"""Keys of model sizes that a family names differently than LLaMA: by family and LLaMA's key."""
 
 _ONLY_VALUES: Mapping[str, bool | float] = {
     "rotary_pct": 1.0,
@@ -145,7 +145,9 @@ def _read_dimensions(
     has_channels = config_type in ("QwenConfig", "ChatGLM2Config") and config.has("kv_channels")
     if has_channels and config.integer("kv_channels") * heads != hidden:
         product = f"{config.integer('kv_channels')} · {name('num_heads')} {heads}"
-        raise config.error("kv_channels", f"{product} is not hidden_size {hidden}\nremove the key")
+        raise config.error(
+            "kv_channels", f"{product} is not equal to hidden_size {hidden}\nremove kv_channels"
+        )
     grouped_query = family != "glm" or config.flag("multi_query_attention", True)
     sizes: dict[str, Any] = {
         "num_layers": config.integer("num_layers"),

@@ -121,7 +121,7 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         strategies=_read_strategy_input_file(keys, parallel),
         cluster=parallel.string("cluster"),
     )
-    return _apply_mode(parallelism, config.has("vocab_emb_dp"), notes)
+    return _override_excluded_options(parallelism, config.has("vocab_emb_dp"), notes)
 
 
 def _read_auto_pipeline(parallel: Keys) -> bool | None:
@@ -155,7 +155,8 @@ def _read_search_mode(parallel: Keys) -> str:
     searches = [parallel.string(name, valid=_SEARCHES) for name in names]
     if all(searches) and searches[0] != searches[1]:
         raise parallel.error(
-            names[0], f"{searches[0]}, but its old name {names[1]} is {searches[1]}\nremove one"
+            names[0],
+            f"{searches[0]} conflicts with its old name {names[1]}: {searches[1]}\nremove one key",
         )
     search = searches[0] or searches[1] or "recursive_programming"
     return "recursive_programming" if search == "dynamic_programming" else search
@@ -203,7 +204,8 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
     size = config.integer("optimizer_weight_shard_size", -1, minimum=-1)
     if size == 0:
         raise config.error(
-            "optimizer_weight_shard_size", "0 is not valid\nuse at least 1, or -1 for all devices"
+            "optimizer_weight_shard_size",
+            "there is no sharding over 0 devices\nuse at least 1, or -1 for all",
         )
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
@@ -213,7 +215,9 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
     return OptimizerParallel(level, size, threshold)
 
 
-def _apply_mode(parallelism: Parallelism, sets_vocab_emb_dp: bool, notes: list[str]) -> Parallelism:
+def _override_excluded_options(
+    parallelism: Parallelism, sets_vocab_emb_dp: bool, notes: list[str]
+) -> Parallelism:
     """Override options that the mode excludes, as MindFormers does.
 
     Args:

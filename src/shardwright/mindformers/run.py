@@ -79,7 +79,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         memory_limit=keys.section("context").size("max_device_memory"),
         dataset=keys.section("train_dataset").section("data_loader").string("dataset_dir"),
         strategy_file=strategy_file,
-        only_strategies=_read_only_strategies(keys, strategy_file),
+        only_strategies=_read_only_save_strategy(keys, strategy_file),
         notes=tuple(notes),
         unused=(),
     )
@@ -92,17 +92,18 @@ def _read_strategy_output_file(keys: Keys) -> str:
     files = [parallel.string("strategy_ckpt_save_file"), config.string("save_file")]
     if all(files) and files[0] != files[1]:
         raise config.error(
-            "save_file", f"{files[1]}, but strategy_ckpt_save_file is {files[0]}\nremove one"
+            "save_file",
+            f"{files[1]} conflicts with strategy_ckpt_save_file {files[0]}\nremove one of the keys",
         )
     return files[0] or files[1]
 
 
-def _read_only_strategies(keys: Keys, strategy_file: str) -> bool:
+def _read_only_save_strategy(keys: Keys, strategy_file: str) -> bool:
     only = keys.flag("only_save_strategy", False)
     if only and not strategy_file:
         raise keys.error(
             "only_save_strategy",
-            "True needs the file to write\nset `parallel.strategy_ckpt_save_file`",
+            "True needs the path of the file to write\nset `parallel.strategy_ckpt_save_file`",
         )
     return only
 
@@ -122,7 +123,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
         ConfigError: if a degree does not divide the dimension that it shards.
     """
     config = keys.section("parallel_config")
-    _check_stages(config, parallelism, sizes)
+    _check_num_stages(config, parallelism, sizes)
     if parallelism.shards_by_degrees:
         _check_optimizer_shards(keys, parallelism)
         _check_tensor_parallel(config, parallelism, sizes)
@@ -154,7 +155,7 @@ def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, fil
         )
 
 
-def _check_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
+def _check_num_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
     if parallelism.stages > sizes.num_layers:
         layers = sizes.num_layers
         raise config.error(
@@ -186,7 +187,7 @@ def _read_layers_per_stage(keys: Keys, parallelism: Parallelism, layers: int) ->
     has_integers = len(offsets) == stages and all(type(each) is int for each in offsets)
     if SCHEDULES[parallelism.schedule].chunked:
         reason = "chunks of interleaved schedules have equal numbers of layers"
-        raise config.error("offset", f"{offset} is not supported: {reason}\nset it to 0")
+        raise config.error("offset", f"{offset} is not supported, because {reason}\nset it to 0")
     # Every stage must keep at least one layer.
     if not has_integers or sum(offsets) != remainder or min(offsets) <= -layers_per_stage:
         remedy = f"use {stages} numbers that add up to {remainder}"

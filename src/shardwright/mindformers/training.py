@@ -95,7 +95,8 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
     load, resume = keys.string("load_checkpoint"), keys.flag("resume_training", False)
     if resume and not load:
         raise keys.error(
-            "resume_training", "True needs the folder to resume from\nset `load_checkpoint`"
+            "resume_training",
+            "True needs a checkpoint to resume from\nset `load_checkpoint` to its folder",
         )
     checkpoint = _read_checkpoint_callback(keys)
     if resume:
@@ -109,11 +110,12 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
 
 
 def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
-    """Read the callback `CheckpointMonitor` as keys of `train.checkpoint`; {} if not set."""
+    """Convert the callback `CheckpointMonitor` to keys of `train.checkpoint`; {} without it."""
     callbacks, folder = keys.any("callbacks") or [], keys.string("output_dir", "output")
     if not isinstance(callbacks, list):
         raise keys.error(
-            "callbacks", f"not a list: {callbacks!r}\nexample: [{{type: CheckpointMonitor}}]"
+            "callbacks",
+            f"{callbacks!r} is not a list\nset for example [{{type: CheckpointMonitor}}]",
         )
     for index, content in enumerate(callbacks):
         if isinstance(content, Mapping) and content.get("type") in _CHECKPOINT_CALLBACKS:
@@ -194,7 +196,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
         ratio = section.number("warmup_ratio", minimum=0, below=1)
         if steps:
             raise section.error(
-                "warmup_ratio", f"{ratio:g}, but warmup_steps is {steps}\nremove one"
+                "warmup_ratio", f"{ratio:g} conflicts with warmup_steps {steps}\nremove one key"
             )
     total = section.integer("total_steps", -1, minimum=-1)
     return {
@@ -239,7 +241,7 @@ def _read_recomputed_blocks(section: Keys, name: str, stages: int) -> StageBlock
 
 @dataclass(frozen=True)
 class Batch:
-    """The factors of the global batch size.
+    """Batch size of a MindFormers file, as factors of the global batch size.
 
         pipeline   full_batch   global batch = batch_size · interleave ·
         no         False        devices · gradient_accumulation_steps
@@ -304,7 +306,7 @@ def read_batch(keys: Keys, parallelism: Parallelism, notes: list[str]) -> Batch:
     if dataset.flag("eod_reset", False):
         raise dataset.error(
             "eod_reset",
-            "positions and attention are not reset between documents\nset it to False",
+            "Shardwright cannot reset positions and attention between documents\nset it to False",
         )
     if runner.has("batch_size"):
         size = runner.integer("batch_size")

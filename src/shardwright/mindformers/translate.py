@@ -88,20 +88,23 @@ def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
         # pass, which is ZeRO stage 3.
         section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
     if recompute.blocks or recompute.selective:
-        full = _leading_blocks(run, recompute.blocks)
+        full = _leading_block_indices(run, recompute.blocks)
         selective = [
-            block for block in _leading_blocks(run, recompute.selective) if block not in full
+            block for block in _leading_block_indices(run, recompute.selective) if block not in full
         ]
         section["recompute"] = {
             "communication": recompute.communication,
             "blocks": selective or full,
         }
         if selective:
-            section["recompute"] |= {"operators": _cheap_op_types(run.model), "whole_blocks": full}
+            section["recompute"] |= {
+                "operators": _recomputed_op_types(run.model),
+                "whole_blocks": full,
+            }
     return section
 
 
-def _leading_blocks(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
+def _leading_block_indices(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
     """Return the indices of the leading blocks of each stage, counted over all stages."""
     stage_ends = list(accumulate(run.layers))
     counts = run.layers if leading_blocks is True else leading_blocks or (0,) * len(stage_ends)
@@ -120,8 +123,8 @@ def _compute_dtype_key(model: MindFormersModel) -> dict[str, str]:
     return {}
 
 
-def _cheap_op_types(model: MindFormersModel) -> list[str]:
-    """Return the types of a block's operators with cheap recomputation and large outputs."""
+def _recomputed_op_types(model: MindFormersModel) -> list[str]:
+    """Return a block's operator types whose outputs are large and cheap to recompute."""
     # Fused attention saves no softmax output.
     sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
     if sizes.family == "gpt" and sizes.activation != "fast_gelu":

@@ -69,12 +69,12 @@ def register_with_transformers(attention: Attention) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"shardwright_{attention}"
-    AttentionInterface.register(name, partial(_transformers_attention, attention))
-    AttentionMaskInterface.register(name, _transformers_mask)
+    AttentionInterface.register(name, partial(_attention_for_transformers, attention))
+    AttentionMaskInterface.register(name, _mask_for_transformers)
     return name
 
 
-def _transformers_attention(
+def _attention_for_transformers(
     attention: Attention,
     module: nn.Module,
     query: Tensor,
@@ -113,8 +113,8 @@ def _transformers_attention(
     return attended.transpose(1, 2), None
 
 
-def _transformers_mask(**options: Any) -> Tensor | None:
-    """Return the mask of `transformers`; None if causal masking suffices.
+def _mask_for_transformers(**options: Any) -> Tensor | None:
+    """Return the attention mask that `transformers` builds; None for a plain causal mask.
 
     Sliding windows, padding and special cases of models need the mask.
     """
@@ -172,7 +172,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 _ALIBI_BLOCK = 64
-"""Block size by which positions are split into block and offset, both exact in bfloat16."""
+"""Block size into which positions are split; blocks and offsets are exact in bfloat16."""
 
 
 def alibi_features(

@@ -135,7 +135,7 @@ def _add_prefixes(net: nn.Module, prefix: PrefixTuning, lora: LoRA | None) -> No
 
 
 def _add_lora_and_cast(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) -> nn.Module:
-    """Add LoRA adapters, and cast all parameters to `dtype`."""
+    """Add LoRA adapters if `lora` is given, and cast all parameters to `dtype`."""
     # Not with `net.to(dtype)`, which also casts buffers: rotary frequencies need float32.
     if lora is not None:
         net = adapt(net, lora)

@@ -81,7 +81,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
         )
     expert_sizes = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
     arguments = {
-        **_config_arguments(sizes, attention),
+        **_hf_config_arguments(sizes, attention),
         **dict(zip(expert_arguments, expert_sizes, strict=False)),
     }
     config = AutoConfig.for_model(model_type, **arguments)
@@ -102,11 +102,11 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
     "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
-"""`model_type` of `transformers`, and names of its configuration's arguments for the number of
-experts, the experts per token and the width of an expert, by model family."""
+"""`model_type` of `transformers` by model family, and its configuration arguments for the number of
+experts, experts per token and expert width."""
 
 
-def _config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
+def _hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, Any]:
     rotary = {"rope_type": "default", "rope_theta": sizes.rope_base}
     return {
         "hidden_size": sizes.hidden_size,

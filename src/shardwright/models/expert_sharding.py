@@ -103,13 +103,13 @@ def pin_expert(
 
 
 def _has_expert_weights(module: nn.Module) -> bool:
-    """Whether the weights of all experts are parameters of `module`, with or without gates."""
+    """Whether the weights of all experts are parameters of `module`, gated or not."""
     up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
     return isinstance(up, nn.Parameter)
 
 
 def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
-    """Return layouts of an expert layer's tokens, routing, two projections, and their biases."""
+    """Return the layouts of an expert layer's tokens, routing, both projections and both biases."""
     # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
     # interleaved. Only the width is sharded.
     width_dimensions = (

@@ -43,7 +43,7 @@ class LoRA:
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(
-                f"LoRA: dropout={self.dropout} is out of range\nuse at least 0, below 1"
+                f"LoRA: dropout={self.dropout} is not in [0, 1)\nuse for example dropout=0.1"
             )
         try:
             re.compile(self.target_modules if isinstance(self.target_modules, str) else "")

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
-"""Label of positions that do not contribute to the loss."""
+"""Label of positions that the loss ignores, PyTorch's default `ignore_index`."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class PrefixTuning:
                 raise ConfigError(f"prefix tuning: {name}={value} is not positive\nuse at least 1")
         if not 0 <= self.dropout < 1:
             raise ConfigError(
-                f"prefix tuning: dropout={self.dropout} is out of range\nuse at least 0, below 1"
+                f"prefix tuning: dropout={self.dropout} is not in [0, 1)\nuse for example 0.1"
             )
 
 

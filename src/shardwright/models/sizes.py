@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from shardwright.errors import ConfigError
 
 MAX_LAYERS = 512
-"""Maximum number of blocks: more would take minutes to capture. Published models have up to 126."""
+"""Maximum number of blocks, as capture takes minutes beyond it; published models have up to 126."""
 
 Gelu = Literal["gelu", "gelu_tanh", "fast_gelu"]
 Positions = Literal["rotary", "alibi", "learned"]
@@ -64,7 +64,7 @@ class Dimensions:
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_field_values()
+        self._check_sizes_and_choices()
         if self.hidden_size % self.num_heads and "head_dim" not in self.hf:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}\n"
@@ -92,7 +92,7 @@ class Dimensions:
                 "use at least 2"
             )
 
-    def _check_field_values(self) -> None:
+    def _check_sizes_and_choices(self) -> None:
         literals = (("positions", Positions), ("activation", Gelu))
         for name, valid in ((name, get_args(literal)) for name, literal in literals):
             if getattr(self, name) not in valid:
@@ -102,15 +102,18 @@ class Dimensions:
         for name in (each.name for each in fields(self) if each.type == "int"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: not a positive integer\nuse at least 1")
+                raise ConfigError(f"{name}={value!r} is not a positive integer\nuse at least 1")
         if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"num_layers={self.num_layers}: too many\nuse at most {MAX_LAYERS}")
+            raise ConfigError(
+                f"num_layers={self.num_layers} is too many: capture would take minutes\n"
+                f"use at most {MAX_LAYERS}"
+            )
         for name in ("norm_eps", "rope_base"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f"{name}={value!r}: not positive\nuse for example {name}=1.0")
+                raise ConfigError(f"{name}={value!r} is not positive\nuse for example {name}=1.0")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout!r}: out of range\nuse at least 0, below 1")
+            raise ConfigError(f"dropout={self.dropout!r} is not in [0, 1)\nuse for example 0.1")
 
     @property
     def head_size(self) -> int:
@@ -155,7 +158,7 @@ def feed_forward_size(
     return -(-size // multiple_of) * multiple_of
 
 
-def _published_sizes(
+def _dimensions(
     family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **changes: Any
 ) -> Dimensions:
     return Dimensions(
@@ -179,15 +182,15 @@ _PANGU: Mapping[str, Any] = {
 }
 
 _PUBLISHED = {
-    "llama2_7b": _published_sizes("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
-    "llama2_13b": _published_sizes("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
-    "llama2_70b": _published_sizes("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
-    "qwen_7b": _published_sizes("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
-    "qwen_14b": _published_sizes("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
-    "baichuan2_7b": _published_sizes("baichuan", 4096, 32, 32, 11008, 125696),
-    "baichuan2_13b": _published_sizes("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
-    "pangualpha_2_6b": _published_sizes("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
-    "pangualpha_13b": _published_sizes("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
+    "llama2_7b": _dimensions("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
+    "llama2_13b": _dimensions("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
+    "llama2_70b": _dimensions("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
+    "qwen_7b": _dimensions("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
+    "qwen_14b": _dimensions("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
+    "baichuan2_7b": _dimensions("baichuan", 4096, 32, 32, 11008, 125696),
+    "baichuan2_13b": _dimensions("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
+    "pangualpha_2_6b": _dimensions("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
+    "pangualpha_13b": _dimensions("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
 }
 
 MODELS: Mapping[str, Dimensions] = {

@@ -67,7 +67,10 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
             "data: {target: nonsense}",
             "data.target: expected 'module:callable', got 'nonsense' (a string)",
         ),
-        ("data: {name: mnist, target: 'a:b'}", "data: set either `name` or `target`, not both"),
+        (
+            "data: {name: mnist, target: 'a:b'}",
+            "data: the keys `name` and `target` conflict; remove one of them",
+        ),
         (
             "data: {arguments: {a: 1}}",
             "data: the key `arguments` needs the key `target`, for example `target: data:images`",
@@ -83,11 +86,12 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "optimizer: {name: momentum}",
-            "optimizer: `name: momentum` needs the key `momentum`, for example `momentum: 0.9`",
+            "optimizer: `name: momentum` needs the key `momentum`; set for example `momentum: 0.9`",
         ),
         (
             "parallel: {expert: {model_parallel: 2}}",
-            "parallel: the key `expert` needs `mode: semi_auto`, not `mode: recursive_programming`",
+            "parallel: `expert` conflicts with `mode: recursive_programming`; set "
+            "`mode: semi_auto`",
         ),
         (
             "parallel: {mode: semi_auto, expert: {}}",
@@ -95,7 +99,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "parallel: {recompute: {}}",
-            "`parallel.recompute` needs the key `modules` if `model.target` is set, for example "
+            "`parallel.recompute` needs module paths if `model.target` is set; set for example "
             "`modules: [encoder]`",
         ),
         (
@@ -117,7 +121,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "train: {evaluation: {every: 5}}",
-            "`train.evaluation` needs the key `path`, which names its data",
+            "`train.evaluation` has no data; set its key `path`",
         ),
         (
             "train: {evaluation: {path: val.bin}}",
@@ -126,16 +130,17 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "optimizer: {betas: [0.9, 0.95]}",
-            "optimizer: the key `betas` needs `name: adam` or `name: adamw` or `name: muon`, "
-            "not `name: sgd`",
+            "optimizer: the key `betas` has no effect with `name: sgd`; remove it, or set "
+            "`name: adam` or `name: adamw` or `name: muon`",
         ),
         (
             "optimizer: {name: adam, betas: [0.9]}",
-            "optimizer: betas: expected two numbers below 1, for example [0.9, 0.95], got [0.9]",
+            "optimizer: `betas` must be two numbers below 1, not [0.9]; set for example "
+            "[0.9, 0.95]",
         ),
         (
             "optimizer: {schedule: {warmup_steps: 2, warmup_ratio: 0.1}}",
-            "optimizer.schedule: set either `warmup_steps` or `warmup_ratio`, not both",
+            "optimizer.schedule: the keys `warmup_steps` and `warmup_ratio` conflict; remove one",
         ),
         (
             "optimizer: {name: adam, momentum: 0.9}",

@@ -79,16 +79,17 @@ def test_a_model_that_cannot_be_is_an_error(given: dict[str, Any], message: str)
     [
         (
             "model: {}",
-            "model: `model` has no source; set exactly one of `target`, `name`, `sizes`, `hf`",
-        ),
-        (
-            "model: {name: a, hf: b}",
-            "model: `model` has `name` and `hf`; set exactly one of `target`, `name`, `sizes`,"
+            "model: `model` has no source; set exactly one of the keys `target`, `name`, `sizes`,"
             " `hf`",
         ),
         (
+            "model: {name: a, hf: b}",
+            "model: `model` has `name` and `hf`; set exactly one of the keys `target`, `name`,"
+            " `sizes`, `hf`",
+        ),
+        (
             "model: {target: 'a:b', lora: {}}",
-            "model: the key `lora` needs a language model, by `name`, `sizes` or `hf`",
+            "model: the key `lora` needs a language model; set `name`, `sizes` or `hf`",
         ),
         (
             "model: {name: a}\nloss: mse",

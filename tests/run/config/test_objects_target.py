@@ -45,7 +45,7 @@ def test_a_target_in_the_folder_is_called_with_the_arguments(folder: Path) -> No
             {},
             "module a_module_of_targets has no attribute mkae; did you mean make?",
         ),
-        ("a_module_of_targets:constant", {}, "is 3, not a callable"),
+        ("a_module_of_targets:constant", {}, "is 3, which is not callable"),
         ("a_module_of_targets:make", {"widht": 1}, r"make\(width\) cannot be called: missing a"),
     ],
 )

@@ -41,7 +41,7 @@ def test_recompute_is_a_section_or_auto() -> None:
     assert not parse(f"{MODEL}parallel: {{recompute: {{}}}}").parallel.recomputes_as_needed
     with pytest.raises(ConfigError, match="recompute: expected a mapping, got 'all'"):
         parse(f"{MODEL}parallel: {{recompute: all}}")
-    with pytest.raises(ConfigError, match="set either `auto: true`, or `modules`"):
+    with pytest.raises(ConfigError, match="`auto: true` conflicts with the other keys"):
         parse(f"{MODEL}parallel: {{recompute: {{auto: true, operators: [silu]}}}}")
 
 

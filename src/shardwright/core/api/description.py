@@ -24,7 +24,7 @@ _PROCESS_ATTRIBUTES = ("_original_object_hash",)
 """Attributes of `transformers` configurations that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
-"""Index of each described object, and the object itself so that the `id` is not reused, by `id`."""
+"""Index and object of each described object, by `id`; the reference keeps the `id` from reuse."""
 
 
 def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _type_name(value: Any) -> str:
 
 
 def _referenced_objects(value: Any) -> Iterator[Any]:
-    """Yield the objects that `value` refers to, such as items or attributes; none if opaque."""
+    """Yield the items or attributes that `value` refers to; nothing for an opaque object."""
     if isinstance(value, (Tensor, np.ndarray)):
         yield from _tensor_properties(torch.as_tensor(value))
     elif isinstance(value, Graph):

@@ -1,4 +1,4 @@
-"""Batch norm statistics of each micro-batch, in a call of a module with the global batch."""
+"""Compute batch norm statistics per micro-batch in a module call with the global batch."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         self.watch(tensors, category)
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function, so that `traffic` counts the collectives of its last call."""
+        """Wrap a function to count the collectives of its latest call in `traffic`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.traffic, self._counts = {}, True

@@ -90,7 +90,7 @@ class MicroBatchCapture:
         return graph, ()
 
     def _error_to_raise(self, error: ShardwrightError) -> ShardwrightError:
-        """Return the error to raise where a micro-batch is not captured because of `error`.
+        """Return the error to raise after the capture of a micro-batch failed with `error`.
 
         Raises:
             CaptureError: if the model cannot be captured for the global batch either.

@@ -87,10 +87,10 @@ def parallelize(
     calls = rank_calls() if are_all_ranks(plan.devices) else None
     with nullcontext() if calls is None else calls.call("parallelize", max_wait=0):
         number = 1 if calls is None else calls.number_of("parallelize")
-        return _parallelize(net, plan, device, copy, sync, release, named_ranges, number)
+        return _shard_in_place_or_copy(net, plan, device, copy, sync, release, named_ranges, number)
 
 
-def _parallelize(
+def _shard_in_place_or_copy(
     net: nn.Module,
     plan: Plan,
     device: str | torch.device | None,

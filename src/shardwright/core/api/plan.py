@@ -206,10 +206,9 @@ def best_plans(
 ) -> RankedPlans:
     """Return the fastest plans that fit into memory, one of each kind.
 
-    Kinds of plans differ in
-    ZeRO level, in recomputation, and in the number of micro-batches, the number of stages and the
-    schedule where these are `"auto"`. The first plan is the result of `plan` with the same memory
-    limit. Not collective: each process makes its own plans.
+    Plans of different kinds differ in ZeRO level, in recomputation or, where these are `"auto"`, in
+    the number of micro-batches, the number of stages or the schedule. The first plan is the result
+    of `plan` with the same memory limit. Not collective: each process makes its own plans.
 
     Args:
         net: a model, or a captured graph.

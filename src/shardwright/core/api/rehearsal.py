@@ -207,7 +207,7 @@ def rehearse_rank(
         groups=groups.calls,
         traffic=lone_rank.traffic,
         sent_bytes=tuple(step_bytes),
-        planned_bytes=_planned_bytes(net),
+        planned_bytes=_planned_sent_bytes(net),
         parameter_bytes=sum(detached_local(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(detached_local(t).nbytes for t in state),
         # Only up to the last step, as checkpoints allocate tensors too.
@@ -220,7 +220,7 @@ def rehearse_rank(
     )
 
 
-def _planned_bytes(net: ParallelModule) -> int:
+def _planned_sent_bytes(net: ParallelModule) -> int:
     stage, partitioned = net.execution.devices.stage, net.execution.partitioned
     return sum(partitioned.step_bytes[stage]) + prologue_bytes(partitioned, stage)
 
@@ -240,7 +240,7 @@ class _PhaseClock:
         self.seconds_of, self.start = {}, now
 
     def timed(self, component: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function, so that its CPU time is recorded as `component` of the current phase."""
+        """Wrap a function to record its CPU time as `component` of the current phase."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()

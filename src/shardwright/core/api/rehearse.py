@@ -63,11 +63,13 @@ def rehearse(
     net = net.net if isinstance(net, Pipeline) else net
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
-    def prepare(rank_device: torch.device) -> _Rehearsal:
+    def prepare(rank_device: torch.device) -> _SameBatchTrainee:
         # A copy for each rank, as the next rank takes other shards of the same parameters.
         parallel = parallelize(net, plan, rank_device, copy=True)
         assert isinstance(parallel, ParallelModule)
-        return _Rehearsal(parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm)
+        return _SameBatchTrainee(
+            parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm
+        )
 
     chosen_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     rank_device = torch.device(device)
@@ -78,7 +80,7 @@ def rehearse(
 
 
 @dataclass
-class _Rehearsal:
+class _SameBatchTrainee:
     """A `Trainee` that trains on the same batch in every step.
 
     Args:

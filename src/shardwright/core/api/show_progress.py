@@ -58,7 +58,7 @@ def _progress_bar(console: Console) -> Iterator[OnProgress]:
         task, time_left = bar.add_task("starting", total=None, left=""), RemainingTime()
 
         def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-            remaining = _remaining_text(time_left.seconds(done, of))
+            remaining = _remaining_time_text(time_left.seconds(done, of))
             # Without a total `rich` shows a bar that moves back and forth.
             bar.update(task, description=doing, completed=done, total=of or None, left=remaining)
 
@@ -69,7 +69,7 @@ def _line_reporter() -> OnProgress:
     start, time_left, stream = time.monotonic(), RemainingTime(), sys.stderr
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-        remaining = _remaining_text(time_left.seconds(done, of))
+        remaining = _remaining_time_text(time_left.seconds(done, of))
         count = f" ({done + 1} of {of}{remaining and ', '}{remaining})" if of else ""
         elapsed = time.monotonic() - start
         print(printable(f"{elapsed:6.1f} s  {doing}{count}"), file=stream, flush=True)
@@ -77,7 +77,7 @@ def _line_reporter() -> OnProgress:
     return on_progress
 
 
-def _remaining_text(seconds: float | None) -> str:
+def _remaining_time_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
     minutes, seconds_left = divmod(round(seconds), 60)

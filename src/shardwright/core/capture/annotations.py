@@ -13,8 +13,7 @@ from torch.fx import traceback
 from shardwright.core.capture.naming import source_of
 
 _KEY = "shardwright"
-"""Name of the module attribute with the tags, and key prefix of tags in the `custom` metadata of
-nodes."""
+"""Name of the module attribute with its tags, and prefix of tag keys in `custom` node metadata."""
 
 
 @dataclass(frozen=True, eq=False)

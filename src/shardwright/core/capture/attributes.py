@@ -85,7 +85,7 @@ def content(value: Any) -> Hashable:
         return "set", frozenset(map(content, value))
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         inner = vars(value).items()
-        return "object", id(value), *((name, _shallow_content(item)) for name, item in inner)
+        return "object", id(value), *((name, _shallow_fingerprint(item)) for name, item in inner)
     return type(value).__name__, id(value)
 
 
@@ -179,9 +179,9 @@ def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]
     return attribute_texts(module, read, written) == captured
 
 
-def _shallow_content(value: Any) -> Hashable:
+def _shallow_fingerprint(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(_shallow_content, value)
+        return type(value).__name__, *map(_shallow_fingerprint, value)
     plain = isinstance(value, (*_PLAIN, Tensor, np.ndarray))
     return content(value) if plain else ("object", id(value))
 
@@ -206,7 +206,8 @@ class TracedAttributes:
     Attributes:
         reads: (path, name) of attributes and global variables that `forward` reads before setting.
         writes: (path, name) of other attributes that `forward` sets.
-        filled: text of each value that `forward` stores where nothing was, by its location.
+        filled: text of each value that `forward` stores in a missing or None attribute or in a new
+            cache entry, by its location.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -291,7 +292,7 @@ class TracedAttributes:
             root.register_forward_hook(lambda *_: self._check_variables(known_values)),
             root.register_forward_hook(lambda *_: self._check_arguments_and_hooks()),
             root.register_forward_hook(lambda *_: self._check_reachable_state(known_values)),
-            root.register_forward_hook(lambda *_: self._check_process()),
+            root.register_forward_hook(lambda *_: self._check_process_settings()),
         )
         try:
             yield
@@ -357,7 +358,7 @@ class TracedAttributes:
                 if (names := replaced_none(before, after)) is not None:
                     where = f"{path}.{name}".removeprefix(".")
                     held = vars(variables[name])
-                    self._record_filled(
+                    self._record_filled_values(
                         {f"attribute '{where}.{n}'": held[n] for n in names}, values
                     )
                     continue
@@ -396,10 +397,10 @@ class TracedAttributes:
             if self._is_second or has_unknown_values(value, values):
                 raise self._variable_change_error(path, name)
             self._filled.append(Change(location, value, adds=True))
-            self._record_filled({str(location): value}, values)
+            self._record_filled_values({str(location): value}, values)
             self._before[path][name] = content(value)
 
-    def _record_filled(self, filled: Mapping[str, Any], values: KnownValues) -> None:
+    def _record_filled_values(self, filled: Mapping[str, Any], values: KnownValues) -> None:
         for location, value in filled.items():
             # The positions of several new elements of one list have one location.
             new_text = f"{self.filled.get(location, '')}{value_text(value, values)}"
@@ -429,14 +430,14 @@ class TracedAttributes:
             if self._is_second or not change.adds or has_unknown_values(change.value, values):
                 raise self._state_change_error(change)
             self._filled.append(change)
-            self._record_filled({str(change.location): change.value}, values)
+            self._record_filled_values({str(change.location): change.value}, values)
         # Of a tensor that the first trace has computed and kept, the second reads the values.
         if self._is_second and any(
             True for change in self._filled for _ in tensors_inside(change.value)
         ):
             raise _SecondTraceEndedError
 
-    def _check_process(self) -> None:
+    def _check_process_settings(self) -> None:
         names = {name for code in self._forward_codes for name in code.co_names}
         for changed in self._process.changes():
             name, readers = changed.setting.name, changed.setting.readers

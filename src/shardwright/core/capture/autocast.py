@@ -96,7 +96,7 @@ class Autocast:
 
     @classmethod
     def around(cls, device: torch.device) -> Autocast:
-        """Return the current autocast state for `device`; the meta device has no device type."""
+        """Return the current autocast state for `device`; its `device_type` is None on meta."""
         if device.type == "meta":
             return cls(None)
         within = torch.is_autocast_enabled(device.type)

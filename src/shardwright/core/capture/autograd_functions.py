@@ -57,11 +57,11 @@ def trace_custom_backward() -> Iterator[None]:
     Raises:
         CaptureError: for a function whose gradients cannot be captured.
     """
-    with functions_applied_by(_apply_function):
+    with functions_applied_by(_trace_autograd_function):
         yield
 
 
-def _apply_function(
+def _trace_autograd_function(
     function: type[Function],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -138,7 +138,7 @@ def _check_signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _format_argument_path(path: tuple[Any, ...]) -> str:
-    """Return the path of an argument in the call, such as `args[0]` or `kwargs['mask']`."""
+    """Format the pytree path of an argument as text, such as `args[0]` or `kwargs['mask']`."""
     (in_kwargs, *inner) = path
     where = pytree.keystr(tuple(inner))
     return f"kwargs{where}" if getattr(in_kwargs, "idx", 0) else f"args{where}"

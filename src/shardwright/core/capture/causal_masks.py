@@ -53,7 +53,7 @@ def fold_causal_masks(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True)
-class _Condition:
+class _MaskCondition:
     """A condition of a mask: a comparison of query and key vectors, or `"all"` of a boolean vector.
 
     Args:
@@ -67,10 +67,10 @@ class _Condition:
 
 @dataclass(frozen=True)
 class _MaskConditions:
-    """Mask that is true where a band of positions and all conditions are true."""
+    """Attention mask: the conjunction of a band of positions and further conditions."""
 
     band: Band = ALL
-    terms: tuple[_Condition, ...] = ()
+    terms: tuple[_MaskCondition, ...] = ()
 
     def __and__(self, other: _MaskConditions) -> _MaskConditions:
         return _MaskConditions(self.band & other.band, self.terms + other.terms)
@@ -104,7 +104,7 @@ def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
     if mask.meta["val"].dtype != torch.bool or len(node_shape(mask)) < 2:
         return None
     if 1 in node_shape(mask)[-2:]:
-        return _MaskConditions(terms=(_Condition("all", (mask,)),))
+        return _MaskConditions(terms=(_MaskCondition("all", (mask,)),))
     if mask.target in AND:
         return _decompose_conjunction(mask, proofs)
     if mask.target in SAME and node_shape(mask.args[0])[-2:] == node_shape(mask)[-2:]:
@@ -113,7 +113,7 @@ def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
             return conditions
         return conditions.reshaped(mask.args[0], mask)
     if mask.target in _NAMES and all(_is_query_or_key_vector(each) for each in mask.args):
-        return _MaskConditions(terms=(_Condition(_NAMES[mask.target], mask.args),))
+        return _MaskConditions(terms=(_MaskCondition(_NAMES[mask.target], mask.args),))
     return None
 
 

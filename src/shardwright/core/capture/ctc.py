@@ -28,8 +28,8 @@ def static_ctc_loss(
     Arguments and result are the same as for `ctc_loss`.
     """
     lengths = (
-        _lengths_as_tensor(input_lengths, targets),
-        _lengths_as_tensor(target_lengths, targets),
+        _to_length_tensor(input_lengths, targets),
+        _to_length_tensor(target_lengths, targets),
     )
     if log_probs.ndim != 3:
         return functional.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
@@ -39,7 +39,7 @@ def static_ctc_loss(
     return losses.sum() if reduction == "sum" else losses
 
 
-def _lengths_as_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
+def _to_length_tensor(lengths: Tensor | Sequence[int], targets: Tensor) -> Tensor:
     if isinstance(lengths, Tensor):
         return lengths
     return torch.tensor(lengths, dtype=torch.long, device=targets.device)

@@ -1,4 +1,4 @@
-"""Batch norms with `momentum=None`, whose running statistics average all batches so far."""
+"""Capture of batch norms with `momentum=None`, whose running statistics average all batches."""
 
 from __future__ import annotations
 

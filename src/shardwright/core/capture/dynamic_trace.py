@@ -49,17 +49,19 @@ class DynamicTrace:
             self._trace = trace(call, compute_dtype, varying)
         nodes = placeholders(self._trace.graph)
         self._inputs = [nodes[name] for name in self._trace.signature.inputs]
-        self._guards = ShapeGuards(_tensors_among(node.meta["val"] for node in self._inputs))
+        self._guards = ShapeGuards(_filter_tensors(node.meta["val"] for node in self._inputs))
 
     def graph(self, call: CapturedCall) -> Graph | None:
         """Return the graph of a call with other sizes; None if the call violates a guard of the
         trace."""
         leaves, mode = pytree.tree_leaves((call.args, call.kwargs)), self._guards.mode
         inputs = {
-            node: _fake_like(mode, leaf, node.meta["val"]) if isinstance(leaf, Tensor) else leaf
+            node: _make_fake_with_dtype_of(mode, leaf, node.meta["val"])
+            if isinstance(leaf, Tensor)
+            else leaf
             for node, leaf in zip(self._inputs, leaves, strict=True)
         }
-        if not self._guards.hold(_tensors_among(inputs.values())):
+        if not self._guards.hold(_filter_tensors(inputs.values())):
             return None
         try:
             with isolate_capture():
@@ -68,11 +70,11 @@ class DynamicTrace:
             return None
 
 
-def _tensors_among(values: Iterable[Any]) -> list[Any]:
+def _filter_tensors(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _fake_like(mode: FakeTensorMode, tensor: Tensor, like: Tensor) -> Tensor:
+def _make_fake_with_dtype_of(mode: FakeTensorMode, tensor: Tensor, like: Tensor) -> Tensor:
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=like.dtype, device="cpu")
 

@@ -201,13 +201,13 @@ def _is_experts_operator(module: nn.Module) -> bool:
     special = ("_is_expert_parallel", "has_post_expert_norm")
     if implementation not in _REPLACED or any(getattr(module, each, False) for each in special):
         return False
-    tensors = (_get_up_projection(module), getattr(module, "down_proj", None))
+    tensors = (_get_up_projection_weight(module), getattr(module, "down_proj", None))
     if not all(isinstance(t, Tensor) and t.ndim == 3 for t in tensors):
         return False
     return _has_columnwise_gate(module)
 
 
-def _get_up_projection(module: Any) -> Any:
+def _get_up_projection_weight(module: Any) -> Any:
     return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
 
 
@@ -269,7 +269,7 @@ def _(x: Tensor, *_: Any) -> Tensor:
 def _forward_in_one_operator(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    projection, down = _get_up_projection(self), self.down_proj
+    projection, down = _get_up_projection_weight(self), self.down_proj
     num_projections = 1 + self.has_gate
     sizes = (-1, num_projections) if _interleaves_gate(self) else (num_projections, -1)
     if self.is_transposed:

@@ -64,7 +64,7 @@ class CachedFunctions:
                     yield cache, held
 
 
-class _AllCaches:
+class _LiveFunctionCaches:
     """The live function caches of this process."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _AllCaches:
         return caches
 
 
-_all_caches = _AllCaches()
+_all_caches = _LiveFunctionCaches()
 
 
 def _is_library_function(cache: Any) -> bool:

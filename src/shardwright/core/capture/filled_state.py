@@ -34,7 +34,7 @@ def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
         depth: nesting depth of `value` in the stored object.
     """
     if isinstance(value, Tensor):
-        data = _bytes_of(known_values.value_of(value))
+        data = _tensor_data_bytes(known_values.value_of(value))
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
     if isinstance(value, ATOMS):
         return f"{type(value).__name__} {value!r}"
@@ -43,7 +43,7 @@ def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
     return f"{type(value).__qualname__}({', '.join(items)})"
 
 
-def _bytes_of(tensor: Tensor | None) -> bytes:
+def _tensor_data_bytes(tensor: Tensor | None) -> bytes:
     """Return the data of a tensor; empty if its values are unknown."""
     if tensor is None or tensor.is_meta:
         return b""
@@ -75,8 +75,8 @@ def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
 
 
 def replaced_none(before: Any, after: Any) -> list[str] | None:
-    """Return the attributes of an object that were None and now have plain values, if it differs in
-    no other way; else None.
+    """Return the attributes of an object that changed from None to plain values; None if the object
+    changed in any other way.
 
     Example: the first call sets `problem_type` in configurations of `transformers`.
 

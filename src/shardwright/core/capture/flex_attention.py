@@ -45,7 +45,8 @@ def static_flex_attention(
         block_mask: fields of a `BlockMask`; the last is the mask as a function of four indices.
         scale: factor of the scores.
         kernel_options: unused, options of compiled kernels.
-        score_mod_other_buffers, mask_mod_other_buffers: further arguments of the two functions.
+        score_mod_other_buffers, mask_mod_other_buffers: further arguments of `score_mod` and of the
+            mask function of `block_mask`.
 
     Returns:
         The output, and the log-sum-exp and maximum of each query's scores to base 2.
@@ -60,9 +61,9 @@ def static_flex_attention(
     )
     scores = (query.to(dtype) @ keys.to(dtype).transpose(-2, -1)) * scale
     indices = [torch.arange(size, device=query.device) for size in scores.shape]
-    score = _over_scores(score_mod, (0,), len(score_mod_other_buffers))
-    mask = _over_scores(block_mask[-1], (), len(mask_mod_other_buffers))
-    with _IndexByScalars():
+    score = _vectorize_over_scores(score_mod, (0,), len(score_mod_other_buffers))
+    mask = _vectorize_over_scores(block_mask[-1], (), len(mask_mod_other_buffers))
+    with _ScalarTensorIndexing():
         is_kept = mask(*indices, *mask_mod_other_buffers)
         scores = score(scores, *indices, *score_mod_other_buffers).to(dtype)
     scores = torch.where(is_kept, scores, -float("inf"))
@@ -91,11 +92,11 @@ def traceable_flex_attention() -> Iterator[None]:
 @contextmanager
 def flex_attention_by_operators() -> Iterator[None]:
     """Return a context in which `flex_attention` runs as `static_flex_attention`."""
-    with traceable_flex_attention(), _ByOperators():
+    with traceable_flex_attention(), _DecomposeFlexAttention():
         yield
 
 
-class _ByOperators(TorchFunctionMode):
+class _DecomposeFlexAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -104,23 +105,23 @@ class _ByOperators(TorchFunctionMode):
 
 
 def _create_mask(mod_fn: Callable[..., Tensor], *sizes: int | None, device: Any = None) -> Tensor:
-    """Compute `create_mask`: whether each score of `[batch, heads, queries, keys]` is kept."""
+    """Replace `create_mask`: return the boolean mask `[batch, heads, queries, keys]`."""
     *counts, device = (*sizes, device)[:5]
     indices = [torch.arange(count or 1, device=device) for count in counts]
-    with _IndexByScalars():
-        mask: Tensor = _over_scores(mod_fn, (), 0)(*indices)
+    with _ScalarTensorIndexing():
+        mask: Tensor = _vectorize_over_scores(mod_fn, (), 0)(*indices)
     return mask
 
 
-def _over_scores(
+def _vectorize_over_scores(
     function: Callable[..., Tensor], scores: tuple[int, ...], num_others: int
 ) -> Callable[..., Tensor]:
-    """Return the function of all scores, given one of a single score.
+    """Vectorize a function of one attention score over `[batch, heads, queries, keys]`.
 
     Args:
-        function: function of scores, four indices and other arguments.
-        scores: `(0,)` if it has the score as an argument, else ().
-        num_others: number of other arguments.
+        function: function of an optional score, its four indices, and other arguments.
+        scores: `vmap` dimensions of the score: `(0,)`, or () for a function without a score.
+        num_others: number of other arguments, which all scores share.
     """
     for dim in (3, 2, 1, 0):
         indices = tuple(0 if i == dim else None for i in range(4))
@@ -128,8 +129,8 @@ def _over_scores(
     return function
 
 
-class _IndexByScalars(TorchFunctionMode):
-    """A context in which `x[i]` with a scalar tensor `i` is a lookup, not a read of its value."""
+class _ScalarTensorIndexing(TorchFunctionMode):
+    """Mode in which `x[i]` with a scalar tensor `i` calls `aten.index` instead of reading `i`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

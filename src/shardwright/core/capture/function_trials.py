@@ -69,7 +69,7 @@ class CaptureTrial:
     """Result of a trial: the method that captures a function.
 
     Args:
-        way: the method, `FACTOR` or `OPERATORS`; "" if neither works.
+        way: the method that captures the function, `FACTOR` or `OPERATORS`; "" if neither does.
         problem: reason why the factor method fails; "" if it works.
         is_curved: whether the factor depends on the inputs, so that the second derivative is not
             zero.
@@ -195,19 +195,19 @@ class _FunctionTrial:
         """
         draws = (
             self._draw_normal,
-            self._draw_small,
+            self._draw_small_values,
             self._draw_with_random_magnitude,
             torch.zeros,
         )
         try:
             return (
-                all(self._is_derivative_on(draw) for draw in draws * 2)
+                all(self._matches_derivative_on_draw(draw) for draw in draws * 2)
                 and self._undefined <= self._defined
             )
         except Exception:  # Raised by the function, or by operators without a derivative.
             return False
 
-    def _is_derivative_on(self, draw: RandomNumbers) -> bool:
+    def _matches_derivative_on_draw(self, draw: RandomNumbers) -> bool:
         leaves = self._draw_arguments(draw)
         positions = [n for n, x in enumerate(leaves) if _is_differentiable(x)]
         for position in positions:
@@ -253,8 +253,8 @@ class _FunctionTrial:
             return draw(shape).double()
         return torch.randint(0, 2, shape, generator=self._generator).to(dtype)
 
-    def _draw_small(self, shape: torch.Size) -> Tensor:
-        """Return numbers for functions of small inputs, such as `acos` of products."""
+    def _draw_small_values(self, shape: torch.Size) -> Tensor:
+        """Return random numbers small enough for functions such as `acos` of products."""
         return self._draw_normal(shape) * 1e-2
 
     def _draw_with_random_magnitude(self, shape: torch.Size) -> Tensor:
@@ -274,8 +274,8 @@ class _FunctionTrial:
 def _find_factor_problem(
     x: Any, factor: Tensor | None, actual: Tensor | None, gradient: Tensor
 ) -> str:
-    """Return the reason why an input's gradient is not the output's gradient times the factor; ""
-    if the two are equal."""
+    """Return the reason why an input's gradient is not the output's gradient times the factor;
+    empty if both are equal."""
     if (factor is None) != (actual is None):
         return "which inputs have a gradient depends on numbers"
     if factor is None or actual is None:

@@ -30,7 +30,7 @@ from shardwright.core.torch_internals import pytree
 log = logging.getLogger(__name__)
 
 _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, slice, range)
-"""Types of arguments without parameters whose `repr` identifies the value."""
+"""Argument types that contain no parameters and whose `repr` identifies the value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,9 @@ class AppliedFunction:
 
 
 def _seed_backward(function: type[Function], seed: int, fork: ForkGenerators) -> type[Function]:
-    """Derive a function whose `backward` draws from generators with the seed `seed`.
+    """Derive an autograd function whose `backward` draws from generators seeded with `seed`.
 
-    Autograd calls it outside of the seeded operator, when the generators of ranks may differ.
+    Autograd calls `backward` outside of the seeded operator, where generators may differ by rank.
     """
 
     def backward(ctx: Any, *gradients: Any) -> Any:

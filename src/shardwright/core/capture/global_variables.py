@@ -49,7 +49,7 @@ MODES: dict[str, Callable[[], Any]] = {
 """Functions that return a mode of PyTorch, by name; modes are recorded like global variables."""
 
 
-class _Modes(dict[str, Any]):
+class _CurrentModes(dict[str, Any]):
     """Mapping from the names in `MODES` to the current modes, as plain values."""
 
     def __getitem__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ def reads_gradient_mode(model: nn.Module) -> bool:
 
 
 def modes_read(codes: Iterable[CodeType]) -> Iterator[tuple[str, str]]:
-    """Yield place and name of the modes of PyTorch that functions name."""
+    """Yield (place, name) of the PyTorch modes, such as the gradient mode, that code refers to."""
     names = {name for code in codes for name in code.co_names}
     for name in sorted(MODES.keys() & names):
         yield GRADIENT_MODE[0], name
@@ -79,7 +79,7 @@ def globals_of(scope: str) -> dict[str, Any]:
     """Return the global variables of the Python module that `place` names; empty if the module is
     not imported."""
     if scope == GRADIENT_MODE[0]:
-        return _Modes()
+        return _CurrentModes()
     file = sys.modules.get(scope.removeprefix(GLOBALS))
     return {} if file is None else vars(file)
 
@@ -99,10 +99,12 @@ def globals_read(
     seen = {} if codes is None else codes
     for cls in dict.fromkeys(map(type, model.modules())):
         if not is_library(cls.__module__):
-            yield from _find_reads(getattr(cls, "forward", None), cls, seen)
+            yield from _find_variable_reads(getattr(cls, "forward", None), cls, seen)
 
 
-def _find_reads(function: Any, cls: type, seen: dict[CodeType, None]) -> Iterator[tuple[str, str]]:
+def _find_variable_reads(
+    function: Any, cls: type, seen: dict[CodeType, None]
+) -> Iterator[tuple[str, str]]:
     function = getattr(function, "__func__", function)
     function = inspect.unwrap(function) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or function.__code__ in seen:
@@ -115,7 +117,7 @@ def _find_reads(function: Any, cls: type, seen: dict[CodeType, None]) -> Iterato
         yield GRADIENT_MODE[0], name
     for name in sorted(names):
         for base in cls.__mro__:  # `super()` may call any of them.
-            yield from _find_reads(vars(base).get(name), cls, seen)
+            yield from _find_variable_reads(vars(base).get(name), cls, seen)
     file = sys.modules.get(function.__module__)
     if file is None or vars(file) is not function.__globals__:
         return
@@ -126,9 +128,9 @@ def _find_reads(function: Any, cls: type, seen: dict[CodeType, None]) -> Iterato
         if is_library(module.__name__):
             continue
         for name in sorted((own_names if module is file else names) & vars(module).keys()):
-            if _is_variable(vars(module)[name]) and not name.startswith("__"):
+            if _is_data_variable(vars(module)[name]) and not name.startswith("__"):
                 yield GLOBALS + module.__name__, name
-            yield from _find_reads(vars(module)[name], cls, seen)
+            yield from _find_variable_reads(vars(module)[name], cls, seen)
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -147,7 +149,7 @@ def _global_names_in(code: CodeType) -> frozenset[str]:
     return frozenset(names.union(*map(_global_names_in, nested)))
 
 
-def _is_variable(value: Any) -> bool:
+def _is_data_variable(value: Any) -> bool:
     """Whether a global value is data, not a definition or import of a file."""
     if isinstance(value, (*_VARIABLES, *_CONTAINERS)):
         return True

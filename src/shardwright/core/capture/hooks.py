@@ -92,7 +92,7 @@ def _format_path(path: str) -> str:
 
 
 class _InPlaceChangeRecorder(TorchFunctionMode):
-    """Context that records whether a tensor is changed in place."""
+    """Mode that records whether a hook changes a tensor in place."""
 
     seen = False
 

@@ -190,7 +190,9 @@ class _GradientPath:
     @property
     def unchanged_results(self) -> list[fx.Node]:
         """Operators that return one tensor, which no later operator changes in place."""
-        writers = {node: tensors for node in self.operators if (tensors := _changed_tensors(node))}
+        writers = {
+            node: tensors for node in self.operators if (tensors := _list_mutated_tensors(node))
+        }
         changed = {*writers, *(tensor for tensors in writers.values() for tensor in tensors)}
         of_tensors = (node for node in self.operators if isinstance(node.meta["val"], Tensor))
         return [node for node in of_tensors if node not in changed]
@@ -233,7 +235,7 @@ class _GradientPath:
                     "`forward` computes gradients in or after an autocast region, which cannot be "
                     f"captured\ncompute the gradient outside of the model, {_OR_CUSTOM_OP}"
                 )
-            changed = read.intersection(_changed_tensors(node))
+            changed = read.intersection(_list_mutated_tensors(node))
             if changed and not (node in operators and changed <= operators):
                 raise CaptureError(
                     "`forward` computes gradients through a tensor that it changes in place "
@@ -274,7 +276,7 @@ def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node
     return dependents
 
 
-def _changed_tensors(node: fx.Node) -> list[fx.Node]:
+def _list_mutated_tensors(node: fx.Node) -> list[fx.Node]:
     """List the tensors that an operator changes in place, and the tensors that these view."""
     changed_tensors: list[fx.Node] = []
     arguments = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()

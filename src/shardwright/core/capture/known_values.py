@@ -47,7 +47,7 @@ _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_nested", "is_quantized")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_mkldnn")),
 }
-"""Functions that tracing calls most often; none returns a tensor, so no recipe is recorded."""
+"""Frequently traced functions that return no tensor, for which no recipe is recorded."""
 
 _SELECTED = {torch.masked_select, Tensor.masked_select}
 
@@ -57,7 +57,7 @@ class _UnknownValueError(Exception):
 
 
 @dataclass(eq=False)
-class _Recipe:
+class _TensorRecipe:
     """The function and arguments that computed a tensor.
 
     Args:
@@ -86,7 +86,7 @@ class _Recipe:
         Raises:
             _UnknownValueError: if the function draws random numbers or fails.
         """
-        args, kwargs = pytree.tree_map_only(_Recipe, lambda r: r.value, self.arguments)
+        args, kwargs = pytree.tree_map_only(_TensorRecipe, lambda r: r.value, self.arguments)
         drawn = torch.default_generator.get_state()
         try:
             with without_dispatch_modes(), without_torch_function(), torch.no_grad():
@@ -129,9 +129,9 @@ class _BufferAtStart:
     held: Tensor
 
 
-def _make_empty_recipe(like: Tensor) -> _Recipe:
+def _make_empty_recipe(like: Tensor) -> _TensorRecipe:
     """Return the recipe of an uninitialized tensor with the shape and dtype of `like`."""
-    return _Recipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
+    return _TensorRecipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
 
 
 def _is_nonscalar(value: Any) -> bool:
@@ -239,7 +239,7 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             if func in _READING or (func is torch.where and len(args) == 1):
-                return _Recipe(func, self._convert_to_recipes((args, kwargs))).result()
+                return _TensorRecipe(func, self._convert_to_recipes((args, kwargs))).result()
         except _UnknownValueError:
             pass
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_nonscalar(args[2])):
@@ -264,11 +264,11 @@ class KnownValues(TorchFunctionMode):
         before = 0 if first is None else version(first)
         result = func(*args, **kwargs)
         if first is not None and version(first) != before:
-            self._recipes[first] = version(first), _Recipe(func, recipe_args, None)
+            self._recipes[first] = version(first), _TensorRecipe(func, recipe_args, None)
             return result
         for position, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, Tensor):
-                self._recipes[leaf] = version(leaf), _Recipe(func, recipe_args, position)
+                self._recipes[leaf] = version(leaf), _TensorRecipe(func, recipe_args, position)
         return result
 
     def _convert_to_recipes(self, arguments: Any) -> Any:
@@ -289,9 +289,9 @@ class KnownValues(TorchFunctionMode):
             return recipe
         buffer = self._buffers_at_start.get(id(leaf))
         if buffer is not None and buffer.fake() is leaf and buffer.seen == version(leaf):
-            return _Recipe(self._read_buffer, ((buffer,), {}))
+            return _TensorRecipe(self._read_buffer, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
-            return _Recipe(_require_unchanged, ((leaf, version(leaf)), {}))
+            return _TensorRecipe(_require_unchanged, ((leaf, version(leaf)), {}))
         raise _UnknownValueError
 
     def _resolve_masks(self, index: Any) -> Any:
@@ -310,7 +310,7 @@ class KnownValues(TorchFunctionMode):
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)
         try:
-            indices = _Recipe(
+            indices = _TensorRecipe(
                 torch.nonzero, self._convert_to_recipes(((mask,), {"as_tuple": True}))
             ).result()
         except _UnknownValueError:

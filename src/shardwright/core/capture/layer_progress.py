@@ -15,8 +15,7 @@ _SECONDS = 1.0
 """Minimum seconds between two progress reports, each of which may print a line."""
 
 _PHASES = 2
-"""Number of phases of a capture that take about equal time: tracing, and rewriting the traced
-graph."""
+"""Phases of a capture, tracing and rewriting the graph, which take about equal time."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

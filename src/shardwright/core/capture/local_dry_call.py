@@ -30,7 +30,7 @@ class DryResult:
         results: shapes and dtypes of the returned tensors.
         output: builds the return value of the call from the returned tensors.
         changed: indices of the parameters and buffers that the call changes in place.
-        constant: indices of the tensor arguments, parameters and buffers that get no gradient.
+        constant: indices of the tensor arguments, parameters and buffers without a gradient.
         random: whether the call draws random numbers.
         changes_arguments: whether the call changes a tensor argument in place.
     """
@@ -142,8 +142,8 @@ _NORMALIZATIONS = frozenset(
         *("cudnn_batch_norm", "miopen_batch_norm"),
     )
 )
-"""Operators that change their fourth and fifth argument without incrementing the version
-counters."""
+"""Batch norms, which change their running statistics (arguments 4 and 5) without incrementing the
+version counters."""
 
 
 class _EffectRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -253,7 +253,7 @@ def _call_traced_operator(
     call: LocalCall, tensors: Sequence[Tensor], results: ResultTypes
 ) -> Sequence[Tensor]:
     shapes = [shape for shape, _ in results]
-    with tagging(_CallTag(call)):
+    with tagging(_LocalCallTag(call)):
         made: Sequence[Tensor] = torch.ops.shardwright.local_map(
             list(tensors),
             [size for shape in shapes for size in shape],
@@ -264,7 +264,7 @@ def _call_traced_operator(
 
 
 @dataclass(frozen=True, eq=False)
-class _CallTag:
+class _LocalCallTag:
     """Tag of a node of the operator, with its `LocalCall`; results are read from the node."""
 
     call: LocalCall
@@ -292,7 +292,7 @@ def _(
 
 @rewrites(torch.ops.shardwright.local_map.default)
 def _replace_by_local_call(node: fx.Node) -> fx.Node:
-    call = next(tag.call for tag in tags_of(node) if isinstance(tag, _CallTag))
+    call = next(tag.call for tag in tags_of(node) if isinstance(tag, _LocalCallTag))
     made = node.meta["val"]
     call = replace(call, results=tuple((tuple(t.shape), t.dtype) for t in made))
     tensors: Any = node.args[0]

@@ -34,7 +34,7 @@ class Band(NamedTuple):
 ALL, CAUSAL = Band(), Band(after=0)
 
 MOST_ELEMENTS = 1 << 24
-"""Maximum number of elements of a tensor that the check evaluates."""
+"""Maximum number of elements of a constant that is evaluated to detect a band."""
 
 AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
@@ -47,7 +47,7 @@ _COMPARISONS = {
     aten.le.Tensor: (torch.ge, True),
     aten.lt.Tensor: (torch.gt, True),
 }
-"""Each comparison operator, as (`gt` or `ge`, whether its two sides must be swapped)."""
+"""Each comparison operator as `gt` or `ge`, and whether its operands must be swapped."""
 _OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
 
 
@@ -124,9 +124,9 @@ class BandProofs:
         if swapped:
             first, second = second, first
         if first.shape[-1] == 1 and second.shape[-2] == 1:
-            return _band_of_order(first.squeeze(-1), second.squeeze(-2), greater)
+            return _infer_band_of_vectors(first.squeeze(-1), second.squeeze(-2), greater)
         if first.shape[-2] == 1 and second.shape[-1] == 1:
-            return _band_of_order(
+            return _infer_band_of_vectors(
                 _reverse_order(second).squeeze(-1), _reverse_order(first).squeeze(-2), greater
             )
         return None
@@ -155,7 +155,7 @@ class BandProofs:
         return result
 
 
-def _band_of_order(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
+def _infer_band_of_vectors(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
     """Return the band of the mask `greater(query, key)`, for tensors `[..., positions]`; None if
     the mask cannot be shown to be a band."""
     if bool(greater(queries.amin(), keys.amax())):

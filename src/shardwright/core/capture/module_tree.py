@@ -1,5 +1,4 @@
-"""A module with the parameters, buffers and module paths of another module, but without its
-code."""
+"""A copy of a model's module tree, with its parameters and buffers but without its code."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ class Setting:
     """A setting of the process.
 
     Args:
-        name: name in messages, as the user changes the setting.
+        name: name in messages, as written in code that changes the setting.
         read: returns the current value, which is compared by `==`.
-        write: restores an earlier value.
-        readers: for a setting that changes no result of an operator, such as filters of warnings:
-            names by which Python code reads it. `forward` may change it if no code reads it.
+        write: sets the value.
+        readers: names by which Python code reads a setting that affects no operator, such as
+            warning filters; `forward` may change such a setting if its code has none of the names.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Setting:
     readers: tuple[str, ...] = ()
 
 
-def _attribute(owner: Any, name: str, label: str) -> Setting:
+def _attribute_setting(owner: Any, name: str, label: str) -> Setting:
     """Return the setting that is an attribute of a module, such as `torch.backends.cudnn`."""
     return Setting(
         label,
@@ -63,7 +63,7 @@ def _read_flag(owner: Any, name: str) -> Any:
     return None
 
 
-def _write_autocast(value: tuple[bool, torch.dtype]) -> None:
+def _write_cpu_autocast(value: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled("cpu", value[0])
     torch.set_autocast_dtype("cpu", value[1])
 
@@ -76,7 +76,7 @@ _PRECISIONS = (
 
 
 def _backend_settings() -> Iterator[Setting]:
-    """Yield the flags of all modules of `torch.backends`, and those that functions set."""
+    """Yield the flags in modules of `torch.backends`, set as attributes or by functions."""
     for backend, module in sorted(vars(torch.backends).items()):
         if not isinstance(module, ModuleType):
             continue
@@ -84,7 +84,7 @@ def _backend_settings() -> Iterator[Setting]:
         names = {*dir(module), *vars(type(module))}
         for name in sorted(each for each in names if not each.startswith("_")):
             if type(_read_flag(module, name)) in (bool, int, str):
-                yield _attribute(module, name, f"{label}.{name}")
+                yield _attribute_setting(module, name, f"{label}.{name}")
             setter = f"enable_{name.removesuffix('_enabled')}"
             if name.endswith("_enabled") and hasattr(module, setter):
                 read, write = getattr(module, name), getattr(module, setter)
@@ -92,25 +92,25 @@ def _backend_settings() -> Iterator[Setting]:
         if (products := getattr(module, "matmul", None)) is not None:
             for name in _PRECISIONS:
                 if isinstance(_read_flag(products, name), bool):
-                    yield _attribute(products, name, f"{label}.matmul.{name}")
+                    yield _attribute_setting(products, name, f"{label}.matmul.{name}")
 
 
 _OF_LEVELS = ("level", "getEffectiveLevel", "isEnabledFor")
 
 
-def _read_levels() -> dict[str, Any]:
+def _read_logger_levels() -> dict[str, Any]:
     loggers = logging.root.manager.loggerDict
     levels = {name: getattr(each, "level", None) for name, each in loggers.items()}
     # A logger without a level of its own is often created by the first call.
     return {"": logging.root.level, **{name: level for name, level in levels.items() if level}}
 
 
-def _write_levels(levels: Mapping[str, Any]) -> None:
-    for name in {*_read_levels(), *levels}:
+def _write_logger_levels(levels: Mapping[str, Any]) -> None:
+    for name in {*_read_logger_levels(), *levels}:
         logging.getLogger(name or None).setLevel(levels.get(name, logging.NOTSET))
 
 
-def _write_filters(before: list[Any]) -> None:
+def _write_warning_filters(before: list[Any]) -> None:
     warnings.filters[:] = before  # type: ignore[index]
 
 
@@ -146,16 +146,18 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "autocast of cpu",
         lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        _write_autocast,
+        _write_cpu_autocast,
     ),
     *_backend_settings(),
-    _attribute(
+    _attribute_setting(
         torch.utils.deterministic,
         "fill_uninitialized_memory",
         "torch.utils.deterministic.fill_uninitialized_memory",
     ),
-    *(_attribute(sys, name, f"sys.{name}") for name in ("stdout", "stderr", "excepthook")),
-    Setting("warnings.filters", lambda: list(warnings.filters), _write_filters, ("filters",)),
+    *(_attribute_setting(sys, name, f"sys.{name}") for name in ("stdout", "stderr", "excepthook")),
+    Setting(
+        "warnings.filters", lambda: list(warnings.filters), _write_warning_filters, ("filters",)
+    ),
     Setting("np.seterr", np.geterr, lambda value: np.seterr(**value), ("geterr",)),
     Setting(
         "np.set_printoptions",
@@ -163,7 +165,7 @@ SETTINGS: tuple[Setting, ...] = (
         lambda value: np.set_printoptions(**value),
         ("get_printoptions",),
     ),
-    Setting("levels of logging", _read_levels, _write_levels, _OF_LEVELS),
+    Setting("levels of logging", _read_logger_levels, _write_logger_levels, _OF_LEVELS),
     Setting(
         "sys.setrecursionlimit",
         sys.getrecursionlimit,
@@ -191,7 +193,7 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 class ChangedSetting(NamedTuple):
-    """A setting that has changed, with its earlier and new value as text."""
+    """A changed setting, with its earlier and its new value as text."""
 
     setting: Setting
     before: str
@@ -209,7 +211,7 @@ class ProcessState:
         for setting, before in zip(SETTINGS, self._before, strict=True):
             now = setting.read()
             if now != before:
-                yield ChangedSetting(setting, *_difference(before, now))
+                yield ChangedSetting(setting, *_changed_value_texts(before, now))
 
     def restore(self) -> None:
         """Restore the recorded settings."""
@@ -218,7 +220,7 @@ class ProcessState:
                 setting.write(before)
 
 
-def _difference(before: Any, now: Any) -> tuple[str, str]:
+def _changed_value_texts(before: Any, now: Any) -> tuple[str, str]:
     """Return the differing parts of two values as text."""
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(key for key in {**now, **before} if before.get(key) != now.get(key))

@@ -13,7 +13,7 @@ from shardwright.errors import CaptureError
 
 
 def module_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters, buffers and submodules of a model by path, including None values."""
+    """Return a model's registered parameters, buffers and submodules by path, None entries too."""
     return {
         f"{path}.{name}".removeprefix("."): value
         for path, submodule in module.named_modules()

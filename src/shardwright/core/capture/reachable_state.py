@@ -74,12 +74,12 @@ class StateLocation(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A difference between the recorded and the current state.
+    """A difference between the recorded and the current state of an object.
 
     Args:
         location: location of the changed object.
         value: the current object.
-        adds: whether the place was empty or None before, for example when a cache gets a new entry.
+        adds: whether the earlier value was missing or None, for example a new cache entry.
     """
 
     location: StateLocation
@@ -88,7 +88,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _RecordedObject:
+class _RecordedContents:
     value: Any
     location: StateLocation
     read: Callable[[Any], Parts]
@@ -119,7 +119,7 @@ class ReachableState:
     ) -> None:
         self._parts_left = max_parts
         self.codes: dict[CodeType, None] = {}
-        self._recorded: list[_RecordedObject] = []
+        self._recorded: list[_RecordedContents] = []
         excluded = (*_GENERATORS_OF_LIBRARIES, alias)
         self._seen: dict[int, Any] = {id(each): each for each in excluded}
         self._names: set[str] = {"forward"}
@@ -173,7 +173,7 @@ class ReachableState:
         has_new = True
         while has_new:
             while self._waiting and len(self._recorded) < _MOST_OBJECTS:
-                self._visit(*self._waiting.popleft())
+                self._visit_object(*self._waiting.popleft())
             self._waiting.clear()
             for cls in self._classes:
                 for name, value in vars(cls).items():
@@ -187,7 +187,7 @@ class ReachableState:
             self._seen[id(value)] = value
             self._waiting.append((value, location))
 
-    def _record(
+    def _record_contents(
         self, value: Any, location: StateLocation, read: Callable[[Any], Parts] = contents_of
     ) -> None:
         contents = read(value)
@@ -195,12 +195,12 @@ class ReachableState:
         self._parts_left -= len(contents) + sum(sizes) // 1_000
         if self._parts_left < 0:
             return
-        self._recorded.append(_RecordedObject(value, location, read, contents))
+        self._recorded.append(_RecordedContents(value, location, read, contents))
         if len(contents) <= _MOST_PARTS:
             for key, item in contents.items():
                 self._enqueue(item, location.inside(key, isinstance(value, _INDEXED)))
 
-    def _visit(self, value: Any, location: StateLocation) -> None:
+    def _visit_object(self, value: Any, location: StateLocation) -> None:
         value_type = type(value)
         if value_type is FunctionType:
             self._visit_function(value)
@@ -216,20 +216,20 @@ class ReachableState:
             self._enqueue(value.__wrapped__, location)
             if self._is_user_module(str(value.__module__)):
                 description = f"result of `{value.__qualname__}` under `functools.lru_cache`"
-                self._record(value, StateLocation(description), cached_results)
+                self._record_contents(value, StateLocation(description), cached_results)
         elif issubclass(value_type, type):
             self._add_class(value)
         elif issubclass(value_type, ModuleType):
             return  # Its variables are recorded for the functions that name them.
         elif issubclass(value_type, nn.Module):  # A module that is not a registered submodule.
             self._add_class(value_type)
-            self._record(value, location, _read_module_attributes)
+            self._record_contents(value, location, _read_module_attributes)
             for held in (value.children(), value.parameters(False), value.buffers(False)):
                 for member in held:
                     self._enqueue(member, location)
         elif self._has_user_state(value_type):
             self._add_class(value_type)
-            self._record(value, location)
+            self._record_contents(value, location)
 
     def _visit_function(self, function: FunctionType) -> None:
         file = str(function.__globals__.get("__name__"))
@@ -241,10 +241,10 @@ class ReachableState:
                 if name != "__class__":
                     scope = f"variable {{}} of the scope that encloses {label}"
                     self._enqueue(cell, StateLocation(scope, name))
-            self._record(
+            self._record_contents(
                 function, StateLocation(f"attribute {{}} of the function {label}"), vars_of
             )
-            self._record(
+            self._record_contents(
                 function, StateLocation(f"default value of {{}} of {label}"), _read_defaults
             )
             self._record_globals(function, file)
@@ -265,18 +265,18 @@ class ReachableState:
         self._names |= names
         if names & {"environ", "getenv"} and id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
-            self._record(os.environ, StateLocation("environment variable {}"), dict)
+            self._record_contents(os.environ, StateLocation("environment variable {}"), dict)
         if "globals" in names:
             names |= function.__globals__.keys()
         read = _GlobalsReader(names)
-        self._record(function, StateLocation(f"global variable {{}} of {file}"), read)
+        self._record_contents(function, StateLocation(f"global variable {{}} of {file}"), read)
         named = [*read(function).values(), *(sys.modules.get(name) for name in names)]
         modules = {id(module): module for module in named if isinstance(module, ModuleType)}
         waiting = list(modules.values())
         while waiting:
             module = waiting.pop()
             if self._is_user_module(module.__name__):
-                self._record(
+                self._record_contents(
                     module, StateLocation(f"global variable {{}} of {module.__name__}"), read
                 )
                 for inner in read(module).values():
@@ -288,7 +288,7 @@ class ReachableState:
         for base in cls.__mro__:
             if base not in self._classes and self._is_user_module(base.__module__):
                 self._classes[base] = None
-                self._record(
+                self._record_contents(
                     base,
                     StateLocation(f"attribute {{}} of the class {base.__name__}"),
                     _read_class_attributes,

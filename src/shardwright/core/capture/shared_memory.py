@@ -1,4 +1,4 @@
-"""Checks for tensors of a model that share memory, as their shards do not."""
+"""Reject tensors of a model that share memory, because their shards would not."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def attributes_of(value: Any) -> Parts:
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
             if type(slot) is MemberDescriptorType and not name.startswith("__"):
-                held[name] = _read_slot(slot, value)
+                held[name] = _read_slot_attribute(slot, value)
     try:
         held.update(object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):  # An object with slots only.
@@ -112,7 +112,7 @@ def cached_results(cache: Any) -> Parts:
     return {id(x): x for x in results if not (isinstance(x, plain) or tensors_in([x]))}
 
 
-def _read_slot(slot: Any, value: Any) -> Any:
+def _read_slot_attribute(slot: Any, value: Any) -> Any:
     try:
         return slot.__get__(value)
     except AttributeError:  # Not set yet.
@@ -123,7 +123,7 @@ def _read_tensor(value: Tensor) -> Parts:
     return {} if value.is_inference() else {STATE: (version(value), storage_id(value))}
 
 
-def _read_ordered(value: collections.OrderedDict[Any, Any]) -> Parts:
+def _read_ordered_dict(value: collections.OrderedDict[Any, Any]) -> Parts:
     keys = list(value)
     # `move_to_end` changes who follows whom; a key that is added at the end changes nothing.
     before = {After(key): previous for previous, key in itertools.pairwise([MISSING, *keys])}
@@ -166,7 +166,7 @@ def _read_random_generator(value: Any) -> Parts:
 _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ((np.ndarray,), _read_array),
     ((list, tuple, collections.deque), lambda value: dict(enumerate(value))),
-    ((collections.OrderedDict,), _read_ordered),
+    ((collections.OrderedDict,), _read_ordered_dict),
     (
         (dict, collections.Counter, collections.defaultdict),
         lambda value: dict(dict.items(value)),
@@ -193,7 +193,7 @@ CONTENT_TYPES = (Tensor, *(cls for types, _ in _CONTENTS for cls in types))
 
 
 def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:
-    """Return whether a value is unchanged.
+    """Return whether a value is unchanged, including nested contents.
 
     Args:
         before, now: earlier and current value.

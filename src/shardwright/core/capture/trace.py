@@ -163,7 +163,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     )
 
 
-def _raises_without_export(
+def _raises_same_error_without_export(
     twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> bool:
     """Whether the fake copy of a model raises the same error outside of `torch.export`."""
@@ -230,7 +230,7 @@ def _export_call(
     except StrategyError:
         raise
     except Exception as error:
-        alone = partial(_raises_without_export, twin, fake_args, fake_kwargs, error)
+        alone = partial(_raises_same_error_without_export, twin, fake_args, fake_kwargs, error)
         raise CaptureError(explain_export(error, hint_of_experts(module), alone)) from error
     attributes.reads |= {(BUFFERS + path, name): None for path, name in known_values.read}
     if _get_random_states() != drawn:

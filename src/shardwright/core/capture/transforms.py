@@ -55,7 +55,7 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
     def of_tensors(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
         inputs = dict(enumerate(leaves)) | dict(zip(positions, tensors, strict=True))
         args, kwargs = pytree.tree_unflatten(list(inputs.values()), spec)
-        with _FunctionCalls(operators):
+        with _TransformedCallMode(operators):
             results[:] = pytree.tree_flatten(function(*args, **kwargs))
         return [leaf for leaf in results[0] if isinstance(leaf, Tensor)]
 
@@ -95,7 +95,7 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._detaching = False
 
 
-class _FunctionCalls(TorchFunctionMode):
+class _TransformedCallMode(TorchFunctionMode):
     """Mode that replaces or rejects calls of the transformed function to `torch`."""
 
     def __init__(self, operators: OperatorsAsCalled) -> None:

@@ -138,14 +138,16 @@ def match_flattening(node: fx.Node) -> Flat | None:
     return Flat(node, source, tuple(factors[0]), target[1:])
 
 
-def _flattening_of(node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0) -> Flat | None:
+def _find_flattening_reshape(
+    node: fx.Node, flats: dict[fx.Node, Flat], index: int = 0
+) -> Flat | None:
     argument = node.args[index]
     return flats.get(argument) if isinstance(argument, fx.Node) else None
 
 
 def _rewrite_row_wise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     """Rewrite an operator on the last dimension of one activation, such as `linear`."""
-    flat = _flattening_of(node, flats)
+    flat = _find_flattening_reshape(node, flats)
     others = [n for n in node.all_input_nodes if n is not node.args[0]]
     if flat is None or not flat.inner or any(n in flats for n in others):
         return None
@@ -173,7 +175,7 @@ def _rewrite_matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None
 
 
 def _rewrite_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    flat = _flattening_of(node, flats)
+    flat = _find_flattening_reshape(node, flats)
     if flat is None or len(node.args[1]) > len(flat.inner):  # type: ignore[arg-type]
         return None
     return _rewrite_row_wise(node, flats)
@@ -181,7 +183,7 @@ def _rewrite_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
 
 def _rewrite_along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     """Rewrite an operator along the dimensions in its second argument, if none is flattened."""
-    flat = _flattening_of(node, flats)
+    flat = _find_flattening_reshape(node, flats)
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if flat is None or dims is None or dims == []:
         return None
@@ -195,7 +197,7 @@ def _rewrite_along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | 
 
 
 def _rewrite_embedding(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
-    flat = _flattening_of(node, flats, 1)
+    flat = _find_flattening_reshape(node, flats, 1)
     if flat is None:
         return None
     args = (node.args[0], flat.unflattened(node), *node.args[2:])
@@ -231,7 +233,7 @@ def _rewrite_full_reduction(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Nod
 
 def _rewrite_cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     _, target, *options = node.args
-    flat = _flattening_of(node, flats)
+    flat = _find_flattening_reshape(node, flats)
     if flat is None or not flat.inner:
         return None
     assert isinstance(target, fx.Node)

@@ -110,7 +110,7 @@ def _find_position(frame: FrameType, is_jump: bool) -> _SourcePosition | None:
 
 
 def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | None:
-    """Return the bool of the expression at `position` with which a value check passes; None if the
+    """Return the bool of the expression at `position` that makes a value check pass; None if the
     expression is not part of a value check.
 
     Args:
@@ -162,8 +162,8 @@ def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
 def _find_operand_value(
     test: ast.expr, passing: bool, at: _SourcePosition, compared: bool
 ) -> bool | None:
-    """Return the bool of the operand at source position `at` with which the condition `test` is
-    `passing`; None if no operand of `test` is there."""
+    """Return the bool of the operand at source position `at` that makes the condition `test` equal
+    to `passing`; None if `test` has no operand at this position."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _find_operand_value(test.operand, not passing, at, compared)
     if isinstance(test, ast.BoolOp):

@@ -85,7 +85,7 @@ _BY_STRIDES = frozenset(
         aten.as_strided_scatter.default,
     }
 )
-"""Operators that address memory by strides instead of elements."""
+"""Operators that address memory by strides, such as `as_strided`."""
 
 
 def read_strides_of_elements(graph: fx.Graph) -> None:

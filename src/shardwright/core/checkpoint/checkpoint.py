@@ -137,7 +137,7 @@ class Checkpoints:
         problems: list[str] = []
         for candidate in candidates:
             folder = self.path(candidate)
-            info = _read_and_verify(folder)
+            info = _read_verified_info(folder)
             if isinstance(info, CheckpointInfo):
                 break
             problems.append(info)
@@ -417,7 +417,7 @@ def load_checkpoint(
     return Checkpoints(folder).load(net, optimizer, step, strict=strict)
 
 
-def _read_and_verify(folder: Path) -> CheckpointInfo | str:
+def _read_verified_info(folder: Path) -> CheckpointInfo | str:
     """Read `checkpoint.json`, and verify the checksums of a checkpoint's files. Collective.
 
     Returns:

@@ -50,7 +50,7 @@ class PlannedLoader:
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data: indices of the epoch and of the next sample, and the
         numbers that determine the order of samples."""
-        return {"epoch": self._epoch, "sample": self._sample, **self._sample_order}
+        return {"epoch": self._epoch, "sample": self._sample, **self._sample_order_settings}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume from a position in the data.
@@ -62,7 +62,7 @@ class PlannedLoader:
             DataError: if the number of samples, `seed` or `shuffle` differs from that of the saved
                 position.
         """
-        for name, value in self._sample_order.items():
+        for name, value in self._sample_order_settings.items():
             if state.get(name) != value:
                 raise DataError(
                     "the saved position of the data loader is for another order of samples:"
@@ -72,7 +72,7 @@ class PlannedLoader:
         self._epoch, self._sample = state["epoch"], state["sample"]
 
     @property
-    def _sample_order(self) -> dict[str, int]:
+    def _sample_order_settings(self) -> dict[str, int]:
         """Number of samples, seed and `shuffle`, which determine the order of samples."""
         sampler = self.sampler
         return {"samples": sampler.samples, "seed": sampler.seed, "shuffle": int(sampler.shuffle)}

@@ -1,7 +1,7 @@
-"""Checksums beside files whose formats have none: weights of `save_pretrained`, and token files.
+"""Checksum files beside weights of `save_pretrained` and token files, whose formats have none.
 
-`NAME.checksum` has the size of the file and the CRC-32 of each of its blocks, so that a reader of a
-part verifies that part only. A file without one is read without verification.
+`NAME.checksum` has the size of the file `NAME` and the CRC-32 of each of its blocks, so that a
+reader verifies only the blocks that it reads. A file without checksums is not verified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shardwright.text_files import ErrorType, parse_json, read_text, write_text
 
 BLOCK = 1 << 20
-"""Bytes of a block."""
+"""Bytes of each block of a file that has a checksum of its own."""
 
 
 def checksum_file(path: Path) -> Path:
@@ -77,7 +77,7 @@ class CheckedFile:
 
     Args:
         path: the file.
-        checksums: what `NAME.checksum` has.
+        checksums: the contents of the file `NAME.checksum`.
         error_type: class of errors.
     """
 
@@ -87,7 +87,7 @@ class CheckedFile:
 
     @staticmethod
     def open(path: Path, error_type: ErrorType) -> CheckedFile | None:
-        """Open a file that has checksums; None if it has none.
+        """Open a file with its checksums; return None if no `NAME.checksum` is beside it.
 
         Raises:
             error_type: if the checksums cannot be read, or the file has another size.
@@ -102,7 +102,9 @@ class CheckedFile:
         except ValidationError:
             checksums = None
         if checksums is None or len(checksums.crc32) != len(checksums.starts):
-            raise error_type(f"{beside} is damaged\ndelete it to read {path.name} unverified")
+            raise error_type(
+                f"the checksum file {beside} is damaged\ndelete it to read {path.name} unverified"
+            )
         file = CheckedFile(path, checksums, error_type)
         if path.stat().st_size != checksums.size:
             raise file._checksum_error(f"it has {path.stat().st_size} bytes, not {checksums.size}")

@@ -21,7 +21,7 @@ from shardwright.errors import LockError
 LOCK_FILE = ".lock"
 
 PROBE_BYTES = 4096
-"""Size of the file that is written on trial: one block, which a full disk does not have."""
+"""Bytes of the file that is written to test a folder: one block, which fails on a full disk."""
 
 MAX_WAIT_SECONDS = 2.0
 """Maximum seconds to wait for a lock whose holder is about to exit."""
@@ -79,8 +79,10 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise LockError if no file can be written to a folder: a lock file that a killed run left can
-    be locked in a folder that has become read-only."""
+    """Raise LockError if no file can be written to a folder.
+
+    The lock alone does not show this: a lock file of a killed run in a folder that has become
+    read-only can still be locked."""
     probe = folder / f"{LOCK_FILE}-{os.getpid()}-{time.monotonic_ns()}"
     try:
         try:

@@ -133,7 +133,7 @@ class CheckpointInfo:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` names an entry of a folder: it is no path, and neither `.` nor `..`."""
+    """Whether `name` is a plain file name: no path, and neither `.` nor `..`."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
@@ -149,11 +149,11 @@ def open_regular_file(path: Path) -> io.BufferedReader:
         file = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError("it is a link, not a regular file") from None
+            raise OSError(f"{path.name} is a link: replace it with a copy of its target") from None
         raise
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError("it is not a regular file")
+        raise OSError(f"{path.name} is not a regular file: copy the original file into the folder")
     return io.BufferedReader(io.FileIO(file, "rb"))
 
 
@@ -201,10 +201,12 @@ def _read_entries(path: Path) -> dict[str, Any]:
         file_text = file.read().decode()
     body, last_entry, _ = file_text.rpartition(_LAST_ENTRY)
     if last_entry and file_text != _append_checksum(body):
-        raise ValueError("the checksum of the manifest does not match its content")
+        raise ValueError(
+            f"the checksum of {path.name} does not match its content: copy the checkpoint again"
+        )
     content: dict[str, Any] = parse_json(file_text, path.name, CheckpointError)
     if content.pop("checksum", None) is None and content["version"] == VERSION:
-        raise ValueError("the manifest has no entry 'checksum'")
+        raise ValueError(f"{path.name} has no entry 'checksum': copy the checkpoint again")
     return content
 
 

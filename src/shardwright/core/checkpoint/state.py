@@ -128,7 +128,9 @@ def allocate_optimizer_state(
             size, dtype = saved[key].size, saved[key].properties.dtype
             is_sharded = size == parameter.shape
             if not is_sharded and size.numel() > sum(c.sizes.numel() for c in saved[key].chunks):
-                raise DamagedCheckpointError(f"{folder} is damaged: it lacks parts of {key!r}")
+                raise DamagedCheckpointError(
+                    f"{folder} is damaged: it lacks shards of {key!r}\nload an earlier checkpoint"
+                )
             tensor = (
                 torch.zeros_like(parameter, dtype=dtype)
                 if is_sharded

@@ -85,22 +85,27 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def _check_tensor_ranges(self, metadata: Metadata) -> None:
-        """Raise ValueError if a tensor is not in a file of the checkpoint, or is larger than it."""
+        """Raise ValueError if a tensor is in no checkpoint file, or beyond the end of its file."""
         sizes = dict[str, int]()
         for index, info in metadata.storage_data.items():
             name = info.relative_path
             if not is_plain_name(name) or (self._names and name not in self._names):
-                raise ValueError(f"{index.fqn!r} is in {name!r}, not in a file of the checkpoint")
+                raise ValueError(
+                    f"tensor {index.fqn!r} is in {name!r}, not in a file of the checkpoint:"
+                    " copy the checkpoint again"
+                )
             if name not in sizes:
                 path = Path(self.path) / name
                 sizes[name] = path.lstat().st_size if path.is_file() else 0
             if info.offset + info.length > sizes[name]:
-                raise ValueError(f"{index.fqn!r} is beyond the end of {name}")
+                raise ValueError(
+                    f"tensor {index.fqn!r} is beyond the end of {name}: copy the file again"
+                )
         for key, tensor in metadata.state_dict_metadata.items():
-            _check_chunks(key, tensor, metadata.storage_data)
+            _check_tensor_chunks(key, tensor, metadata.storage_data)
 
 
-def _check_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -> None:
+def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -> None:
     """Raise ValueError if a chunk of a tensor is in no file, outside the tensor, or larger than the
     bytes in its file."""
     for chunk in tensor.chunks:
@@ -113,7 +118,10 @@ def _check_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, Any]) -
             or chunk.sizes.numel() * tensor.properties.dtype.itemsize > info.length
             or any(end > size for end, size in zip(ends, tensor.size, strict=False))
         ):
-            raise ValueError(f"the table of the pieces of {key!r} is inconsistent")
+            raise ValueError(
+                f"the chunks of tensor {key!r} do not match its shape or file: copy the checkpoint"
+                " again"
+            )
 
 
 class PublishingWriter(FileSystemWriter):

@@ -64,7 +64,7 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 
 
 def cluster_file_text(cluster: Cluster) -> str:
-    """Return the YAML text of a measured cluster, with a digest that shows later edits."""
+    """Return the YAML text of a measured cluster, with a digest that reveals later edits."""
     content = cluster_to_yaml(cluster)
     return (
         f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
@@ -82,8 +82,9 @@ def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
 
 
 LARGEST_VALUE = 1e30
-"""Largest number in a cluster file, in base units; the smallest is its inverse. No prediction
-overflows within this range."""
+"""Largest valid number in a cluster file, in base units; the smallest is its inverse.
+
+Within this range no prediction overflows."""
 
 
 class _MappingReader:

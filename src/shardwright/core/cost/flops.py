@@ -170,7 +170,7 @@ def _matmul_dims(
     Returns () for other operators.
     """
     if op.target in _ATTENTION:
-        return ((_num_keys(op), frozenset()),)
+        return ((_mean_num_keys(op), frozenset()),)
     if rule is None or not flops or op.target in _RECURRENT or len(op.inputs) < 2:
         return ()
     if isinstance(op.target, LocalCall):
@@ -272,13 +272,13 @@ def _attention_flops(op: Op) -> float:
     s queries, t keys of a query in the mean, and head dimensions d of keys and e of values."""
     arguments = call_arguments(op)
     query, value = arguments["query"], arguments["value"]
-    keys = _num_keys(op)
+    keys = _mean_num_keys(op)
     flops: float = 2.0 * query.numel * keys
     flops += 2.0 * (query.numel // query.shape[-1]) * keys * value.shape[-1]
     return flops
 
 
-def _num_keys(op: Op) -> float:
+def _mean_num_keys(op: Op) -> float:
     """Return the mean number of keys of a query: half of all with causal attention."""
     arguments = call_arguments(op)
     rows, keys = arguments["query"].shape[-2], float(arguments["key"].shape[-2])

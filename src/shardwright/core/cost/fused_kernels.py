@@ -1,4 +1,4 @@
-"""Fused kernels of a device on the meta device, which has none of its own.
+"""Register a device's fused kernels for tensors on the meta device, which has none of its own.
 
 PyTorch chooses a kernel of `scaled_dot_product_attention`, `rms_norm` and `dropout` by device. On
 the meta device it would decompose them into operators that save more tensors for the backward pass:
@@ -45,7 +45,7 @@ class FusedKernels:
         unregister(self._library)
 
 
-def _attention_of_cpu(
+def _cpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,14 +61,14 @@ def _attention_of_cpu(
     # The conditions of PyTorch's CPU flash kernel.
     if query.ndim != 4 or len(sizes) > 1 or dropout_p > 0 or mask_needs_gradient:
         options = {"scale": scale, "enable_gqa": enable_gqa}
-        return _decomposed(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return _decomposed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
-    mask = _as_bias(attn_mask, query)
+    mask = _convert_mask_to_score_bias(attn_mask, query)
     out: Tensor = kernel(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
     return out
 
 
-def _attention_of_accelerator(
+def _accelerator_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -95,9 +95,9 @@ def _attention_of_accelerator(
         return out
     if query.ndim != 4 or grouped:
         options = {"scale": scale, "enable_gqa": enable_gqa}
-        return _decomposed(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return _decomposed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     kernel = aten._scaled_dot_product_efficient_attention.default
-    mask = _as_bias(attn_mask, query)
+    mask = _convert_mask_to_score_bias(attn_mask, query)
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     saves = any(tensor.requires_grad for tensor in (query, key, value))
@@ -105,12 +105,12 @@ def _attention_of_accelerator(
     return out
 
 
-def _decomposed(*args: Any, **kwargs: Any) -> Tensor:
+def _decomposed_attention(*args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
     return out
 
 
-def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+def _convert_mask_to_score_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Return a boolean mask as the tensor that kernels add to scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
@@ -118,7 +118,7 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.where(mask.logical_not(), float("-inf"), zero)
 
 
-def _rms_norm_of_accelerator(
+def _accelerator_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     # The condition of PyTorch's fused kernel (`aten/src/ATen/native/layer_norm.cpp`).
@@ -149,7 +149,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         )
 
 
-def _dropout_of_accelerator(x: Tensor, p: float, train: bool) -> Tensor:
+def _accelerator_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if not train or not 0 < p < 1:
         out: Tensor = call_composite(aten.dropout.default, x, p, train)
         return out
@@ -157,9 +157,9 @@ def _dropout_of_accelerator(x: Tensor, p: float, train: bool) -> Tensor:
     return dropped
 
 
-_CPU_KERNELS = {"scaled_dot_product_attention": _attention_of_cpu}
+_CPU_KERNELS = {"scaled_dot_product_attention": _cpu_attention}
 _ACCELERATOR_KERNELS = {
-    "scaled_dot_product_attention": _attention_of_accelerator,
-    "rms_norm": _rms_norm_of_accelerator,
-    "dropout": _dropout_of_accelerator,
+    "scaled_dot_product_attention": _accelerator_attention,
+    "rms_norm": _accelerator_rms_norm,
+    "dropout": _accelerator_dropout,
 }

@@ -140,13 +140,13 @@ class _SmallBlock(nn.Module):
             linear(rows).view(1, -1, HEADS, WIDTH // HEADS).transpose(1, 2)
             for linear in (query, key, value)
         )
-        attention = nn.functional.scaled_dot_product_attention(_rope(q), _rope(k), v)
+        attention = nn.functional.scaled_dot_product_attention(_apply_rope(q), _apply_rope(k), v)
         x = x + out(attention.transpose(1, 2).reshape(1, -1, WIDTH))
         y: Tensor = down(nn.functional.gelu(up(self.norms[1](x))))
         return x + y
 
 
-def _rope(x: Tensor) -> Tensor:
+def _apply_rope(x: Tensor) -> Tensor:
     """Apply a rotary position embedding with a constant angle to `x`."""
     half = x.shape[-1] // 2
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

@@ -42,14 +42,14 @@ def orthogonalization_seconds(
         for first in range(0, len(of_axes), devices):
             taken = of_axes[first : first + devices]
             # The largest of them takes longest.
-            seconds += _iteration_seconds(taken[0], model) * ITERATIONS
+            seconds += _newton_schulz_seconds(taken[0], model) * ITERATIONS
             if devices > 1:
                 local = sum(map(prod, taken)) * torch.bfloat16.itemsize / devices
                 seconds += 2 * model.links.seconds("all_to_all", axes, local)
     return seconds
 
 
-def _iteration_seconds(shape: Shape, model: TimeModel) -> float:
+def _newton_schulz_seconds(shape: Shape, model: TimeModel) -> float:
     """Return the seconds of a Newton-Schulz iteration: `A = X Xᵀ`, `A²` and their product with
     `X`."""
     m, k = sorted(shape)

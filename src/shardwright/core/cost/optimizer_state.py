@@ -190,7 +190,7 @@ def _factories_by_shard(
             by_name = ["adamw" if shard.is_table else optimizer for shard in shards]
         return by_name
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _unknown_optimizer(optimizer)
+        raise _unknown_optimizer_error(optimizer)
     groups = [_group_factory(optimizer, group) for group in optimizer.param_groups]
     factories: dict[Shape, list[MakeOptimizer]] = {}
     for group, make in zip(optimizer.param_groups, groups, strict=True):
@@ -232,11 +232,11 @@ def _optimizer_factory(optimizer: StateFactory) -> MakeOptimizer:
     if not isinstance(optimizer, str):
         return optimizer
     if optimizer not in OPTIMIZERS:
-        raise _unknown_optimizer(optimizer)
+        raise _unknown_optimizer_error(optimizer)
     return OPTIMIZERS[optimizer].example
 
 
-def _unknown_optimizer(optimizer: object) -> PlanError:
+def _unknown_optimizer_error(optimizer: object) -> PlanError:
     valid = ", ".join(OPTIMIZERS)
     return PlanError(
         f"optimizer={optimizer!r}: unknown optimizer\n"
@@ -272,14 +272,16 @@ def _bytes_for_parameter(
         measured = _measure_optimizer_bytes(optimizer, parameter)
         if full == shape:
             return measured
-        replicated = _replicated_bytes(make, full, dtype) - _replicated_bytes(make, shape, dtype)
+        replicated = _replicated_state_bytes(make, full, dtype) - _replicated_state_bytes(
+            make, shape, dtype
+        )
         return OptimizerBytes(measured.state + replicated, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
         return _bytes_from_small_parameter(make, shape, dtype, full)
 
 
-def _replicated_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
+def _replicated_state_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
     """Return the bytes of state tensors that are created from `shape`, not from the parameter."""
     optimizer = make([_derived_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
     optimizer.step()

@@ -103,13 +103,13 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     if pipeline.stages == 1:
         pieces = range(pipeline.micro_batches)
         return (tuple(Action(0, each, m) for m in pieces for each in (FORWARD, BACKWARD)),)
-    return _torch_actions(
+    return _actions_of_torch_schedule(
         pipeline.schedule_spec, pipeline.stages, pipeline.micro_batches, pipeline.chunks
     )
 
 
 @cache
-def _torch_actions(
+def _actions_of_torch_schedule(
     schedule: ScheduleSpec, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
     orders = get_schedule_ops(
@@ -196,7 +196,7 @@ class Timeline:
     Args:
         pipeline: simulated pipeline.
         chunks: seconds of each chunk, in model order.
-        ends: end of each step of `_passes`, in seconds.
+        ends: end of each step of `_ordered_passes`, in seconds.
     """
 
     pipeline: PipelineSpec
@@ -294,11 +294,13 @@ class _PipelinePass:
 def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PipelinePass, ...]:
     check_pipelining(pipeline)
     # Assignments of operators to chunks are neither hashable nor needed.
-    return _passes(pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks)
+    return _ordered_passes(
+        pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks
+    )
 
 
 @lru_cache(maxsize=64)
-def _passes(
+def _ordered_passes(
     stages: int, micro_batches: int, schedule: str, chunks: int
 ) -> tuple[_PipelinePass, ...]:
     """Return all passes of a step, each after those that it waits for."""

@@ -21,10 +21,11 @@ UPDATE_PASSES = 7
 parameter, the gradient and two moments, and writes the parameter and the moments."""
 
 PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
-"""Host time in units of the overhead of an operator: AdamW's update of a parameter; copying a
-parameter or gradient into a bucket and out of it; bookkeeping of `torch.utils.checkpoint` per
-recomputed operator. Added only on CPUs, since accelerators compute meanwhile. Measured with steps
-of a small model on 8 processes."""
+"""Host overhead on CPUs, in units of one operator's overhead: AdamW's update of a parameter; a
+parameter's or gradient's copies into and out of a bucket; `torch.utils.checkpoint` per recomputed
+operator.
+
+Measured with steps of a small model on 8 processes. Accelerators hide host overhead."""
 
 RING_OPERATORS = 20
 """Operators launched per step of ring attention: attention on two parts of the sequence, and the
@@ -132,8 +133,8 @@ class TimeModel:
         if key not in self._steps:
             local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
             self._steps[key] = (
-                self._step_seconds(step.forward, step, local * itemsize),
-                self._step_seconds(step.backward, step, local * itemsize),
+                self._redistribution_step_seconds(step.forward, step, local * itemsize),
+                self._redistribution_step_seconds(step.backward, step, local * itemsize),
             )
         forward, backward = self._steps[key]
         return forward, backward if differentiable else 0.0
@@ -170,7 +171,9 @@ class TimeModel:
         )
         return forward, backward
 
-    def _step_seconds(self, name: str | None, step: RedistributionStep, num_bytes: int) -> float:
+    def _redistribution_step_seconds(
+        self, name: str | None, step: RedistributionStep, num_bytes: int
+    ) -> float:
         return 0.0 if name is None else self.links.seconds(name, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:

@@ -62,12 +62,12 @@ def blockwise_attention(
     tensors = _without_negative_positions((query, key, value), first_key)
     if _can_use_flash(tensors, causal, window, terms):
         out, lse, *_ = aten._flash_attention_forward(
-            *_flash_layout(tensors),
+            *_to_flash_layout(tensors),
             *_unpacked_length_arguments(tensors),
             0.0,
             False,
             False,
-            **_window_options(window, scale),
+            **_flash_window_arguments(window, scale),
         )
         return out.transpose(1, 2), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -98,7 +98,7 @@ def _attention_backward(
         _without_negative_positions(each, first_key) for each in ((query, key, value), gradients)
     )
     if _can_use_flash(tensors, causal, window, terms):
-        transposed = _flash_layout((gradient, *tensors, out))
+        transposed = _to_flash_layout((gradient, *tensors, out))
         # The state of the random generator is only read if there is dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device)
         results = aten._flash_attention_backward(
@@ -109,7 +109,7 @@ def _attention_backward(
             False,
             state,
             state,
-            **_window_options(window, scale),
+            **_flash_window_arguments(window, scale),
         )
         for total, result in zip(nonnegative_gradients, results, strict=True):
             total.copy_(result.transpose(1, 2))
@@ -242,14 +242,14 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _window_options(window: int | None, scale: float | None) -> dict[str, Any]:
+def _flash_window_arguments(window: int | None, scale: float | None) -> dict[str, Any]:
     """Return the keyword arguments of a flash kernel for a sliding window; the kernel does not
     count a query's own position."""
     assert window is not None
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
-def _flash_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _to_flash_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors in the layout of flash kernels: `[batch, positions, heads, size]`."""
     return [tensor.transpose(1, 2) for tensor in tensors]
 

@@ -77,11 +77,11 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         updates=tuple((new[a], new[b]) for a, b in graph.updates),
         loss=None if graph.loss is None else new[graph.loss],
         other_losses=tuple(new[v] for v in graph.other_losses),
-        whole_batch=_whole_batch_in_float64(graph.whole_batch, twin.whole_batch if twin else None),
+        whole_batch=_convert_whole_batch(graph.whole_batch, twin.whole_batch if twin else None),
     )
 
 
-def _whole_batch_in_float64(
+def _convert_whole_batch(
     whole_batch: WholeBatch | str | None, twin: WholeBatch | str | None
 ) -> WholeBatch | str | None:
     if not isinstance(whole_batch, WholeBatch) or whole_batch.prologue is None:
@@ -98,7 +98,7 @@ def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
     """
     ops, twin_ops = ([op for op in g.ops if not _is_float_cast(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
-    if [_target_in_float64(op) for op in ops] != [_target_in_float64(op) for op in twin_ops]:
+    if [_comparable_target(op) for op in ops] != [_comparable_target(op) for op in twin_ops]:
         return {}
     return dict(zip(ops, twin_ops, strict=True))
 
@@ -110,7 +110,7 @@ def is_product_of_row_groups(op: Op) -> bool:
     return op.target == GROUPED_MM and ranks == [2, 3, 1]
 
 
-def _target_in_float64(op: Op) -> object:
+def _comparable_target(op: Op) -> object:
     return SEGMENT_MATMUL if is_product_of_row_groups(op) else _op_target_in_float64(op)
 
 

@@ -248,7 +248,7 @@ class LocalCall:
         object.__setattr__(self, "__qualname__", repr(self))
 
     @property
-    def _eq_key(self) -> tuple[Any, ...]:
+    def _equality_key(self) -> tuple[Any, ...]:
         """Fields that determine equality; names, models and sizes follow from the operator's
         arguments."""
         dtypes = tuple(dtype for _, dtype in self.results)
@@ -256,7 +256,9 @@ class LocalCall:
         return (self.declaration, self.body.description, constants, dtypes, self.autocast)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, LocalCall) and self._eq_key == other._eq_key)
+        return self is other or (
+            isinstance(other, LocalCall) and self._equality_key == other._equality_key
+        )
 
     def __hash__(self) -> int:
         return hash((self.declaration, self.body.description))

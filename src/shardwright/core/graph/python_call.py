@@ -35,13 +35,13 @@ class HostNumbers:
     def of(cls, graph: fx.Graph) -> HostNumbers:
         """Return the numbers of a graph that Dynamo recorded."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        inputs = {node: i for i, node in enumerate(placeholders) if _is_number(node)}
+        inputs = {node: i for i, node in enumerate(placeholders) if _is_python_number(node)}
         numbers, nodes = set(inputs), list[fx.Node]()
         for node in graph.nodes:
             reads = node.all_input_nodes
             is_operation = node.op in ("call_function", "call_method")
             # Dynamo returns a float as a tensor.
-            is_number = _is_symbol(node) or node.target is torch.scalar_tensor
+            is_number = _is_symbolic_number(node) or node.target is torch.scalar_tensor
             if is_operation and reads and numbers.issuperset(reads) and is_number:
                 numbers.add(node)
                 nodes.append(node)
@@ -72,16 +72,16 @@ class HostNumbers:
         return values
 
 
-def _is_symbol(node: fx.Node) -> bool:
+def _is_symbolic_number(node: fx.Node) -> bool:
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
     return isinstance(node.meta.get("example_value"), symbols)
 
 
-def _is_number(node: fx.Node) -> bool:
+def _is_python_number(node: fx.Node) -> bool:
     example = node.meta.get("example_value")
     is_float = isinstance(example, Tensor) and example.ndim == 0 and example.dtype == torch.float64
     items = (user.op == "call_method" and user.target == "item" for user in node.users)
-    return _is_symbol(node) or (is_float and bool(node.users) and all(items))
+    return _is_symbolic_number(node) or (is_float and bool(node.users) and all(items))
 
 
 def _is_number_read_by_operator(number: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:

@@ -48,7 +48,8 @@ def dumps(graph: Graph, key: str = "") -> bytes:
     """
     if graph.python is not None:
         raise TypeError(
-            "a graph with Python code around it is not serializable: capture the model on each rank"
+            "the graph runs captured Python code, which cannot be serialized\n"
+            "capture the model on each rank"
         )
     content = json.dumps(_GraphWriter().write(replace(graph, module_tags={})))
     return with_header(content.encode(), key)
@@ -63,30 +64,38 @@ def loads(content: bytes, key: str = "") -> Graph:
     """
     header = _HEADER.match(content)
     if header is None:
-        raise ValueError(f"not a serialized graph: {'no header line' if content else 'no content'}")
+        missing = "header line" if content else "content"
+        raise ValueError(f"not a serialized graph: it has no {missing}\ncapture the model again")
     # Before the digest, which depends on the format: an older file is not a damaged file.
     if int(header[1]) != FORMAT:
         raise ValueError(
-            f"serialized graph of format {int(header[1])}, but this release reads {FORMAT}"
+            f"serialized graph of format {int(header[1])}, but this release reads {FORMAT}\n"
+            "capture the model again"
         )
     body = content[header.end() :]
-    if header[2].decode() != _digest(key, body):
-        raise ValueError("damaged serialized graph: its checksum differs")
+    if header[2].decode() != _sha256_digest(key, body):
+        raise ValueError("damaged serialized graph: its checksum differs\ncapture the model again")
     try:
         graph = _GraphReader().read(json.loads(body))
     except Exception as error:  # malformed content may cause any error
-        raise ValueError(f"damaged serialized graph: {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"damaged serialized graph: {problem}\ncapture the model again") from error
     if not isinstance(graph, Graph):
-        raise ValueError(f"the serialized object is a {type(graph).__name__}, not a graph")
+        raise ValueError(
+            f"the serialized object is a {type(graph).__name__}, not a graph\n"
+            "capture the model again"
+        )
     return graph
 
 
 def with_header(body: bytes, key: str = "") -> bytes:
     """Return a serialized graph with the header line that `loads` verifies."""
-    return f"shardwright graph, format {FORMAT}, sha256 {_digest(key, body)}\n".encode() + body
+    return (
+        f"shardwright graph, format {FORMAT}, sha256 {_sha256_digest(key, body)}\n".encode() + body
+    )
 
 
-def _digest(key: str, body: bytes) -> str:
+def _sha256_digest(key: str, body: bytes) -> str:
     return hashlib.sha256(f"{FORMAT} {key}\n".encode() + body).hexdigest()
 
 
@@ -114,7 +123,8 @@ class _GraphWriter:
             name = "list" if isinstance(obj, list) else "tuple"
             return [name, *map(self.write, obj)]
         raise TypeError(
-            f"a graph that contains a {type(obj).__name__} ({obj!r}) cannot be serialized"
+            f"a graph that contains a {type(obj).__name__} ({obj!r}) cannot be serialized\n"
+            "capture the model on each rank"
         )
 
 
@@ -127,7 +137,8 @@ class _GraphReader:
             # Strings become part of a program's text, to which a line break could add a statement.
             if isinstance(content, str) and not content.isprintable():
                 raise ValueError(
-                    f"the graph contains {content!r}, but strings of a program must be printable"
+                    f"the graph contains {content!r}, but strings of a program must be printable\n"
+                    "capture the model again"
                 )
             return content
         name, *entries = content
@@ -153,7 +164,8 @@ def _make_op(*entries: Any) -> Op:
     op = Op(*entries)
     if not all(keyword.isidentifier() for keyword in op.kwargs):
         raise ValueError(
-            f"operator {op.name} has keywords that are not identifiers: {list(op.kwargs)}"
+            f"operator {op.name} has keywords that are not identifiers: {list(op.kwargs)}\n"
+            "capture the model again"
         )
     return op
 
@@ -197,7 +209,10 @@ _FUNCTIONS_BY_NAME = {
 
 def _function_name(function: Callable[..., Any]) -> str:
     if _FUNCTIONS_BY_NAME.get(function.__name__) is not function:
-        raise TypeError(f"a graph that calls {function.__qualname__} cannot be serialized")
+        raise TypeError(
+            f"a graph that calls {function.__qualname__} cannot be serialized\n"
+            "capture the model on each rank"
+        )
     return str(function.__name__)
 
 
@@ -218,5 +233,8 @@ function from a string)."""
 
 def _check_leaf_type(leaf_type: Any, obj: Any) -> Any:
     if not isinstance(obj, leaf_type):
-        raise TypeError(f"the graph contains {obj!r} where a {leaf_type.__name__} belongs")
+        raise TypeError(
+            f"damaged graph: it contains {obj!r} in place of a {leaf_type.__name__}\n"
+            "capture the model again"
+        )
     return obj

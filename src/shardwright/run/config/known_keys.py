@@ -16,17 +16,17 @@ from typing import Any
 PACKAGE = Path(__file__).parents[2]
 
 SOURCES = ("run/config/schema.py", "core/planner/options.py")
-"""Files with the classes of the schema."""
+"""Source files of the section classes, relative to the package."""
 
 SectionKeys = Mapping[str, "str | None"]
-"""For each key of a section the class of the section below it; None for a key without sections."""
+"""Class name of the nested section of each key; None for a key with a plain value."""
 
 
 def unknown_keys(content: Any, file: str) -> str:
-    """Return a message with a line for each unknown key, or "" if there are none.
+    """Return a message with one line per unknown key; empty if all keys are known.
 
-    Files of other frameworks have top-level keys that resemble none of the schema; they have no
-    unknown keys.
+    A file whose top-level keys resemble none of the schema belongs to another framework, and is
+    not checked.
 
     Args:
         content: the parsed YAML.
@@ -37,21 +37,23 @@ def unknown_keys(content: Any, file: str) -> str:
         return ""
     if not all(key in keys or close_keys(key, keys) for key in content):
         return ""
-    return "\n".join(f"{file}: {line}" for line in _unknown_in(content, "Config", ""))
+    return "\n".join(f"{file}: {line}" for line in _unknown_keys_of_section(content, "Config", ""))
 
 
 def key_hint(key: str, keys: SectionKeys | list[str]) -> str:
-    """Return the closest of the valid `keys`, or all of them, as the end of a message."""
+    """Return the end of an error message: the key of `keys` closest to `key`, or all `keys`."""
     close = close_keys(key, keys)
     return f"did you mean {close[0]}?" if close else f"valid keys: {', '.join(keys)}"
 
 
 def close_keys(key: str, keys: SectionKeys | list[str]) -> list[str]:
-    """Return the valid key that `key` may be a misspelling of, or []."""
+    """Return a list with the key of `keys` most similar to `key`; empty if none is similar."""
     return difflib.get_close_matches(key, keys, n=1)
 
 
-def _unknown_in(content: Mapping[Any, Any], section: str, prefix: str) -> Iterator[str]:
+def _unknown_keys_of_section(
+    content: Mapping[Any, Any], section: str, prefix: str
+) -> Iterator[str]:
     keys = section_keys()[section]
     for key, value in content.items():
         if key not in keys:
@@ -59,36 +61,38 @@ def _unknown_in(content: Mapping[Any, Any], section: str, prefix: str) -> Iterat
             continue
         below = keys[key]
         if below is not None and isinstance(value, Mapping):
-            yield from _unknown_in(value, below, f"{prefix}{key}.")
+            yield from _unknown_keys_of_section(value, below, f"{prefix}{key}.")
 
 
 @cache
 def section_keys() -> Mapping[str, SectionKeys]:
-    """Return the keys of each section, by name of its class."""
+    """Return the keys of each section of a configuration, by name of the section's class."""
     classes: dict[str, ast.ClassDef] = {}
     for source in SOURCES:
         for node in ast.parse((PACKAGE / source).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 classes[node.name] = node
-    return {name: dict(_keys_of(name, classes)) for name in classes}
+    return {name: dict(_annotated_keys_of_class(name, classes)) for name in classes}
 
 
-def _keys_of(name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, str | None]]:
+def _annotated_keys_of_class(
+    name: str, classes: Mapping[str, ast.ClassDef]
+) -> Iterator[tuple[str, str | None]]:
     node = classes[name]
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and base.id in classes:
-            yield from _keys_of(base.id, classes)
+            yield from _annotated_keys_of_class(base.id, classes)
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             names = (
                 child.id for child in ast.walk(field.annotation) if isinstance(child, ast.Name)
             )
             sections = [each for each in names if each.endswith("Section")]
-            yield _alias(field) or field.target.id, sections[0] if sections else None
+            yield _alias_of_field(field) or field.target.id, sections[0] if sections else None
 
 
-def _alias(field: ast.AnnAssign) -> str | None:
-    """Return the key of a field whose name differs, as `async` is no name in Python."""
+def _alias_of_field(field: ast.AnnAssign) -> str | None:
+    """Return the YAML key of a field that is not the field's name, such as `async`; else None."""
     if not isinstance(field.value, ast.Call):
         return None
     aliases = (each.value for each in field.value.keywords if each.arg == "alias")

@@ -26,7 +26,7 @@ EXPECTED_TYPES = {
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
 }
-"""Name of the expected type, by pydantic's error type."""
+"""Name of the expected YAML type in error messages, by pydantic's error type."""
 
 
 def load(path: str | Path) -> Config:
@@ -70,11 +70,11 @@ def validate_config(content: Any, name: str) -> Config:
     try:
         return Config.model_validate(content)
     except ValidationError as error:
-        problems = [f"{name}: {_error_message(details)}" for details in error.errors()]
+        problems = [f"{name}: {_validation_message(details)}" for details in error.errors()]
         raise ConfigError("\n".join(problems)) from None
 
 
-def _error_message(details: ErrorDetails) -> str:
+def _validation_message(details: ErrorDetails) -> str:
     """Return the message of one validation error: key, invalid value, and valid values."""
     path, error_type, value = details["loc"], details["type"], details["input"]
     key = ".".join(str(key_part) for key_part in path)
@@ -95,7 +95,7 @@ def _error_message(details: ErrorDetails) -> str:
 
 
 def _valid_key_hint(path: tuple[int | str, ...]) -> str:
-    """Return the closest valid key of the section, or all its keys, as the end of a message."""
+    """Return the end of an error message: the valid key closest to an unknown one, or all keys."""
     section: type[BaseModel] = Config
     for key in path[:-1]:
         annotation = section.model_fields[str(key)].annotation

@@ -146,7 +146,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
         ConfigError: if a module path or a block index does not exist in the model.
     """
     modules = dict(net.named_modules())
-    for path, op_types in _recomputed_op_types(net, section).items():
+    for path, op_types in _recomputed_op_types_by_path(net, section).items():
         if path not in modules:
             close_matches = get_close_matches(path, modules, n=1, cutoff=0.0)
             raise ConfigError(
@@ -156,10 +156,10 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
         recompute(modules[path], section.communication, operators=op_types)
 
 
-def _recomputed_op_types(
+def _recomputed_op_types_by_path(
     net: nn.Module, section: schema.RecomputeSection
 ) -> dict[str, list[str] | None]:
-    """Return operator types to recompute, by module path; None for all operators of the module."""
+    """Return the operator types to recompute of each module, by path; None for all types."""
     if section.modules is not None:
         return dict.fromkeys(section.modules, section.operators)
     blocks = list(paths_of_blocks(net))
@@ -240,7 +240,7 @@ def load_samples(
 
 
 def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
-    """Return the vocabulary size of the model; None if unknown, as for a target."""
+    """Return the vocabulary size of a language model; None for a model built by `model.target`."""
     if model.target is not None:
         return None
     if model.hf is not None:
@@ -273,7 +273,7 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     if constructor is MuonAdamW:
         options["tables"] = table_shapes(net)
     trained = [p for p in net.parameters() if p.requires_grad]
-    options |= _fused(constructor, trained)
+    options |= _fused_kernel_option(constructor, trained)
     if section.decay_vectors:
         return constructor(trained, **options)
     # Every rank creates both parameter groups, even if its stage has no parameter for one:
@@ -283,10 +283,10 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     return constructor([decayed, not_decayed], **options)
 
 
-def _fused(
+def _fused_kernel_option(
     constructor: Callable[..., torch.optim.Optimizer], parameters: Sequence[Tensor]
 ) -> dict[str, bool]:
-    """Return the option with which one kernel updates all parameters, if their devices have it.
+    """Return the option `fused=True` if all parameters' devices have a fused optimizer kernel.
 
     PyTorch's default AdamW reads and writes memory three times as often, and takes 2.8 times as
     long on an H100 (docs/gpu.md).
@@ -328,7 +328,7 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
     except TypeError as error:
         raise ConfigError(
             f"{key}: {target}{signature} cannot be called: {error}\n"
-            f"set `{key.replace('target', 'arguments')}` to arguments that it takes"
+            f"set `{key.replace('target', 'arguments')}` to the arguments of that signature"
         ) from None
     with wrap_errors(key, ConfigError):
         return function(**arguments)
@@ -347,7 +347,7 @@ def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
             raise
         raise ConfigError(
             f"{key}: no module {error.name!r} in {folder} or among the installed packages\n"
-            "use `package.module:callable`, as Python would import it from that folder"
+            "set it to `package.module:callable`, with a module of that folder or of a package"
         ) from None
     for name in attribute.split("."):
         if not hasattr(target_object, name):
@@ -355,12 +355,12 @@ def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
             hint = f"; did you mean {close_matches[0]}?" if close_matches else ""
             raise ConfigError(
                 f"{key}: module {module_name} has no attribute {attribute}{hint}\n"
-                "use `package.module:callable`"
+                "set it to `package.module:callable`, for example `models:MyModel`"
             )
         target_object = getattr(target_object, name)
     if not callable(target_object):
         raise ConfigError(
-            f"{key}: {target} is {target_object!r}, not a callable\n"
-            "use a function or class that the configuration can call"
+            f"{key}: {target} is {target_object!r}, which is not callable\n"
+            "set it to the name of a function or class, such as `models:MyModel`"
         )
     return target_object  # type: ignore[no-any-return]

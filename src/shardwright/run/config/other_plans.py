@@ -21,7 +21,7 @@ PRESETS: dict[str, Any] = {
     "data parallel": None,
     "fully sharded data parallel": {"level": "level3", "threshold": 0},
 }
-"""Planner option `hsdp`, by name of the preset; presets are planned without a search."""
+"""Value of the option `hsdp` of each preset strategy that needs no search, by name."""
 
 # Options that turn off every decision of the planner, and the memory limit: the page shows presets
 # even if they do not fit into memory.
@@ -36,7 +36,7 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AlternativePlanner:
-    """Planner of alternatives to the plan of a run, which reuses the captured graph where possible.
+    """Planner of alternatives to a run's plan, which reuses the captured graph where possible.
 
     Args:
         unplanned: the run as configured, before the number of micro-batches was chosen.
@@ -106,7 +106,7 @@ class AlternativePlanner:
             yield str(strategy_kind), reason.text
 
     def _plan_with_options(self, name: str, devices: int, **changes: Any) -> tuple[str, Plan | str]:
-        return _plan_or_error(
+        return _plan_or_error_message(
             self.run, name, partial(self.run.plan_graph, self.model, self.graph, devices, **changes)
         )
 
@@ -115,10 +115,10 @@ class AlternativePlanner:
         config = self.run.config.model_copy(update={"data": data})
         # `foreign` would recompute the batch size from the number of devices.
         run = replace(self.run, config=config, foreign=None)
-        return _plan_or_error(run, name, partial(run.plan, self.plan.devices))
+        return _plan_or_error_message(run, name, partial(run.plan, self.plan.devices))
 
 
-def _plan_or_error(run: Run, name: str, make_plan: partial[Plan]) -> tuple[str, Plan | str]:
+def _plan_or_error_message(run: Run, name: str, make_plan: partial[Plan]) -> tuple[str, Plan | str]:
     run.on_progress(name)
     try:
         return name, make_plan()

@@ -47,11 +47,13 @@ def rehearse_run(
             "load": None,
         }
     )
-    short_run = _ShortRun(run.config.model_copy(update={"train": train}), run.folder, run.foreign)
+    short_run = _RehearsedRun(
+        run.config.model_copy(update={"train": train}), run.folder, run.foreign
+    )
     rehearsal_device = device or torch.device("meta")
 
-    def build_training(device: torch.device) -> _ShortTraining:
-        return _ShortTraining(RankTraining.of(short_run, plan, device))
+    def build_training(device: torch.device) -> _RehearsedTraining:
+        return _RehearsedTraining(RankTraining.of(short_run, plan, device))
 
     rehearsed_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     return Rehearsal(
@@ -63,7 +65,7 @@ def rehearse_run(
 
 
 @dataclass(frozen=True)
-class _ShortTraining:
+class _RehearsedTraining:
     """Adapter from `RankTraining` to the rehearsal's protocol `Trainee`."""
 
     training: RankTraining
@@ -80,7 +82,7 @@ class _ShortTraining:
         self.training.train(checkpoints, lambda record: on_step())
 
 
-class _ShortRun(Run):
+class _RehearsedRun(Run):
     """A run of a few steps, on placeholder tokens unless the configuration names a text file."""
 
     @cached_property

@@ -145,11 +145,11 @@ class Run:
         try:
             batches = self._load_batches(self.config.evaluation_data)
         except DataError as error:
-            raise DataError(f"cannot load the data of `train.evaluation`: {error}") from None
+            raise DataError(f"`train.evaluation`: cannot load its data: {error}") from None
         return Evaluation(batches, section.every, section.batches)
 
     def check_data(self) -> None:
-        """Load the training and evaluation data now, so that missing data is reported early.
+        """Load training and evaluation data to report missing data before capture and planning.
 
         Raises:
             DataError: if the data is missing or damaged.
@@ -203,7 +203,7 @@ class Run:
         # The graph is saved before the search, so that it can be inspected if the search fails.
         try:
             if self.config.parallel.chooses_micro_batches:
-                candidate = self._search_candidate(devices)
+                candidate = self._search_fastest_candidate(devices)
                 if files is not None:
                     files.graph(candidate.model.graph)
                 plan = candidate.plan()
@@ -229,7 +229,7 @@ class Run:
         if not self.config.parallel.chooses_micro_batches:
             model, graph = self.capture()
             return self, model, graph, self.plan_graph(model, graph, devices)
-        candidate = self._search_candidate(devices)
+        candidate = self._search_fastest_candidate(devices)
         run = self._with_num_micro_batches(candidate.pipeline.micro_batches)
         return run, run.annotated_model(), candidate.model.graph, candidate.plan()
 
@@ -243,7 +243,9 @@ class Run:
         """
         if not self.config.parallel.chooses_micro_batches:
             return self
-        return self._with_num_micro_batches(self._search_candidate(devices).pipeline.micro_batches)
+        return self._with_num_micro_batches(
+            self._search_fastest_candidate(devices).pipeline.micro_batches
+        )
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
         """Plan the fastest strategy of each of the `top` fastest kinds of plans.
@@ -254,10 +256,10 @@ class Run:
             ShardwrightError: see `plan`; or the configuration names no cluster.
         """
         ranking = Ranking(top)
-        self.for_devices(devices)._search_candidate(devices, ranking)
+        self.for_devices(devices)._search_fastest_candidate(devices, ranking)
         return ranking.ranked()
 
-    def _search_candidate(self, devices: int, ranking: Ranking | None = None) -> Candidate:
+    def _search_fastest_candidate(self, devices: int, ranking: Ranking | None = None) -> Candidate:
         """Search for the fastest plan, and the number of micro-batches if the planner chooses it.
 
         Args:
@@ -359,7 +361,7 @@ class Run:
                 model, tuple(batch), compute_dtype=autocast_dtype, on_progress=self.on_progress
             )
 
-        if not self._config_determines_graph:
+        if not self._is_graph_cacheable:
             return capture_now()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         config = self.config
@@ -375,7 +377,7 @@ class Run:
         return replace(cached_graph(description, capture_now), module_tags=module_tags(model))
 
     @property
-    def _config_determines_graph(self) -> bool:
+    def _is_graph_cacheable(self) -> bool:
         """Whether the graph depends on the configuration only, not on user code or other files."""
         model, data = self.config.model, self.config.data
         model_in_config = model.is_language_model and not isinstance(model.hf, str)

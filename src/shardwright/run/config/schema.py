@@ -29,7 +29,7 @@ ImportTarget = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 
 
 class Section(BaseModel, extra="forbid", strict=True, frozen=True):
-    """Base of all sections: strict types (no string for a number) and no unknown keys."""
+    """Base class of sections: rejects unknown keys and, for example, strings for numbers."""
 
 
 class LoraSection(Section, frozen=True):
@@ -79,14 +79,14 @@ class ModelSection(Section, frozen=True):
         if len(used_keys) != 1:
             listed = " and ".join(f"`{key}`" for key in used_keys) or "no source"
             raise ValueError(
-                f"`model` has {listed}; set exactly one of `target`, `name`, `sizes`, `hf`"
+                f"`model` has {listed}; set exactly one of the keys `target`, `name`, `sizes`, `hf`"
             )
         if self.lora is not None and self.target is not None:
-            raise ValueError("the key `lora` needs a language model, by `name`, `sizes` or `hf`")
+            raise ValueError("the key `lora` needs a language model; set `name`, `sizes` or `hf`")
         if self.prefix is not None and self.lora is not None:
-            raise ValueError("set either `prefix` or `lora`, not both")
+            raise ValueError("the keys `prefix` and `lora` conflict; remove one of them")
         if self.prefix is not None and not (self.name or self.sizes):
-            raise ValueError("the key `prefix` needs a language model, by `name` or `sizes`")
+            raise ValueError("the key `prefix` needs a language model; set `name` or `sizes`")
         return self
 
 
@@ -112,7 +112,7 @@ class DataSection(Section, frozen=True):
     @model_validator(mode="after")
     def _check_one_source(self) -> Self:
         if self.name is not None and self.target is not None:
-            raise ValueError("set either `name` or `target`, not both")
+            raise ValueError("the keys `name` and `target` conflict; remove one of them")
         if self.arguments and self.target is None:
             raise ValueError(
                 "the key `arguments` needs the key `target`, for example `target: data:images`"
@@ -131,6 +131,10 @@ class DataSection(Section, frozen=True):
         return self
 
 
+def _option_error(expected: str) -> PydanticCustomError:
+    return PydanticCustomError("option_error", "expected {expected}", {"expected": expected})
+
+
 def _first_error_message(error: ValidationError) -> str:
     return error.errors()[0]["msg"].removeprefix("Value error, ")
 
@@ -142,7 +146,7 @@ _DATASETS_BY_KEY = {
     "tokenizer": ("text",),
     "dtype": ("tokens",),
 }
-"""Values of `data.name` with which a key of the section may be set, by key."""
+"""Values of `data.name` that allow a key of the section `data`, by key."""
 
 
 class ScheduleSection(Section, frozen=True):
@@ -158,7 +162,7 @@ class ScheduleSection(Section, frozen=True):
     @model_validator(mode="after")
     def _check_one_warmup(self) -> Self:
         if self.warmup_steps and self.warmup_ratio is not None:
-            raise ValueError("set either `warmup_steps` or `warmup_ratio`, not both")
+            raise ValueError("the keys `warmup_steps` and `warmup_ratio` conflict; remove one")
         return self
 
 
@@ -185,7 +189,7 @@ class OptimizerSection(Section, frozen=True):
         if value not in OPTIMIZERS:
             *names, last = (repr(name) for name in OPTIMIZERS)
             expected = f"{', '.join(names)} or {last}"
-            raise PydanticCustomError("option_error", "expected {expected}", {"expected": expected})
+            raise _option_error(expected)
         return value
 
     @model_validator(mode="after")
@@ -194,17 +198,21 @@ class OptimizerSection(Section, frozen=True):
         for key, example in optimizer.required.items():
             if getattr(self, key) is None:
                 raise ValueError(
-                    f"`name: {self.name}` needs the key `{key}`, for example `{key}: {example}`"
+                    f"`name: {self.name}` needs the key `{key}`; set for example `{key}: {example}`"
                 )
         valid_keys = {*optimizer.keys, *optimizer.required}
         for key in ("momentum", "betas", "eps"):
             if key not in valid_keys and getattr(self, key) is not None:
                 names = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
                 valid = " or ".join(f"`name: {name}`" for name in names)
-                raise ValueError(f"the key `{key}` needs {valid}, not `name: {self.name}`")
+                raise ValueError(
+                    f"the key `{key}` has no effect with `name: {self.name}`; remove it, or set"
+                    f" {valid}"
+                )
         if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
             raise ValueError(
-                f"betas: expected two numbers below 1, for example [0.9, 0.95], got {self.betas}"
+                f"`betas` must be two numbers below 1, not {self.betas}; set for example"
+                " [0.9, 0.95]"
             )
         return self
 
@@ -258,9 +266,9 @@ class RecomputeSection(Section, frozen=True):
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> Self:
         if self.auto and any(x is not None for x in (self.modules, self.blocks, self.operators)):
-            raise ValueError("set either `auto: true`, or `modules`, `blocks` and `operators`")
+            raise ValueError("`auto: true` conflicts with the other keys of `recompute`; remove it")
         if self.modules is not None and (self.blocks is not None or self.whole_blocks):
-            raise ValueError("set either `modules`, or `blocks` and `whole_blocks`, not both")
+            raise ValueError("`modules` conflicts with `blocks` and `whole_blocks`; remove one")
         return self
 
 
@@ -285,14 +293,12 @@ class ParallelSection(Section, FileOptions, frozen=True):
     def _check_planner_option(cls, value: Any, info: ValidationInfo) -> Any:
         requirement = requirements(PlanOptions)[str(info.field_name)]
         if not requirement.accepts(value):
-            raise PydanticCustomError(
-                "option_error", "expected {expected}", {"expected": requirement.words}
-            )
+            raise _option_error(requirement.words)
         return value
 
     @property
     def recomputes_as_needed(self) -> bool:
-        """Whether the planner chooses the modules to recompute, to fit into the memory limit."""
+        """Whether the planner chooses the recomputed modules such that the memory limit holds."""
         return self.recompute is not None and self.recompute.auto
 
     def check_devices(self, devices: int) -> None:
@@ -316,13 +322,13 @@ class ParallelSection(Section, FileOptions, frozen=True):
     @model_validator(mode="after")
     def _check_expert_keys(self) -> Self:
         if self.expert is not None and self.mode != "semi_auto":
-            raise ValueError(f"the key `expert` needs `mode: semi_auto`, not `mode: {self.mode}`")
+            raise ValueError(f"`expert` conflicts with `mode: {self.mode}`; set `mode: semi_auto`")
         if self.expert is not None and self.strategies is not None:
-            raise ValueError("set either `expert` or `strategies`, not both")
+            raise ValueError("the keys `expert` and `strategies` conflict; remove one of them")
         if self.expert is not None and self.stages == "auto":
             raise ValueError(
-                "the key `expert` needs a number of stages, for example `stages: 2`, not"
-                " `stages: auto`"
+                "`expert` conflicts with `stages: auto`; set a number of stages, for example"
+                " `stages: 2`"
             )
         if self.suggest_stages and (self.stages == "auto" or self.expert is not None):
             conflict = "stages: auto" if self.stages == "auto" else "expert"
@@ -354,7 +360,7 @@ class EvaluationSection(Section, frozen=True):
 
 
 class TrainSection(Section, frozen=True):
-    """Length, precision, logging and checkpoints of a run."""
+    """Length, precision, logging and checkpoints of a training run."""
 
     epochs: Count = 1
     steps: Count | None = None
@@ -372,7 +378,7 @@ class TrainSection(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """A configuration file."""
+    """The root of a configuration file, with one field per section."""
 
     model: ModelSection
     loss: Literal["cross_entropy", "mae", "mse", "none"] | None = None
@@ -395,7 +401,7 @@ class Config(Section, frozen=True):
         if evaluation is not None:
             key = "arguments" if self.data.target is not None else "path"
             if not getattr(evaluation, key):
-                raise ValueError(f"`train.evaluation` needs the key `{key}`, which names its data")
+                raise ValueError(f"`train.evaluation` has no data; set its key `{key}`")
             try:
                 _ = self.evaluation_data
             except ValidationError as error:
@@ -404,7 +410,7 @@ class Config(Section, frozen=True):
 
     @property
     def evaluation_data(self) -> DataSection:
-        """Section `data` for the evaluation data; `train.evaluation` must be set."""
+        """Section `data` with the changes of `train.evaluation`, which must be set."""
         assert self.train.evaluation is not None
         changes = self.train.evaluation.model_dump(include={"path", "arguments"})
         return DataSection(**{**self.data.model_dump(), **changes})
@@ -421,7 +427,7 @@ class Config(Section, frozen=True):
         names_blocks = recompute is not None and not recompute.auto and recompute.modules is None
         if names_blocks and not self.model.is_language_model:
             raise ValueError(
-                "`parallel.recompute` needs the key `modules` if `model.target` is set, for example"
+                "`parallel.recompute` needs module paths if `model.target` is set; set for example"
                 " `modules: [encoder]`"
             )
         return self

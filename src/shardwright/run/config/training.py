@@ -166,7 +166,7 @@ class RankTraining:
 
         def step_done(record: StepRecord) -> None:
             if step_profile is not None and step_profile.step_done():
-                self._report_measured(step_profile)
+                self._report_measurements(step_profile)
             on_step(self._add_throughput(record))
 
         # Without checkpoints nothing could be saved, so that signals have their usual effect.
@@ -237,7 +237,7 @@ class RankTraining:
         folder = self.profile.folder(_current_rank())
         return StepProfile(self.profile.steps, folder, devices.device)
 
-    def _report_measured(self, step_profile: StepProfile) -> None:
+    def _report_measurements(self, step_profile: StepProfile) -> None:
         """Gather the measurements of all ranks, and pass them to `on_measured` on rank 0."""
         assert self.profile is not None
         partitioned, devices = self.net.execution.partitioned, self.net.execution.devices

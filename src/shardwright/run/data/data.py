@@ -283,7 +283,7 @@ def packed_text(
         _byte_tokenizer() if tokenizer is None else _load_tokenizer(Path(tokenizer))
     )
     tokens: list[int] = []
-    for document in _read_texts(path):
+    for document in _read_text_documents(path):
         tokens += encode(document) + end_of_text
     samples = len(tokens) // seq_length
     if samples == 0:
@@ -295,7 +295,7 @@ def packed_text(
     return packed, packed.clone()
 
 
-def _read_texts(path: str | Path | None) -> list[str]:
+def _read_text_documents(path: str | Path | None) -> list[str]:
     if path is None:
         story = files("shardwright.run.data") / "texts" / "workshop.txt"
         return [story.read_text(encoding="utf-8")]

@@ -81,14 +81,14 @@ class TokenSequences:
 
     def __post_init__(self) -> None:
         if len(self) == 0:
-            source, tokens = self.arrays[0].source, self._array_ends[-1]
+            source, tokens = self.arrays[0].source, self._array_end_positions[-1]
             raise DataError(
                 f"{source}: {tokens} tokens are less than one sequence of seq_length"
                 f" {self.seq_length}\nuse a smaller `data.seq_length`, or more tokens"
             )
 
     def __len__(self) -> int:
-        return self._array_ends[-1] // self.seq_length
+        return self._array_end_positions[-1] // self.seq_length
 
     def __getitem__(self, rows: Tensor, /) -> Tensor:
         """Read the sequences with the indices `rows`, as int64 [len(rows), seq_length].
@@ -103,15 +103,15 @@ class TokenSequences:
         position, end = index * self.seq_length, (index + 1) * self.seq_length
         pieces = []
         while position < end:
-            array_index = bisect_right(self._array_ends, position)
-            array, array_end = self.arrays[array_index], self._array_ends[array_index]
+            array_index = bisect_right(self._array_end_positions, position)
+            array, array_end = self.arrays[array_index], self._array_end_positions[array_index]
             start = position - array_end + len(array.values)
             pieces.append(array.read(start, end - position, self.vocab_size))
             position += len(pieces[-1])
         return np.concatenate(pieces)
 
     @cached_property
-    def _array_ends(self) -> list[int]:
+    def _array_end_positions(self) -> list[int]:
         """Token position in the concatenation at which each array ends."""
         return list(accumulate(len(array.values) for array in self.arrays))
 
@@ -140,8 +140,8 @@ def token_sequences(
     labels: tuple[TokenArray, ...] = ()
     if is_saved_dataset(path):
         tokens, labels = (
-            _read_column(path, "input_ids"),
-            _read_column(path, "labels", optional=True),
+            _read_token_id_column(path, "input_ids"),
+            _read_token_id_column(path, "labels", optional=True),
         )
     else:
         files = [path]
@@ -299,7 +299,7 @@ def saved_dataset(path: Path, column: str) -> Any:
     return dataset
 
 
-def _read_column(path: Path, name: str, optional: bool = False) -> tuple[TokenArray, ...]:
+def _read_token_id_column(path: Path, name: str, optional: bool = False) -> tuple[TokenArray, ...]:
     dataset = saved_dataset(path, "input_ids")
     if optional and name not in dataset.column_names:
         return ()

@@ -123,7 +123,7 @@ def _collect_stop_signals() -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class DeviceRange:
-    """The minimum and maximum number of devices of an elastic run.
+    """Bounds of the number of devices of an elastic run: the option `--elastic MIN:MAX`.
 
     Raises:
         ConfigError: if the numbers are not 1 ≤ minimum ≤ maximum.

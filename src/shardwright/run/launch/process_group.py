@@ -159,17 +159,16 @@ def check_same_run(
 
 
 def _die_with_agent() -> None:
-    """Ask the kernel to kill this process when its elastic agent dies.
+    """Make the kernel kill this rank when its elastic agent dies (`PR_SET_PDEATHSIG`).
 
-    Otherwise the process would survive its agent as long as ranks on other nodes continue.
+    Otherwise the rank would outlive its agent while ranks of other nodes continue.
     """
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def join_store(world: World, timeout: timedelta) -> Store:
-    """Join the rendezvous store: the file of this launcher, or the one that torchrun or rank 0
-    serves.
+    """Join the rendezvous store: the launcher's file, or the `TCPStore` of torchrun or rank 0.
 
     Keys get a prefix with the number of restarts, because a launcher's store survives a restart.
     """
@@ -208,7 +207,7 @@ def _join_checked_store(
         facts: JSON values to compare, by name.
         purpose: prefix of the store keys of this comparison.
         timeout: longest time to wait for the other ranks.
-        unique_value: a value that must differ between ranks, as the hardware id of a device.
+        unique_value: a value that must differ between ranks, such as the hardware id of a device.
 
     Raises:
         ConfigError: if a fact differs between ranks, or two ranks have equal `unique_value`; raised

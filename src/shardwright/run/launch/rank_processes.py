@@ -123,10 +123,10 @@ class RankProcess:
             frozenset(self.signals),
             self.stopped_by if self.signals else None,
             RankError.read(self.logs.error(self.rank)),
-            "" if self.logs.stderr(self.rank).exists() else self._last_errors(),
+            "" if self.logs.stderr(self.rank).exists() else self._stderr_tail(),
         )
 
-    def _last_errors(self) -> str:
+    def _stderr_tail(self) -> str:
         size = os.fstat(self.stderr.fileno()).st_size
         content = os.pread(self.stderr.fileno(), LOG_BYTES, max(0, size - LOG_BYTES))
         return content.decode(errors="replace").strip()

@@ -25,7 +25,7 @@ STORE_VARIABLE = "SHARDWRIGHT_STORE"
 """Environment variable with the path of the store file of a rank's launcher."""
 
 RUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-"""Environment variable with the run of a rank, which is the name of the store file."""
+"""Environment variable with the unique name of a run, which is the name of its store file."""
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
         RuntimeError: if the address cannot be used.
     """
     address = _address_to_bind(host)
-    listener = None if address is None else _bind(address, port)
+    listener = None if address is None else _bind_socket(address, port)
     return dist.TCPStore(  # type: ignore[attr-defined]
         address or host,
         port if listener is None else listener.getsockname()[1],
@@ -93,9 +93,11 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
     )
 
 
-def _bind(address: str, port: int) -> socket.socket | None:
-    """Bind a socket to an address; None if this process serves a store at the port already, which
-    `TCPStore` then uses, or the address is translated on its way to this machine."""
+def _bind_socket(address: str, port: int) -> socket.socket | None:
+    """Bind a socket to an address of this machine; None if `TCPStore` must bind by itself.
+
+    That is if this process already serves a store at `port`, or if a network translates `address`.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -18,7 +18,7 @@ from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.torch_internals import pytree
 
 NO_FINDING = 2**62
-"""Sort key of a rank that found no non-finite value: larger than all other sort keys."""
+"""Sort key of a rank without a non-finite value, larger than every other sort key."""
 
 NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "nan": torch.isnan,
@@ -73,7 +73,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     Returns:
         A description of the value and of its operator; None if the repeated step is finite.
     """
-    checker = _ResultChecker()
+    checker = _NonFiniteChecker()
     order, finding = NO_FINDING, ""
     for index, (name, tensor) in enumerate(_step_inputs(net, batch)):
         value = non_finite_value(detached_local(tensor))
@@ -98,7 +98,7 @@ def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple
 
 
 @dataclass
-class _ResultChecker(TorchFunctionMode):
+class _NonFiniteChecker(TorchFunctionMode):
     """Mode that checks the outputs of a program's operators, and the gradients of these outputs.
 
     Args:

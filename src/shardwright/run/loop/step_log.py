@@ -18,7 +18,7 @@ from shardwright.text_files import parse_json, read_text, short_repr
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished training step.
+    """Metrics of one finished training step.
 
     Args:
         epoch, step: index of the epoch, and of the step within its epoch, both from 0.
@@ -76,7 +76,7 @@ class StepRecord:
         """
         values = parse_json(text, location, DataError)
         try:
-            return _record_type().validate_python(values)
+            return _step_record_adapter().validate_python(values)
         except ValidationError:
             raise DataError(
                 f"{location}: not the record of a step: {short_repr(text)}\n"
@@ -85,7 +85,7 @@ class StepRecord:
 
 
 @cache
-def _record_type() -> TypeAdapter[StepRecord]:
+def _step_record_adapter() -> TypeAdapter[StepRecord]:
     return TypeAdapter(StepRecord)
 
 

@@ -28,7 +28,7 @@ MATRIX_PRODUCT = re.compile(r"aten::(\w*mm|\w*conv\w*|linear|matmul|mv|addmv|dot
 
 MATRIX, ATTENTION_KIND, OTHER, RECOMPUTED, UPDATE = COMPUTATION
 INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED)
-"""Categories that nested events inherit from the events that enclose them."""
+"""Categories that an event passes on to the events nested in it."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Names of the types of alternatives. `of grid`: faster than `best of grid`, but over the memory
-limit."""
+"""Types of alternatives; `of grid` is faster than `best of grid`, but over the memory limit."""
 
 TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""
@@ -48,8 +47,8 @@ class Alternative:
             individually.
         seconds: predicted step time.
         tokens_per_second: predicted throughput of all devices together.
-        memory: predicted peak bytes per device.
-        bytes: bytes sent per device and step.
+        memory: predicted peak memory per device, in bytes.
+        bytes: communication volume per device and step, in bytes.
         fits: whether `memory` is within the memory limit of the comparison.
         gap: for `auto`, upper bound on (cost / optimal cost - 1) at equal numbers of stages; None
             for other alternatives.
@@ -96,14 +95,14 @@ class Comparison:
 
     @property
     def too_large(self) -> tuple[Alternative, ...]:
-        """Alternatives over the memory limit, without duplicates, fastest first."""
+        """Distinct alternatives over the memory limit, fastest first."""
         excluded = [each for each in reversed(self.alternatives) if not each.fits]
         distinct = {(each.parts, each.memory): each for each in excluded}
         return tuple(sorted(distinct.values(), key=lambda each: each.seconds))
 
     @property
     def auto_is_fastest(self) -> bool:
-        """Whether `auto` fits, and no alternative that fits is faster by more than `TOLERANCE`."""
+        """Whether `auto` is, up to `TOLERANCE`, the fastest alternative within memory."""
         auto = self.of_kind(AUTO)
         assert auto is not None
         speeds = [each.tokens_per_second for each in self.alternatives if each.fits]

@@ -185,7 +185,7 @@ def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) ->
 
 
 def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
-    """Return `cluster`, which has one link level, with `figures` as the values of `FIGURES`."""
+    """Return a copy of `cluster`, which has one link level, with new values of `FIGURES`."""
     (level,) = cluster.levels
     device = replace(
         cluster.device,
@@ -198,7 +198,7 @@ def with_figures(cluster: Cluster, figures: Mapping[str, float]) -> Cluster:
 
 
 def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
-    """Return `cluster` with `FIGURES` fitted to `steps`: least squares of relative errors, ≥ 0."""
+    """Return `cluster` with non-negative `FIGURES`, the least-squares fit to measured `steps`."""
     from scipy.optimize import nnls
 
     link = ASSUMED_LINK

@@ -81,7 +81,7 @@ class RealComparison:
         return spearman([run.predicted for run in self.runs], [run.median for run in self.runs])
 
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
-        """Return the quartiles of `run`'s speedup over the expert, by steps of the same round."""
+        """Return the quartiles of `run`'s speedup over the expert plan, compared round by round."""
         expert = self.runs[0].seconds
         ratios = [theirs / ours for theirs, ours in zip(expert, run.seconds, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
@@ -93,13 +93,13 @@ class RealComparison:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return Spearman's ρ; ties have their mean rank. NaN if all values of `x` or `y` are equal."""
-    ranks = np.array([_average_ranks(x), _average_ranks(y)])
+    """Return Spearman's ρ, with mean ranks for ties; NaN if all of `x` or all of `y` are equal."""
+    ranks = np.array([_tie_averaged_ranks(x), _tie_averaged_ranks(y)])
     spread = ranks.std(axis=1).prod()
     return float(np.cov(ranks, bias=True)[0, 1] / spread) if spread else float("nan")
 
 
-def _average_ranks(values: Sequence[float]) -> list[float]:
+def _tie_averaged_ranks(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
@@ -149,7 +149,8 @@ def compare_measured(
         model_plans.append(_distinct_plans(run, str(file), machine, devices))
     on_progress("measuring steps on local processes")
     orders = [
-        _save_order(index, plans, logs.run, rounds) for index, plans in enumerate(model_plans)
+        _save_measure_order(index, plans, logs.run, rounds)
+        for index, plans in enumerate(model_plans)
     ]
     # One launch per model: the process groups of other models would slow down its steps.
     seconds = [_measure_step_seconds(order, devices, logs) for order in orders]
@@ -205,7 +206,7 @@ def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
 
 
 def _have_equal_programs(plan: Plan, other: Plan) -> bool:
-    """Whether both plans result in the same program, even if their pins differ."""
+    """Whether two plans lower to the same program, even if their pins differ."""
 
     def runtime_decisions(plan: Plan) -> tuple[object, ...]:
         stored = plan.storage, plan.sharding, plan.recompute, plan.pipeline
@@ -214,10 +215,10 @@ def _have_equal_programs(plan: Plan, other: Plan) -> bool:
     return runtime_decisions(plan) == runtime_decisions(other)
 
 
-def _save_order(
+def _save_measure_order(
     model_index: int, model_plans: _ModelPlans, folder: Path, rounds: int
 ) -> MeasureOrder:
-    """Write the graph and the plans of a model to files in `folder`, for the processes to read."""
+    """Write a model's graph and plans to files in `folder`, which the measuring processes read."""
     graph = folder / f"{model_index}.graph"
     graph.write_bytes(dumps(model_plans.graph))
     files = {}

@@ -34,7 +34,7 @@ from shardwright.tools.compare.published_rows import (
 aten = torch.ops.aten
 
 ZERO_LEVELS = {"none": None, "optimizer": "level1", "gradients": "level2", "parameters": "level3"}
-"""ZeRO level (`hsdp`) by the published name of the state sharded over data-parallel devices."""
+"""ZeRO level of the option `hsdp`, by the sharded state as publications name it."""
 
 
 class PlannedMeasurement(Protocol):
@@ -96,7 +96,9 @@ class PlannedRun:
         # them, so memory is predicted with full recomputation plus the saved results.
         graph, decisions = candidate.model.graph, candidate.decisions
         blocks = {recompute.segment for recompute in decisions.recompute.values()}
-        block_ops = {op.name: path for op in graph.ops if (path := _enclosing_block(op, blocks))}
+        block_ops = {
+            op.name: path for op in graph.ops if (path := _path_of_enclosing_block(op, blocks))
+        }
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
         peak_bytes = candidate.memory(replace(decisions, recompute=all_recomputed)).peak
         saved_bytes = sum(
@@ -140,7 +142,7 @@ class PlannedRun:
             devices=run.devices,
             mode="sharding_propagation",
             cluster=self.cluster,
-            stage_config=self._stages(net),
+            stage_config=self._stage_of_each_block(net),
             schedule=run.schedule_name,
             micro_batches=run.micro_batches,
             compute_dtype=None if autocast_dtype is None else "bfloat16",
@@ -151,16 +153,20 @@ class PlannedRun:
         candidate = searched[0].aligned
         if run.recompute != "selective":
             return candidate
-        select = _attention_ops if self._selects_attention else _selectively_recomputed_ops
+        select = (
+            _attention_ops_to_recompute
+            if self._recomputes_attention_only
+            else _block_ops_to_recompute
+        )
         recompute_marks = dict(select(graph, blocks))
         return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
 
     @property
-    def _selects_attention(self) -> bool:
-        """Whether selective recomputation is that of Megatron-LM."""
+    def _recomputes_attention_only(self) -> bool:
+        """Whether selective recomputation recomputes only attention, as in Megatron-LM."""
         return self.run.has_explicit_attention or "Megatron" in self.cluster.software
 
-    def _stages(self, net: nn.Module) -> dict[str, int] | None:
+    def _stage_of_each_block(self, net: nn.Module) -> dict[str, int] | None:
         run, layers = self.run, self.run.layers_of_stages
         if run.stages == 1:
             return None
@@ -171,17 +177,17 @@ class PlannedRun:
         )
 
 
-def _selectively_recomputed_ops(
+def _block_ops_to_recompute(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
-    """Yield the names of operators that selective checkpointing recomputes, with their segment.
+    """Yield the names of operators that torchtitan's selective checkpointing recomputes.
 
-    As in torchtitan, these are all operators of a block except attention and every second matrix
-    product.
+    These are all operators of a block except attention and every second matrix product. Each is
+    yielded with its recomputed segment, the block.
     """
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
-        block = _enclosing_block(op, blocks)
+        block = _path_of_enclosing_block(op, blocks)
         if block is None or op.target is aten.scaled_dot_product_attention.default:
             continue
         if op.target is aten.linear.default:
@@ -191,16 +197,18 @@ def _selectively_recomputed_ops(
         yield op.name, Recompute(block)
 
 
-def _attention_ops(graph: Graph, blocks: Collection[str]) -> Iterator[tuple[str, Recompute]]:
-    """Yield the operators from the first to the second matrix product of explicit attention, with
-    their segment; none for fused attention, which recomputes scores itself.
+def _attention_ops_to_recompute(
+    graph: Graph, blocks: Collection[str]
+) -> Iterator[tuple[str, Recompute]]:
+    """Yield the names of operators that Megatron-LM's selective checkpointing recomputes.
 
-    This is the selective recomputation of Korthikanti et al., "Reducing activation recomputation in
-    large transformer models", 2022.
+    These are the operators from the first to the last matrix product of explicit attention, each
+    with its recomputed segment, the block (Korthikanti et al., "Reducing activation recomputation
+    in large transformer models", 2022). Fused attention recomputes its scores by itself.
     """
     ops_of_block: dict[str, list[Op]] = {}
     for op in graph.ops:
-        if block := _enclosing_block(op, blocks):
+        if block := _path_of_enclosing_block(op, blocks):
             ops_of_block.setdefault(block, []).append(op)
     for block, ops in ops_of_block.items():
         products = [index for index, op in enumerate(ops) if op.target is aten.matmul.default]
@@ -217,7 +225,7 @@ def _output_bytes(op: Op, candidate: Candidate) -> float:
     return op.output.numel * op.output.itemsize / prod(output_counts)
 
 
-def _enclosing_block(op: Op, blocks: Collection[str]) -> str | None:
+def _path_of_enclosing_block(op: Op, blocks: Collection[str]) -> str | None:
     names = op.module.split(".")
     paths = (".".join(names[:end]) for end in range(1, len(names) + 1))
     return next((path for path in paths if path in blocks), None)

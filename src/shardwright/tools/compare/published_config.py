@@ -162,21 +162,23 @@ def planned_runs(
     all_runs: list[PublishedRun | ConfiguredRun] = [*read_published(file), *configured]
     if not all_runs:
         raise ConfigError("; ".join(left_out.values()))
-    selected = [run for run in all_runs if cluster is None or _runs_on(run, cluster)]
+    selected = [run for run in all_runs if cluster is None or _is_run_on_cluster(run, cluster)]
     if cluster is not None and not selected:
         clusters = ", ".join(sorted({run.hardware for run in all_runs}))
         reasons = "".join(f"; left out: {each}" for each in left_out.values())
         raise ConfigError(
             f"{file}: no run is on the cluster {cluster.name}\nuse one of {clusters}{reasons}"
         )
-    return [_planned_measurement(run, cluster or _cluster_of(run)) for run in selected], left_out
+    return [
+        _planned_measurement(run, cluster or _load_cluster_of_run(run)) for run in selected
+    ], left_out
 
 
-def _runs_on(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> bool:
-    return cluster.name in (run.hardware, _cluster_of(run).name)
+def _is_run_on_cluster(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> bool:
+    return cluster.name in (run.hardware, _load_cluster_of_run(run).name)
 
 
-def _cluster_of(run: PublishedRun | ConfiguredRun) -> Cluster:
+def _load_cluster_of_run(run: PublishedRun | ConfiguredRun) -> Cluster:
     return cluster_of_run(run) if isinstance(run, PublishedRun) else cluster_of(run)
 
 

@@ -31,7 +31,7 @@ from shardwright.text_files import parse_json, read_text, short_repr
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 LIST_KEYS = "rows", "mindformers"
-"""Keys of the lists in a file: runs by model dimensions, and by configuration of MindFormers."""
+"""Keys of a file: the list of runs given by model dimensions, and by MindFormers files."""
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -43,7 +43,7 @@ Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v", "interl
 """Name of a pipeline schedule, a key of `SCHEDULES`."""
 
 
-def _either(*names: str) -> AliasChoices:
+def _accepted_keys(*names: str) -> AliasChoices:
     return AliasChoices(*names)
 
 
@@ -81,7 +81,7 @@ class MeasuredRun(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of a step."""
+        """Measured seconds of a training step."""
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
         """Return the MFU of a step of `seconds` seconds; see `model_flops_utilization`."""
@@ -99,9 +99,9 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         sharded: the state that is sharded over the replicas (ZeRO).
         micro_batch: sequences per micro-batch and replica.
         global_batch: sequences per step.
-        recompute: `selective` recomputes what the framework of the run selects: with Megatron-LM
-            the operators of attention, otherwise all operators of a block except attention and
-            every second matrix product, as torchtitan does.
+        recompute: the recomputed operators. `selective` means the selection of the run's framework:
+            attention only with Megatron-LM; otherwise, as in torchtitan, all operators of a block
+            except attention and every second matrix product.
         head_dim: size of an attention head; by default hidden / heads.
         experts, experts_per_token: for mixtures of experts, whose `ffn` is the width of an expert.
         context_parallel: number of shards of the sequence; also `cp`.
@@ -144,8 +144,12 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     head_dim: Count | None = None
     experts: Count = 1
     experts_per_token: Count = 1
-    context_parallel: Count = Field(default=1, validation_alias=_either("context_parallel", "cp"))
-    expert_parallel: Count = Field(default=1, validation_alias=_either("expert_parallel", "ep"))
+    context_parallel: Count = Field(
+        default=1, validation_alias=_accepted_keys("context_parallel", "cp")
+    )
+    expert_parallel: Count = Field(
+        default=1, validation_alias=_accepted_keys("expert_parallel", "ep")
+    )
     chunks: Count = 1
     schedule: Schedule | None = None
     layers_of_stages: list[Count] | None = None
@@ -158,11 +162,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
     @classmethod
     def _check_family(cls, family: str) -> str:
         if family not in FAMILIES:
-            raise ValueError(f"must be one of {', '.join(FAMILIES)}")
+            raise ValueError(f"unknown family; set it to one of {', '.join(FAMILIES)}")
         return family
 
     @model_validator(mode="after")
-    def _check_sizes_agree(self) -> Self:
+    def _check_row_consistency(self) -> Self:
         degrees = {
             "data_parallel": self.data_parallel,
             "tensor_parallel": self.tensor_parallel,
@@ -180,9 +184,9 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         if self.data_parallel % self.expert_parallel:
             raise ValueError(
                 f"`expert_parallel` is {self.expert_parallel}, which does not divide"
-                f" data_parallel = {self.data_parallel}"
+                f" data_parallel = {self.data_parallel}; correct one of these keys"
             )
-        self._check_stages()
+        self._check_chunks_and_layers()
         samples = self.micro_batch * self.data_parallel
         if self.global_batch % samples:
             raise ValueError(
@@ -197,13 +201,13 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         _ = self.sizes
         return self
 
-    def _check_stages(self) -> None:
+    def _check_chunks_and_layers(self) -> None:
         if self.stages == 1:
             return
         if not SCHEDULES[self.schedule_name].allows_chunks(self.chunks):
             raise ValueError(
                 f"`chunks` is {self.chunks}, but schedule {self.schedule_name} runs"
-                f" {SCHEDULES[self.schedule_name].valid_chunks}"
+                f" {SCHEDULES[self.schedule_name].valid_chunks}; correct one of these keys"
             )
         layers = self.layers_of_stages
         if layers is not None and (
@@ -212,12 +216,12 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         ):
             raise ValueError(
                 f"`layers_of_stages` {layers} does not divide {self.layers} layers into"
-                f" {self.stages} stages"
+                f" {self.stages} stages; use one number per stage, with the sum {self.layers}"
             )
 
     @property
     def has_explicit_attention(self) -> bool:
-        """Whether attention is computed by separate operators, which keep its scores."""
+        """Whether attention is separate operators, which save all scores for the backward pass."""
         return (
             self.attention == "explicit"
             or self.kernel in EXPLICIT_KERNELS
@@ -245,11 +249,11 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             positions="learned" if self.family in ("gpt", "pangualpha") else "rotary",
             num_experts=self.experts,
             experts_per_token=self.experts_per_token,
-            hf=self._arguments_of_transformers,
+            hf=self._hf_config_arguments,
         )
 
     @property
-    def _arguments_of_transformers(self) -> dict[str, Any]:
+    def _hf_config_arguments(self) -> dict[str, Any]:
         # Other families have heads of hidden / heads, and ignore these arguments.
         if self.family not in MODEL_TYPES:
             return {}
@@ -267,7 +271,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of a step."""
+        """Measured seconds of a training step."""
         return self.global_batch * self.seq / self.devices / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
@@ -281,11 +285,14 @@ def cluster_of(run: MeasuredRun) -> Cluster:
     try:
         return load_cluster(run.hardware)
     except ConfigError as error:
-        raise ConfigError(f"row {run.id}: cannot load the cluster `hardware`: {error}") from None
+        raise ConfigError(
+            f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
+            "set `hardware` to the name of a built-in cluster, such as h100"
+        ) from None
 
 
 def check_below_peak(run: MeasuredRun, cluster: Cluster) -> None:
-    """Raise ConfigError if a run was faster than the peak of its cluster."""
+    """Raise ConfigError if a run's measured throughput exceeds the peak FLOPs of its cluster."""
     utilization = run.utilization(cluster, run.seconds)
     if utilization > 1:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The software of published runs: the variant of a cluster with their framework, and their kernels.
+"""Select the framework variant of a cluster and the kernel figures for a published run.
 
-Nothing is chosen by what was measured: a row names its kernel, and it or its source names the
-framework.
+The selection uses only names in the row, never its measured throughput: the row names its kernel,
+and the row or its source names the framework.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ FRAMEWORKS = {
     "aleph-alpha": "hdr",
     "2311.05610": "hdr",
 }
-"""Suffix of the name of a cluster by words in `framework`, or else in `source`."""
+"""Cluster name suffix of each framework, by a word in the row's `framework` or `source`."""
 
 COMPOSED_NORMS = 14.0
-"""`norm_traffic` of norms composed of operators in float32: forward 34 bytes for each element of
-bfloat16 (cast, square, mean, product, cast, product with the weight), backward 106, of which a
-fused kernel moves 4 and 6."""
+"""`norm_traffic` of norms without a fused kernel: memory traffic relative to the fused kernel.
+
+For each bfloat16 element, float32 operators (cast, square, mean, product, cast, product with the
+weight) move 34 bytes in the forward pass and 106 in the backward pass; a fused kernel, 4 and 6."""
 
 KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "torch": {"a100": {"norm_traffic": COMPOSED_NORMS}},
@@ -52,8 +53,9 @@ KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     },
     "fa2rms": {"h100": {"attention_efficiency": 0.365, "attention_half": 256.0}},
 }
-"""Figures of a device by `kernel` or `attention`, and by hardware, where they are not those of the
-cluster: attention of PyTorch (`torch`) and with Megatron-LM's softmax (`fused`), FlashAttention 1
+"""Device figures that replace those of the cluster, by `kernel` or `attention` and by hardware.
+
+Kernels: attention of PyTorch (`torch`) and with Megatron-LM's softmax (`fused`), FlashAttention 1
 and 2, and 2 with a fused RMSNorm (`fa2rms`), as Hagemann et al. (arXiv:2311.05610) name them."""
 
 
@@ -64,16 +66,19 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
         ConfigError: if `hardware` is not a cluster.
     """
     try:
-        cluster = load_cluster(_name_with_framework(run))
+        cluster = load_cluster(_cluster_name_with_framework(run))
     except ConfigError as error:
-        raise ConfigError(f"row {run.id}: cannot load the cluster `hardware`: {error}") from None
+        raise ConfigError(
+            f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
+            "set `hardware` to the name of a built-in cluster, such as h100"
+        ) from None
     for name in (run.kernel, run.attention):
         figures = KERNELS.get(name or "", {}).get(run.hardware, {})
         cluster = replace(cluster, device=replace(cluster.device, **figures))  # type: ignore[arg-type]
     return cluster
 
 
-def _name_with_framework(run: PublishedRun) -> str:
+def _cluster_name_with_framework(run: PublishedRun) -> str:
     for label in filter(None, (run.framework, run.source)):
         for word, suffix in FRAMEWORKS.items():
             if word in label.lower() and f"{run.hardware}_{suffix}" in built_in():

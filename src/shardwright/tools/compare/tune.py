@@ -29,9 +29,9 @@ class Trial:
     Args:
         plan: number of the plan, from 1; equal plans have equal numbers.
         stages: number of pipeline stages.
-        cuts: numbers of shards by factor, by main operator; empty for a replicated operator.
-        bytes: bytes sent per device and step.
-        memory: predicted peak bytes per device.
+        cuts: number of shards of each factor of each main operator; empty if replicated.
+        bytes: communication volume per device and step, in bytes.
+        memory: predicted peak memory per device, in bytes.
         seconds: predicted step time; None without a cluster.
         fits: whether `memory` is within the limit.
     """
@@ -71,8 +71,8 @@ class Tuning:
     def best(self) -> Trial | None:
         """The recommended trial; None if no plan fits into memory.
 
-        Of the trials that fit, it has the shortest step time or, without a cluster, the fewest
-        replicated main operators. Ties go to the smallest `mem_coeff`.
+        Among trials within the memory limit, the one with the shortest step time or, without a
+        cluster, with the fewest replicated main operators. Ties go to the smallest `mem_coeff`.
         """
 
         def sort_key(trial: Trial) -> tuple[float, float]:

@@ -26,10 +26,10 @@ from shardwright.run.config.schema import RecomputeSection
 from shardwright.run.launch.process_group import World, process_group
 
 WARM_UP_STEPS = 2
-"""Untimed steps of each plan, which allocate buffers and open connections."""
+"""Number of untimed warm-up steps of each plan, which allocate buffers and open connections."""
 
 BATCH_SIZE, MICRO_BATCHES = 16, 2
-"""Samples per step; micro-batches per step, two, so that two stages overlap."""
+"""Samples per step, and micro-batches per step: at least two let two stages overlap."""
 
 
 @dataclass(frozen=True)

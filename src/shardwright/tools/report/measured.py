@@ -28,7 +28,7 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
         each: fmean(rank.component_seconds.get(each, 0.0) for rank in ranks) for each in KINDS
     }
     seconds_of[BETWEEN_OPERATORS] = max(0.0, seconds - sum(seconds_of.values()))
-    predicted_kinds = _predicted_seconds(plan)
+    predicted_kinds = _predicted_seconds_by_category(plan)
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
     predicted_rows = [("predicted", predicted_kinds)] if predicted_kinds else []
     rows = tuple(
@@ -70,7 +70,7 @@ def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
     return stage, stages[stage]
 
 
-def _predicted_seconds(plan: PlanData) -> dict[str, float]:
+def _predicted_seconds_by_category(plan: PlanData) -> dict[str, float]:
     """Return a step's predicted seconds by measured category; empty without a prediction."""
     result: dict[str, float] = {}
     for time_part in () if plan.step is None else plan.step.parts:

@@ -53,10 +53,10 @@ class Bar:
 def stack_bars(
     sizes: Mapping[str, Size], full_width: float, format_size: Callable[[Size], str]
 ) -> tuple[Bar, ...]:
-    """Return adjacent bars, one for each kind of memory or time.
+    """Return adjacent bars, one for each type of memory or time.
 
     Args:
-        sizes: bytes or seconds by kind of memory or time.
+        sizes: bytes or seconds of each bar, by category of memory or time.
         full_width: size of a bar of length 1.
         format_size: formats a size as the label of its bar.
     """
@@ -191,8 +191,8 @@ class Curve:
     """A bar chart over time.
 
     Args:
-        columns: kind of bar (its color), text and height of each bar; heights are fractions of the
-            chart's height.
+        columns: color category, text and height of each bar; heights are fractions of the chart's
+            height.
         limit: height of the limit line; None without a limit.
     """
 
@@ -222,7 +222,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """One plan of the comparison, possibly the plan of the page.
+    """One plan in the comparison of the page's plan with others.
 
     Args:
         sentence: summary of the parallelism, or the reason why the plan does not exist.

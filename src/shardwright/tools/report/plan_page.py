@@ -69,8 +69,9 @@ def plan_page(
     others: Mapping[str, PlanData | str] | None = None,
     measured: Measured | None = None,
 ) -> Page:
-    """Return the content of a plan's page; notes replace charts for which a plan file of an earlier
-    release has no data.
+    """Return the content of a plan's page.
+
+    Notes replace charts whose data is missing in plan files of earlier releases.
 
     Args:
         others: plan, or reason why it does not exist, by name of the plan.
@@ -85,9 +86,9 @@ def plan_page(
     return Page(
         title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
         sentence=sentence(plan),
-        headlines=tuple(_headlines(plan)),
+        headlines=tuple(_key_figures(plan)),
         notes=tuple(notes(plan)),
-        time=_time_chart(plan),
+        time=_step_time_chart(plan),
         measured=() if measured is None else tuple(_measured_charts(plan, measured)),
         memory=_memory_chart(plan),
         curves=tuple(_memory_curves(plan)),
@@ -112,7 +113,7 @@ def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
         yield Axis(name, size, axis_purpose(plan, index))
 
 
-def _headlines(plan: PlanData) -> Iterator[Headline]:
+def _key_figures(plan: PlanData) -> Iterator[Headline]:
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
     mesh = [f"{axis.name} {axis.size}" for axis in _mesh_axes(plan)]
     yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
@@ -167,7 +168,7 @@ def _memory_headline(plan: PlanData) -> Headline:
     return Headline("Memory per device", binary(memory.peak), note, state)
 
 
-def _time_chart(plan: PlanData) -> Chart:
+def _step_time_chart(plan: PlanData) -> Chart:
     """Return the waterfall chart of a step's time."""
     step = plan.step
     if step is None:
@@ -228,7 +229,7 @@ def _time_part_label(time_part: TimePart) -> str:
 
 
 def _memory_chart(plan: PlanData) -> Chart:
-    """Return the chart of each stage's peak memory by kind of tensor, with the memory limit."""
+    """Return the chart of each stage's peak memory by type of tensor, with the memory limit."""
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
         return Chart(
@@ -275,7 +276,7 @@ def _memory_curves(plan: PlanData) -> Iterator[Curve]:
 
 
 _COLUMN_KINDS = {"forward": "F0", "backward": "B0"}
-"""Kind of a column, which determines its color, by the first word of the column's text."""
+"""Color category of a column in a memory chart, by the first word of the column's text."""
 
 
 def _largest_tensors_chart(plan: PlanData) -> Chart:

@@ -37,10 +37,10 @@ def load_cluster(name: str | Path) -> Cluster:
 
 
 def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
-    """Return the contents of a cluster file, with what it leaves out taken from its `base`.
+    """Return the contents of a cluster file, with missing entries taken from its `base`.
 
     Args:
-        derived: names of the files that are derived from this one, the first one first.
+        derived: names of the files that led here by their `base`, the first file first.
     """
     content = parse_yaml(_read_cluster_file(name), str(name), ConfigError)
     if not isinstance(content, Mapping) or "base" not in content:
