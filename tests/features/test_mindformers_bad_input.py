@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "adapters that are frozen": (
         {"model__model_config__pet_config": {"freeze_include": ["*lora*"]}},
         8,
-        "model.model_config.pet_config.freeze_include: the key is not supported\nremove it",
+        "model.model_config.pet_config.freeze_include: this key is not supported\nremove it",
     ),
     "weights that are three layers here": (
         {"model__model_config__pet_config": {"freeze_exclude": ["*w_qkv*"]}},
@@ -504,7 +504,7 @@ def test_a_mistake_is_one_error_with_its_place_and_what_is_valid(
         ),
         ("parallel_config: {data_parallel: 1\nmodel: {\n", "line 2, column 6: expected ',' or '}'"),
         ("parallel_config:\n\tdata_parallel: 1\n", "line 2, column 1: found character '\\t'"),
-        ("", "the configuration must be a mapping, not nothing; its keys are model, loss, "),
+        ("", "the configuration must be a mapping, not nothing; use the keys model, loss, "),
     ],
 )
 def test_what_is_no_file_of_keys_is_one_error_with_its_line(

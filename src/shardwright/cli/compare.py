@@ -158,7 +158,7 @@ COLUMN_KINDS = (EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, AUTO)
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
-    """Return a table with a row for each model and a column for each kind of plan.
+    """Return a table with a row for each model and a column for each type of plan.
 
     The last columns are the automatic plan's optimality gap, and its speedup over the expert's.
     """

@@ -33,7 +33,7 @@ def available_files() -> dict[str, Path]:
 
 
 def tiny_config_of_family(family: str, names: Mapping[str, Path]) -> str | None:
-    """Return the name of a family's tiny configuration; None if the family has none.
+    """Return the name of a model family's tiny configuration; None without such a file.
 
     Args:
         family: a model family, such as `llama`.

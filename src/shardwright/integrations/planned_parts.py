@@ -142,7 +142,7 @@ class PlannedParts:
 
 
 def _find_module_of_plan(net: nn.Module, plan: Plan) -> nn.Module:
-    """Return the outermost module of `net` whose parameters match those of `plan`."""
+    """Return the outermost module of `net` with the parameters of `plan`, by name and shape."""
     planned = {name: tuple(shape) for name, (shape, _) in plan.parameters.items()}
     for module in net.modules():
         named = dict(module.named_parameters(remove_duplicate=False))

@@ -90,7 +90,7 @@ def _attention_for_transformers(
     Falls back to the SDPA attention of `transformers` for a mask, a bias, or non-causal attention.
 
     Args:
-        options: may contain `prefixes`, the result of `Prefixes`.
+        options: may contain `prefixes`, the keys and values of a prefix for each layer.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -154,7 +154,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[batch, heads, positions, size]`.
-        cos, sin: `[positions, size]`, the results of `rotary`.
+        cos, sin: cosine and sine of the angles, `[positions, size]`.
     """
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

@@ -82,12 +82,15 @@ def build_hf(
 ) -> nn.Module:
     """Build a randomly initialized causal language model of `transformers`.
 
-    `net(input_ids, labels)` returns the mean next-token loss; see `build`.
+    `net(input_ids, labels)` returns the mean next-token loss; both arguments are
+    `[batch, positions]`, and the model shifts the labels itself.
 
     Args:
         source: path of a `config.json` or of its folder, or the arguments of
             `transformers.AutoConfig.for_model`.
-        lora, attention, dtype: see `build`.
+        lora: LoRA adapters to add; all other weights are frozen.
+        attention: `fused` (one operator), or `explicit` (separate operators).
+        dtype: dtype of the parameters.
 
     Raises:
         ConfigError: if the file or model does not exist, or no module matches `lora`.

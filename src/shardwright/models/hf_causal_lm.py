@@ -77,10 +77,12 @@ def hf_config(source: str | Path | Mapping[str, Any]) -> Any:
     """Load a configuration of `transformers`, without network access or remote code.
 
     Args:
-        source: see `causal_lm`.
+        source: path of a `config.json` or of its folder, or the arguments of
+            `AutoConfig.for_model`.
 
     Raises:
-        ConfigError: see `causal_lm`.
+        ConfigError: if the file does not exist or is invalid, or `transformers` does not have the
+            model.
     """
     with needs_extra("transformers", "hf: the model needs `transformers`", ConfigError):
         from transformers import AutoConfig
@@ -118,10 +120,12 @@ def hf_compute_dtype(source: str | Path | Mapping[str, Any]) -> str | None:
     need loss scaling.
 
     Args:
-        source: see `causal_lm`.
+        source: path of a `config.json` or of its folder, or the arguments of
+            `AutoConfig.for_model`.
 
     Raises:
-        ConfigError: see `causal_lm`.
+        ConfigError: if the file does not exist or is invalid, or `transformers` does not have the
+            model.
     """
     config = hf_config(source)
     # Multimodal configurations have the dtype in the configuration of their text model.

@@ -85,7 +85,7 @@ def add_prefix(
 
     Args:
         layer: index of the layer.
-        prefixes: the result of `Prefixes`.
+        prefixes: key and value of the first layer, then of the next; empty without a prefix.
         key, value: `[batch, heads, positions, size]`.
     """
     if prefixes is None or layer is None:

@@ -319,7 +319,7 @@ def pin(**named: Any) -> Callable[[Block], Any]:
         ),
         (
             pin(net=(((2, 4), (1, 1)),)),
-            r"the model \(Block\) is called with tensors of shapes \[16, 16\], but is pinned as",
+            r"the model \(Block\) is called with tensors of shapes \[16, 16\], but its pin",
         ),
         (
             pin(up=(((2, 4), (4, 1)),)),

@@ -144,8 +144,8 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
         ),
         (
             "optimizer: {name: adam, momentum: 0.9}",
-            "optimizer: the key `momentum` needs `name: momentum` or `name: muon`, "
-            "not `name: adam`",
+            "optimizer: the key `momentum` has no effect with `name: adam`; remove it, or set "
+            "`name: momentum` or `name: muon`",
         ),
     ],
 )
@@ -175,7 +175,7 @@ def test_a_file_without_keys_says_which_there_are(text: str) -> None:
     keys = "model, loss, data, optimizer, parallel, train"
     (problem,) = problems(text)
     assert problem.startswith("c.yaml: the configuration must be a mapping, not ")
-    assert problem.endswith(f"; its keys are {keys}")
+    assert problem.endswith(f"; use the keys {keys}")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def _setting_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]])
     equal.
 
     Args:
-        ranks: host, settings by name, and unique value of each rank, as in `check_same_facts`.
+        ranks: host name, settings by name, and unique value (or None) of each rank.
     """
     first, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
@@ -247,7 +247,7 @@ def _device_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) 
     has its own.
 
     Args:
-        ranks: host, settings by name, and unique value of each rank, as in `check_same_facts`.
+        ranks: host name, settings by name, and unique value (or None) of each rank.
     """
     users: dict[tuple[str, str], int] = {}
     for rank, (host, _, device) in enumerate(ranks):

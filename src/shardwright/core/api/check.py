@@ -313,7 +313,7 @@ def _compare_training(
     if random_names or differences.largest <= TOLERANCE or not finds_cause:
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
-    custom_operators = {str(op.target) for op in graph.ops if not _is_builtin(op)}
+    custom_operators = {str(op.target) for op in graph.ops if not _is_builtin_operator(op)}
     if custom_operators and _depends_on_seed(eager, 0, 1) and not _depends_on_seed(eager, 0, 0):
         raise PlanError(
             f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
@@ -438,7 +438,7 @@ def _train_with_seed(eager: EagerTraining, seed: int) -> TrainedSteps:
     return steps
 
 
-def _is_builtin(op: Op) -> bool:
+def _is_builtin_operator(op: Op) -> bool:
     return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
 
 

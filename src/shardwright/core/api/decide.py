@@ -52,7 +52,7 @@ def plan_collectively(
         args, kwargs: example arguments with the global batch.
 
     Raises:
-        ShardwrightError: see `plan`.
+        ShardwrightError: if the model cannot be captured or planned.
     """
     if not are_all_ranks(options.devices):
         return plan_model(options, net, args, kwargs)
@@ -82,7 +82,7 @@ def plan_model(
         args, kwargs: example arguments with the global batch.
 
     Raises:
-        ShardwrightError: see `plan`.
+        ShardwrightError: if the model cannot be captured or planned.
     """
     return decide_model(options, net, args, kwargs).plan()
 
@@ -104,7 +104,7 @@ def decide_model(
         ranking: collects the fastest candidate of each kind of plan, if given.
 
     Raises:
-        ShardwrightError: see `plan`.
+        ShardwrightError: if the model cannot be captured or planned.
     """
     loss_reduction = "mean"
     if isinstance(net, Pipeline):
@@ -148,7 +148,7 @@ def plan_task(
         graphs: graphs of the model for other numbers of micro-batches.
 
     Raises:
-        ShardwrightError: see `plan`.
+        ShardwrightError: if the model cannot be captured or planned.
     """
     averages = options.num_micro_batches > 1 and loss_reduction == "mean"
     graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages, graphs)

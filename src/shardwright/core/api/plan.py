@@ -215,7 +215,7 @@ def best_plans(
         args, kwargs: example arguments with the global batch; only shapes and dtypes matter.
         top: maximum number of plans.
 
-    `plan` documents the other arguments and errors.
+    The other arguments and errors are those of `plan`.
 
     Raises:
         StrategyError: without a cluster, which is needed to predict step times, or if `top` is not
@@ -253,7 +253,7 @@ class AutoParallel(ModuleWrapper):
         network: a model that returns its loss, often a `Pipeline` or a `WithLoss`.
         parallel_mode: `semi_auto`, `sharding_propagation` or `recursive_programming`.
 
-    `plan` documents the other arguments. The number of devices is the number of ranks.
+    The other arguments are options of `plan`. The number of devices is the number of ranks.
 
     Raises:
         StrategyError: if a mode or another argument is not valid.

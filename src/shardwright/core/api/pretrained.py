@@ -95,7 +95,7 @@ def from_pretrained(
         cls: a model class of `transformers`, or one of its `AutoModelFor...` classes.
         folder: the folder of the model.
         plan: a plan of a model with the same configuration.
-        device: device of this rank; by default as in `parallelize`.
+        device: device of this rank; by default its accelerator, or the CPU without one.
         options: keyword arguments of the class's `from_config`, such as `attn_implementation` or
             `dtype`.
 

@@ -102,16 +102,18 @@ def check_argument(name: str, leaf: object) -> None:
     """
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
         raise CaptureError(
-            f"{name} is a sparse tensor ({leaf.layout})\n"
+            f"{name} is a sparse tensor ({leaf.layout}), which cannot be sharded\n"
             "pass it dense (`x.to_dense()`), or its indices and values as two tensors"
         )
     if isinstance(leaf, Tensor) and leaf.is_quantized:
-        raise CaptureError(f"{name} is a quantized tensor\npass `x.dequantize()`")
+        raise CaptureError(
+            f"{name} is a quantized tensor, which cannot be sharded\npass `x.dequantize()`"
+        )
     if isinstance(leaf, np.ndarray):
-        raise CaptureError(f"{name} is a numpy array\npass a tensor: `torch.from_numpy(x)`")
+        raise CaptureError(f"{name} is a numpy array, not a tensor\npass `torch.from_numpy(x)`")
     if isinstance(leaf, Mapping):
         raise CaptureError(
-            f"{name} is a {type(leaf).__name__}\n"
+            f"{name} is a {type(leaf).__name__}, whose tensors cannot be found\n"
             "pass its entries by name, `net(**batch)`, or `dict(batch)` for one argument"
         )
 

@@ -68,7 +68,7 @@ def capture(
             with isolate_capture():
                 graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
         except CaptureError as refusal:
-            graph = _capture_with_python(call, compute_dtype, refusal)
+            graph = _capture_with_dynamo(call, compute_dtype, refusal)
     warn_of_functions_in_full(graph)
     return replace(graph, capture_seconds=time.perf_counter() - started)
 
@@ -85,7 +85,7 @@ def _preserve_random_state() -> Iterator[None]:
         np.random.set_state(arrays)
 
 
-def _capture_with_python(
+def _capture_with_dynamo(
     call: CapturedCall, compute_dtype: torch.dtype | None, refusal: CaptureError
 ) -> Graph:
     """Capture a call by TorchDynamo, which separates operators from Python code that runs in each

@@ -115,4 +115,4 @@ def _insert_decomposition(node: fx.Node, function: Callable[..., Any]) -> Any:
             with node.graph.inserting_before(node):
                 copies[each] = node.graph.node_copy(each, copies.__getitem__)
             copies[each].meta.update({key: node.meta[key] for key in ORIGIN if key in node.meta})
-    raise AssertionError(f"the decomposition of {node.target} has no output")
+    raise AssertionError(f"the graph that decomposes {node.target} has no output node")

@@ -32,7 +32,7 @@ class DynamicTrace:
 
     Args:
         call: the module and example arguments.
-        compute_dtype: dtype of the computation with float32 parameters and inputs, see `capture`.
+        compute_dtype: dtype to which float32 parameters and inputs are cast; None for no cast.
         varying: (leaf index, dimension) of each symbolic size in the arguments of the call.
 
     Raises:

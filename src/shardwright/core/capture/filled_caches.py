@@ -44,7 +44,7 @@ def fill(values_of_fakes: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class CachedFunctions:
-    """User functions with `functools.lru_cache`, and the number of cache misses of each."""
+    """Record of the user's `functools.lru_cache` functions, with the cache misses of each."""
 
     def __init__(self) -> None:
         caches = _all_caches.live()

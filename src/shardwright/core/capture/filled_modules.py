@@ -65,7 +65,7 @@ class RegisteredTensors:
         """Copy assigned buffers into their previous tensors.
 
         Args:
-            result: result of `forward`.
+            result: the return value of `forward`.
 
         Returns:
             The result, with copies of tensors that share memory with an updated buffer.
@@ -86,7 +86,7 @@ class RegisteredTensors:
                         )
         for name, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
-                raise self._locate_error(
+                raise self._error_with_location(
                     name,
                     f"`forward` sets `requires_grad` of the parameter {name!r}, which a captured "
                     "model would not do in later steps\nset it before `plan`, or use `detach()`",
@@ -120,7 +120,7 @@ class RegisteredTensors:
         for (path, name), (_, new) in assigned.items():
             where = _join_path(path, name)
             if len(self._shared.get(where, ())) > 1:
-                raise self._locate_error(
+                raise self._error_with_location(
                     where,
                     f"`forward` assigns a new tensor to a buffer with several names, "
                     f"{self._shared[where]}, but only one name would refer to it\n"
@@ -128,7 +128,7 @@ class RegisteredTensors:
                 )
             other = memory.setdefault(storage_id(new), where)
             if other != where:
-                raise self._locate_error(
+                raise self._error_with_location(
                     where,
                     f"`forward` assigns a tensor that shares memory with {other!r} to the buffer "
                     f"{where!r}, but a captured model stores them separately\n"
@@ -146,26 +146,26 @@ class RegisteredTensors:
         where = f"{registry} {path!r}"
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             what = "removes" if new is None else "makes"
-            raise self._locate_error(
+            raise self._error_with_location(
                 path,
                 f"`forward` {what} the {where}, which a captured model would repeat in each call\n"
                 f"{ONCE}",
             )
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise self._locate_error(
+            raise self._error_with_location(
                 path,
                 f"`forward` changes the shape or dtype of the {where} from {list(old.shape)} "
                 f"{old.dtype} to {list(new.shape)} {new.dtype}\n{ONCE}",
             )
         if registry != "buffer":
-            raise self._locate_error(
+            raise self._error_with_location(
                 path,
                 f"`forward` replaces the {where} by another tensor, which a captured model would "
                 "not read\ncopy the new values into it: `self.x.copy_(new)`",
             )
         return old, new
 
-    def _locate_error(self, path: str, message: str) -> CaptureError:
+    def _error_with_location(self, path: str, message: str) -> CaptureError:
         return located(self._codes, path, message)
 
 

@@ -58,7 +58,7 @@ def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
     """Check that a call fills state with the values of earlier calls, and record its values.
 
     Args:
-        filled: text of each value by its location, as in `Graph.filled`.
+        filled: text of each value that the call stored, by its location.
         earlier: texts of the values of earlier calls; new ones are added.
 
     Raises:

@@ -194,7 +194,7 @@ class _FunctionTrial:
         few numbers.
         """
         draws = (
-            self._draw_normal,
+            self._draw_normal_values,
             self._draw_small_values,
             self._draw_with_random_magnitude,
             torch.zeros,
@@ -244,7 +244,9 @@ class _FunctionTrial:
     def _draw_arguments(self, draw: RandomNumbers | None = None) -> list[Any]:
         """Return arguments with random numbers in place of tensors."""
         return [
-            arg if of_tensor is None else self._draw_tensor(*of_tensor, draw or self._draw_normal)
+            arg
+            if of_tensor is None
+            else self._draw_tensor(*of_tensor, draw or self._draw_normal_values)
             for arg, of_tensor in zip(self._args, self._types, strict=True)
         ]
 
@@ -255,19 +257,21 @@ class _FunctionTrial:
 
     def _draw_small_values(self, shape: torch.Size) -> Tensor:
         """Return random numbers small enough for functions such as `acos` of products."""
-        return self._draw_normal(shape) * 1e-2
+        return self._draw_normal_values(shape) * 1e-2
 
     def _draw_with_random_magnitude(self, shape: torch.Size) -> Tensor:
-        numbers = self._draw_normal(shape).sign() * 10 ** (4 * self._draw_normal(shape))
-        are_round = self._draw_normal(shape) > 1
-        return torch.where(are_round, self._draw_normal(shape).round(), numbers)
+        numbers = self._draw_normal_values(shape).sign() * 10 ** (
+            4 * self._draw_normal_values(shape)
+        )
+        are_round = self._draw_normal_values(shape) > 1
+        return torch.where(are_round, self._draw_normal_values(shape).round(), numbers)
 
     def _draw_gradient(self, y: Tensor) -> Tensor:
         """Return a random gradient of many magnitudes, which reveals gradient clipping."""
         powers = 8 * torch.rand(y.shape, generator=self._generator, dtype=torch.float64) - 4
-        return (self._draw_normal(y.shape).sign() * 10**powers).to(y.dtype)
+        return (self._draw_normal_values(y.shape).sign() * 10**powers).to(y.dtype)
 
-    def _draw_normal(self, shape: torch.Size) -> Tensor:
+    def _draw_normal_values(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
 

@@ -39,7 +39,7 @@ def check_hooks(module: nn.Module) -> None:
     for path, child in module.named_modules():
         if any(backward_hooks(child)):
             raise CaptureError(
-                f"{_format_path(path)} has a backward hook, which a captured model would not call\n"
+                f"{_module_text(path)} has a backward hook, which a captured model would not call\n"
                 "register hooks on its parameters, or write the change of the gradient as a custom "
                 "operator (`torch.library.custom_op` with `register_autograd`)"
             )
@@ -78,7 +78,7 @@ def _wrap_hook(path: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         if result is None and not changed:
             name = getattr(hook, "__qualname__", repr(hook))
             raise CaptureError(
-                f"the forward hook `{name}` of {_format_path(path)} returns nothing and changes no "
+                f"the forward hook `{name}` of {_module_text(path)} returns nothing and changes no "
                 "tensor of the model: it would run once, at capture, and not in each step\n"
                 "remove it, or return the tensor from `forward`"
             )
@@ -87,7 +87,7 @@ def _wrap_hook(path: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     return observed
 
 
-def _format_path(path: str) -> str:
+def _module_text(path: str) -> str:
     return f"module {path!r}" if path else "the model"
 
 

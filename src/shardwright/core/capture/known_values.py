@@ -101,13 +101,13 @@ class _TensorRecipe:
         return args[0] if self.result_index is None else result
 
 
-def _require_unchanged(tensor: Tensor, seen: int) -> Tensor:
+def _require_unchanged(tensor: Tensor, recorded_version: int) -> Tensor:
     """Return a tensor that was created before `forward`.
 
     Raises:
-        _UnknownValueError: if `tensor` was changed in place since version `seen`.
+        _UnknownValueError: if `tensor` was changed in place since `recorded_version`.
     """
-    if version(tensor) != seen:
+    if version(tensor) != recorded_version:
         raise _UnknownValueError
     return tensor
 
@@ -120,13 +120,13 @@ class _BufferAtStart:
         key: path of the module and name of the buffer.
         fake: the fake tensor for the buffer in the trace.
         seen: version counter of `fake` at the start of `forward`.
-        held: the buffer of the model.
+        model_buffer: the real buffer of the model, which `fake` stands for.
     """
 
     key: tuple[str, str]
     fake: ref[Tensor]
     seen: int
-    held: Tensor
+    model_buffer: Tensor
 
 
 def _make_empty_recipe(like: Tensor) -> _TensorRecipe:
@@ -215,12 +215,11 @@ class KnownValues(TorchFunctionMode):
         return None if isinstance(tensor, FakeTensor) else tensor
 
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
-        """Find the fake tensors of buffers; `torch.export` may have replaced the fake tensors of
-        `twin`."""
-        held = dict(module.named_modules())
+        """Record the fake tensors of buffers: `torch.export` may have replaced those of `twin`."""
+        modules = dict(module.named_modules())
         for path, submodule in twin.named_modules():
             for name, fake in own_buffers(submodule).items():
-                buffer = own_buffers(held[path])[name] if path in held else None
+                buffer = own_buffers(modules[path])[name] if path in modules else None
                 if fake is not None and type(buffer) is Tensor and not buffer.is_meta:
                     key = (path, name)
                     self._buffers_at_start[id(fake)] = _BufferAtStart(
@@ -229,7 +228,7 @@ class KnownValues(TorchFunctionMode):
 
     def _read_buffer(self, buffer: _BufferAtStart) -> Tensor:
         self.read[buffer.key] = None
-        return buffer.held.detach().cpu()
+        return buffer.model_buffer.detach().cpu()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -243,7 +242,7 @@ class KnownValues(TorchFunctionMode):
         except _UnknownValueError:
             pass
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_nonscalar(args[2])):
-            args = (args[0], self._resolve_masks(args[1]), *args[2:])
+            args = (args[0], self._replace_masks_by_indices(args[1]), *args[2:])
         elif func in _SELECTED and len(args) == 2:
             shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
             mask = self._call_and_record(Tensor.expand, (args[1], shape), {})
@@ -294,7 +293,7 @@ class KnownValues(TorchFunctionMode):
             return _TensorRecipe(_require_unchanged, ((leaf, version(leaf)), {}))
         raise _UnknownValueError
 
-    def _resolve_masks(self, index: Any) -> Any:
+    def _replace_masks_by_indices(self, index: Any) -> Any:
         """Replace the known masks of an index with the indices of their true elements."""
         entries = index if isinstance(index, tuple) else (index,)
         masks = [p for p in entries if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]

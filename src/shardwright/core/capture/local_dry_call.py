@@ -49,7 +49,9 @@ class DryCall:
 
     Args:
         sample: the module or function to run.
-        structure, constants, autocast: as in `LocalCall`.
+        structure: pytree structure of the arguments of the call.
+        constants: (index, leaf) of the leaves of the arguments that are not tensors.
+        autocast: dtype of the autocast region around the call; None outside of regions.
     """
 
     sample: Body
@@ -117,7 +119,7 @@ class DryCall:
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
-        constant = _untrained_indices(tensors, returned)
+        constant = _indices_without_gradient(tensors, returned)
         return DryResult(results, output, changed, constant, effects.random, in_place)
 
 
@@ -129,7 +131,9 @@ def _run_backward(result: Any, tensors: Sequence[Tensor]) -> None:
         torch.autograd.grad(roots, trained, list(map(torch.ones_like, roots)), allow_unused=True)
 
 
-def _untrained_indices(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> frozenset[int]:
+def _indices_without_gradient(
+    tensors: Sequence[Tensor], results: Sequence[Tensor]
+) -> frozenset[int]:
     """Return the indices of the tensors that require a gradient and get none from `results`."""
     trained = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
     reached = reached_by_gradients(results, [tensors[number] for number in trained])

@@ -312,7 +312,7 @@ def _parse_options(
     if dtypes is not None and len(dtypes) != len(outputs):
         raise StrategyError(
             f"local_map {notation!r}: {len(dtypes)} dtypes for {len(outputs)} results\n"
-            f"give one for each: dtypes=({'torch.float32, ' * len(outputs)})"
+            f"pass one dtype per result: dtypes=({'torch.float32, ' * len(outputs)})"
         )
     result_dtypes = None if dtypes is None else tuple(dtypes)
     declaration = Declaration(inputs, outputs, partials, notation)

@@ -152,8 +152,8 @@ class LocalPart:
         symbolic = any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape)
         if symbolic and any(token not in sizes for entry in declared.outputs for token in entry):
             raise CaptureError(
-                f"local_map {self.where}: sizes of its results that depend on its arguments must "
-                'be named\nname dimensions of results after those of arguments: "b _h -> b _h"'
+                f"local_map {self.where}: a result size that depends on an argument has no name\n"
+                'name dimensions of results after those of arguments: "b _h -> b _h"'
             )
         return [
             (declared.shape(number, sizes, shape), dtype)
@@ -265,7 +265,7 @@ def _call_traced_operator(
 
 @dataclass(frozen=True, eq=False)
 class _LocalCallTag:
-    """Tag of a node of the operator, with its `LocalCall`; results are read from the node."""
+    """Tag of a traced `local_map` node, with the `LocalCall` that replaces the node."""
 
     call: LocalCall
 

@@ -80,7 +80,9 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     used: Counter[str] = Counter()
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
-        is_one_operator = module in leaves or any(_replaces_children(node.target) for node in nodes)
+        is_one_operator = module in leaves or any(
+            _replaces_calls_of_children(node.target) for node in nodes
+        )
         main = _find_main_operator(nodes) if module and is_one_operator else None
         for node in nodes:
             product = node.meta.get("bias_of")
@@ -90,16 +92,16 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
                 name = f"{names[product]}.bias"
             else:
                 name = ".".join(filter(None, (path, local_operator_name(node.target))))
-            names[node] = _make_unique(name, used)
+            names[node] = _make_unique_name(name, used)
     return names
 
 
-def _replaces_children(target: object) -> bool:
+def _replaces_calls_of_children(target: object) -> bool:
     """Whether an operator replaces the calls of the children of its module."""
     return target is experts or is_module_call(target)
 
 
-def _make_unique(name: str, used: Counter[str]) -> str:
+def _make_unique_name(name: str, used: Counter[str]) -> str:
     """Return `name` if it is unused, otherwise `name` with the next unused number, as in
     `path.add_1`."""
     candidate = name

@@ -221,7 +221,7 @@ class ProcessState:
 
 
 def _changed_value_texts(before: Any, now: Any) -> tuple[str, str]:
-    """Return the differing parts of two values as text."""
+    """Return texts of an earlier and a current value, of dicts only the first different entry."""
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
         name = getattr(key, "name", key)

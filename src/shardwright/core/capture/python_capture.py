@@ -80,7 +80,8 @@ def capture_python(
 
     Args:
         call: the module and its arguments.
-        compute_dtype: as for `capture`.
+        compute_dtype: dtype to which single-precision parameters and inputs are cast; None for no
+            cast.
         numbers: sources, in Dynamo's notation, of Python numbers that change between calls.
 
     Returns:
@@ -159,7 +160,8 @@ class _CallResult:
         spec: the structure of the return value.
         effects: indices of the outputs of Dynamo's graph that are assigned to Python objects.
         buffers: indices of the outputs of Dynamo's graph that are assigned to buffers, by name.
-        outputs: for each output of Dynamo's graph, its use, as in `PythonCall`.
+        outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
+            name of the buffer to which it is assigned; None for a number.
     """
 
     leaves: tuple[Any, ...]

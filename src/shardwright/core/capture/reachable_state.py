@@ -363,7 +363,7 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
 
 @dataclass(frozen=True)
 class _AttributeWriter:
-    """Setter of the attributes of an object, or of global variables."""
+    """Setter of one attribute of an object, or of one global variable of a module."""
 
     variables: dict[str, Any] | None
     owner: Any

@@ -105,7 +105,7 @@ class GraphReplay(fx.Interpreter):
             args[0].__exit__(None, None, None)
             return None
         if isinstance(target, HigherOrderOperator):
-            return self._call_higher_order(name, target, args, kwargs)
+            return self._call_higher_order_operator(name, target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class GraphReplay(fx.Interpreter):
             return args[0]
         return super().call_method(target, args, kwargs)
 
-    def _call_higher_order(self, name: str, target: Any, args: Any, kwargs: Any) -> Any:
+    def _call_higher_order_operator(self, name: str, target: Any, args: Any, kwargs: Any) -> Any:
         if name == "tag_activation_checkpoint":
             if kwargs.get("use_reentrant"):
                 # Reentrant checkpointing trains nothing unless an input requires a gradient. Dynamo

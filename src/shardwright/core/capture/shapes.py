@@ -68,7 +68,7 @@ class Captures:
 
 
 class _CapturesBySize:
-    """Graphs of calls that differ only in sizes.
+    """Cached graphs of calls that differ only in the sizes of their arguments.
 
     Args:
         captured: graphs of captures with fixed sizes, latest first.

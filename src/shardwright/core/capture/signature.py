@@ -62,7 +62,7 @@ class Signature:
                 )
             else:
                 raise CaptureError(
-                    _explain_object(nodes[name], exported.constants.get(target, target))
+                    _unsupported_object_message(nodes[name], exported.constants.get(target, target))
                 )
         return signature
 
@@ -72,7 +72,7 @@ class Signature:
         return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
 
 
-def _explain_object(node: fx.Node, value: object) -> str:
+def _unsupported_object_message(node: fx.Node, value: object) -> str:
     reader = next(iter(node.users), node)
     if isinstance(value, torch.Generator):
         return (
@@ -313,8 +313,8 @@ def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> b
     return (
         _operator_name(node) not in _WITHOUT_GRADIENT
         and (no_grad or not node.meta.get("no_grad"))
-        and _is_floating(node)
-        and _is_floating(source)
+        and _is_floating_point(node)
+        and _is_floating_point(source)
         and not _is_statistic(node)
         and not _reads_statistic(node, source)
     )
@@ -344,7 +344,7 @@ def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
     return bool(read_as) and read_as <= _STATISTICS
 
 
-def _is_floating(node: fx.Node) -> bool:
+def _is_floating_point(node: fx.Node) -> bool:
     value: Any = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
     return any(

@@ -72,9 +72,11 @@ class Trace:
         graph: the traced operators.
         signature: placeholders and results of the graph.
         reads, writes: path and name of the attributes that `forward` read and set.
-        filled: as in `Graph.filled`.
+        filled: text of each value that `forward` stores in a missing or None attribute or in a new
+            cache entry, by its location.
         autocast_on: device type whose autocast casts as captured; None without autocast regions.
-        compute_dtype: as for `capture`.
+        compute_dtype: dtype to which single-precision parameters and inputs are cast; None for no
+            cast.
     """
 
     graph: fx.Graph
@@ -96,13 +98,15 @@ def trace(
 
     Args:
         call: the module and its arguments.
-        compute_dtype: as for `capture`.
+        compute_dtype: dtype to which single-precision parameters and inputs are cast; None for no
+            cast.
         varying: sizes to trace as symbols if `torch.export` can, as pairs of the index of a leaf of
             the arguments and a dimension.
         on_progress: called with the progress by layers.
 
     Raises:
-        CaptureError, StrategyError: as `capture`.
+        CaptureError: if the call cannot be captured.
+        StrategyError: if the pin of a module does not fit its inputs and outputs.
     """
     with torch.set_grad_enabled(call.gradients):
         exported, attributes, autocast_on = _export_call(call, compute_dtype, varying, on_progress)
@@ -120,7 +124,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     """Return the canonical graph of a traced call; modifies `traced` in place.
 
     Raises:
-        CaptureError: as `capture`.
+        CaptureError: if an operator or a change of state cannot be captured.
     """
     module, signature, graph = call.module, traced.signature, traced.graph
     check_constants(module, signature.constants.values())

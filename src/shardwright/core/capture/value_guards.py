@@ -66,7 +66,7 @@ class PassedGuards(TorchFunctionMode):
             frame = _find_caller(sys._getframe(1))
             if frame is not None and frame.f_code is detects_causal_mask:
                 return False  # Attention then reads the mask instead of assuming that it is causal.
-            position = frame and _find_position(frame, is_jump=func is Tensor.__bool__)
+            position = frame and _find_source_position(frame, is_jump=func is Tensor.__bool__)
             passing = position and _find_passing_value(position, compared=func is Tensor.item)
             if position and passing is not None:
                 log.info("%s:%d is taken to pass, as it only guards", position.file, position.line)
@@ -96,7 +96,7 @@ def _find_caller(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _find_position(frame: FrameType, is_jump: bool) -> _SourcePosition | None:
+def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | None:
     """Return the source position of the expression that a frame evaluates; None if unknown.
 
     Args:

@@ -40,9 +40,9 @@ def naming_local_map(
             raise
         inner = _find_failing_module(error, module)
         if inner is None:
-            remedy = f"{REMEDY}: `{_write_call_for_model(args, kwargs)}`; {AS_UNDER_DDP}"
+            remedy = f"{REMEDY}: `{_format_call_for_model(args, kwargs)}`; {AS_UNDER_DDP}"
         else:
-            remedy = f"{REMEDY}: `{_write_call_for_module(*inner)}`"
+            remedy = f"{REMEDY}: `{_format_call_for_module(*inner)}`"
         raise type(error)(f"{error}\n{remedy}") from error
 
 
@@ -61,13 +61,20 @@ def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, l
     while cause is not None and innermost is None:
         trace = cause.__traceback__
         while trace is not None:
-            held, is_forward = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name == "forward"
+            local_variables, is_forward = (
+                trace.tb_frame.f_locals,
+                trace.tb_frame.f_code.co_name == "forward",
+            )
             path = (
-                paths.get(_get_class_name(held["self"])) if is_forward and "self" in held else None
+                paths.get(_get_class_name(local_variables["self"]))
+                if is_forward and "self" in local_variables
+                else None
             )
             if path:
-                innermost = path, _find_tensor_arguments(held["self"], held)
-            elif isinstance(node := held.get("node"), fx.Node) and (path := module_path(node)[0]):
+                innermost = path, _find_tensor_arguments(local_variables["self"], local_variables)
+            elif isinstance(node := local_variables.get("node"), fx.Node) and (
+                path := module_path(node)[0]
+            ):
                 innermost = path, []  # An error after the trace, about this node.
             trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
@@ -78,19 +85,19 @@ def _get_class_name(module: object) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _find_tensor_arguments(module: object, held: Mapping[str, Any]) -> list[Tensor]:
+def _find_tensor_arguments(module: object, local_variables: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensor arguments of `forward` that are still in its local variables.
 
     Args:
-        held: local variables of `forward`, by name.
+        local_variables: values of the local variables of `forward`, by name.
     """
     forward: Any = vars(type(module)).get("forward", nn.Module.forward)
     names = inspect.signature(forward).parameters
-    leaves = pytree.tree_leaves([held.get(name) for name in names if name != "self"])
+    leaves = pytree.tree_leaves([local_variables.get(name) for name in names if name != "self"])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _write_call_for_module(path: str, tensors: list[Tensor]) -> str:
+def _format_call_for_module(path: str, tensors: list[Tensor]) -> str:
     rank = tensors[0].ndim if tensors else 2
     # Assumes that the result has the shape of the first tensor.
     first = " ".join(("b", *(f"_{name}" for name in _NAMES[: rank - 1]))) if rank else "()"
@@ -98,7 +105,7 @@ def _write_call_for_module(path: str, tensors: list[Tensor]) -> str:
     return f'sw.local_map(net.get_submodule({path!r}), "{first}{comma}{others} -> {first}")'
 
 
-def _write_call_for_model(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _format_call_for_model(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     entries = example_entries([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return f'sw.local_map(net, "{entries} -> ()", partial="mean")'

@@ -301,7 +301,8 @@ class Checkpoints:
         """Load a checkpoint that `select` has verified into `net` and `optimizer`, in place.
 
         Args:
-            step, info: the result of `select`.
+            step: the step of the checkpoint.
+            info: the verified contents of its `checkpoint.json`.
             net: the model, parallelized or not.
             optimizer: the optimizer; None to load the model alone.
             settings: `saved` to restore settings such as the learning rate, as

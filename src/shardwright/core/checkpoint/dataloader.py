@@ -56,7 +56,7 @@ class PlannedLoader:
         """Resume from a position in the data.
 
         Args:
-            state: a result of `state_dict`.
+            state: the position that `state_dict` of a loader returned.
 
         Raises:
             DataError: if the number of samples, `seed` or `shuffle` differs from that of the saved

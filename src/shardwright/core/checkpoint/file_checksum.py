@@ -107,7 +107,8 @@ class CheckedFile:
             )
         file = CheckedFile(path, checksums, error_type)
         if path.stat().st_size != checksums.size:
-            raise file._checksum_error(f"it has {path.stat().st_size} bytes, not {checksums.size}")
+            problem = f"it has {path.stat().st_size} bytes, not {checksums.size}"
+            raise file._checksum_error(problem)
         return file
 
     def verify(self, start: int = 0, end: int | None = None) -> None:
@@ -124,7 +125,8 @@ class CheckedFile:
             first = checksums.starts[number]
             crc32 = zlib.crc32(self._map_file[first : first + checksums.block])
             if crc32 != checksums.crc32[number]:
-                raise self._checksum_error(f"the checksum of the bytes from {first} on differs")
+                problem = f"the checksum of the bytes from {first} on differs"
+                raise self._checksum_error(problem)
             self._verified_block_numbers.add(number)
 
     @cached_property

@@ -222,8 +222,8 @@ def restore_random(tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Restore the states of PyTorch's default random generators of the CPU and `device`.
 
     Args:
-        tensors: a result of `random_tensors`.
-        device: the device.
+        tensors: the saved states as byte tensors, by key.
+        device: the device whose generator is restored besides the CPU's.
     """
     states = {key.removeprefix(f"{RANDOM}."): state for key, state in tensors.items()}
     set_generator_states(states, device)

@@ -97,7 +97,7 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
 
 
 def _remove_shards(folder: Path) -> None:
-    """Remove the shards that a killed call left in `folder`. Collective.
+    """Remove shards of an interrupted `save_state_dict` from `folder`. Collective.
 
     Raises:
         CheckpointError: on all ranks, if `folder` contains anything else.

@@ -98,7 +98,7 @@ class StrategyParser:
 
         Raises:
             _ConflictError: if two dimensions request different shardings.
-            StrategyError: if an entry is invalid by itself.
+            StrategyError: if an entry is invalid, whatever the other entries are.
         """
         requests: dict[str, _DimRequest] = {}
         for request, factor in self._dim_requests_with_factors():
@@ -372,7 +372,7 @@ _OPS_WITH_BIAS = tuple(
 
 
 def op_signature(op: Op) -> str:
-    """Return an operator with its inputs: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
+    """Format an operator and its inputs: `aten.linear(x [8, 16], layer.weight [32, 16])`."""
     name = target_name(op.target).removesuffix(".default")
     return f"{name}({', '.join(f'{v.name} {list(v.shape)}' for v in op.inputs)})"
 

@@ -198,8 +198,8 @@ def _pin_tensors(
     if len(tensor_indices) != len(entries):
         shapes = ", ".join(str(list(leaves[index].shape)) for index in tensor_indices)
         raise StrategyError(
-            f"{where} {f'tensors of shapes {shapes}' if shapes else 'no tensors'}, but is pinned"
-            f" as {entries_text(entries)}\n"
+            f"{where} {f'tensors of shapes {shapes}' if shapes else 'no tensors'}, but its pin"
+            f" {entries_text(entries)} has {len(entries)} entries\n"
             f"use {len(tensor_indices)} entries, one per tensor, with None for a tensor whose"
             " sharding is left to the search; pin weights on the modules that own them"
         )

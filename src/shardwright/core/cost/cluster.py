@@ -236,9 +236,9 @@ class Cluster:
         ranks = np.stack([mesh_ranks + first for first in first_ranks])
         # Dimension 0 is that of the stages.
         axes = range(1, 1 + len(mesh.device_matrix))
-        return tuple(self._axis_spans(np.moveaxis(ranks, axis, -1)) for axis in axes)
+        return tuple(self._link_levels_of_axis(np.moveaxis(ranks, axis, -1)) for axis in axes)
 
-    def _axis_spans(self, ranks: np.ndarray[Any, Any]) -> Spans:
+    def _link_levels_of_axis(self, ranks: np.ndarray[Any, Any]) -> Spans:
         """Return the link levels that an axis crosses.
 
         Args:

@@ -33,10 +33,10 @@ def read_cluster(text: str, where: str) -> Cluster:
 
 def cluster_of_content(content: Any, where: str) -> Cluster:
     """Return the cluster that the contents of a cluster file describe; see `read_cluster`."""
-    entries = _MappingReader(content, where, "")
+    entries = _ClusterMappingReader(content, where, "")
     entries.check_keys("name", "software", "device", "levels", DIGEST)
     name = entries.name(Path(where).stem)
-    device = _read_device(_MappingReader(entries.required("device"), where, "device."))
+    device = _read_device(_ClusterMappingReader(entries.required("device"), where, "device."))
     levels = entries.required("levels")
     if not isinstance(levels, list) or not levels:
         raise ConfigError(
@@ -44,9 +44,10 @@ def cluster_of_content(content: Any, where: str) -> Cluster:
             "for example `levels: [{name: NVLink, bandwidth: 450 GB/s, latency: 1 us}]`"
         )
     parsed = tuple(
-        _read_level(_MappingReader(level, where, f"levels[{i}].")) for i, level in enumerate(levels)
+        _read_link_level(_ClusterMappingReader(level, where, f"levels[{i}]."))
+        for i, level in enumerate(levels)
     )
-    _check_levels(parsed, where)
+    _check_link_levels(parsed, where)
     warn_if_edited(content, where)
     return Cluster(name, device, parsed, str(content.get("software", "")))
 
@@ -87,7 +88,7 @@ LARGEST_VALUE = 1e30
 Within this range no prediction overflows."""
 
 
-class _MappingReader:
+class _ClusterMappingReader:
     """Reader of one mapping of a cluster file; its errors contain the file and the key.
 
     Args:
@@ -184,14 +185,16 @@ class _MappingReader:
         return count
 
 
-def _read_device(entries: _MappingReader) -> Device:
+def _read_device(entries: _ClusterMappingReader) -> Device:
     entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "attention_half", "matrix_half", "overlap_slowdown", "overhead"),
         *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
-    rates = _MappingReader(entries.required("rates"), entries.where, f"{entries.prefix}rates.")
+    rates = _ClusterMappingReader(
+        entries.required("rates"), entries.where, f"{entries.prefix}rates."
+    )
     for dtype in rates.mapping:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
             raise ConfigError(
@@ -228,7 +231,7 @@ def _read_device(entries: _MappingReader) -> Device:
     )
 
 
-def _read_level(entries: _MappingReader) -> LinkLevel:
+def _read_link_level(entries: _ClusterMappingReader) -> LinkLevel:
     entries.check_keys(
         "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
     )
@@ -243,7 +246,7 @@ def _read_level(entries: _MappingReader) -> LinkLevel:
     )
 
 
-def _check_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
+def _check_link_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
     # `Links` divides the group sizes of consecutive levels, so an outer size must be a multiple of
     # the inner size.
     for number, (inner, outer) in enumerate(pairwise(levels)):

@@ -85,8 +85,8 @@ class DryRun:
     """Memory of one chunk on one device over a step.
 
     Args:
-        stock: bytes allocated before the step, including the inputs of one micro-batch, by kind of
-            tensor.
+        stock: bytes allocated before the step, including the inputs of one micro-batch, by category
+            of tensor.
         begin: memory of the start of the step, when parameters may be gathered.
         first: memory of each action of the first micro-batch, by action (`F`, `B`, `I`, `W`).
         later: memory of each action of later micro-batches, which accumulate into existing
@@ -113,7 +113,7 @@ def dry_run_chunk(
 
     Args:
         pass_types: passes of one micro-batch (`F`, `B`, `I`, `W`), in order.
-        cached_results: cache of results of operators by their arguments; see `DryRunMode`.
+        cached_results: shapes of the results of operators that have run, by operator and arguments.
         on_share: called with the completed fraction of lowering and actions.
         kernels: kernels of the device type; by default those of this machine's devices.
     """

@@ -137,7 +137,7 @@ class Memory:
         return self.largest_stage.peak
 
     def __str__(self) -> str:
-        """Return the table of `memory_table` as text."""
+        """Return a table of the memory with one row per stage, as text."""
         console = Console(file=StringIO(), width=140, color_system=None)
         console.print(memory_table(self))
         written: StringIO = console.file  # type: ignore[assignment]
@@ -227,7 +227,7 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
         stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
         if partitioned.pipeline.micro_batches > 1:
-            needed += sum(map(_unsharded_bytes, chunks))
+            needed += sum(map(_live_bytes_between_micro_batches, chunks))
         received = sum(_received_bytes(chunk, leaves) for chunk in chunks)
         stages.append(needed + received * partitioned.pipeline.micro_batches)
     return stages
@@ -255,7 +255,7 @@ def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
     return prod(layout.shard_shape(value.shape)) * dtype.itemsize
 
 
-def _unsharded_bytes(chunk: Chunk) -> int:
+def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
     """Return the bytes of gathered or cast parameters, and of full gradients beyond their shards,
     that are alive between the micro-batches of a step."""
     sharding, decisions = chunk.decisions.sharding, chunk.decisions

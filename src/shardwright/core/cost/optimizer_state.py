@@ -113,7 +113,7 @@ def optimizer_bytes(
     measures = {
         make: partial(_named_optimizer_bytes, make)
         if isinstance(make, str)
-        else cache(partial(_bytes_for_parameter, make))
+        else cache(partial(_optimizer_bytes_of_parameter, make))
         for make in set(factories)
         if make
     }
@@ -249,14 +249,14 @@ def _named_optimizer_bytes(
     optimizer: str, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
     # Their state is computed from parameters and gradients, so that `full` does not matter.
-    return _bytes_for_parameter(_optimizer_factory(optimizer), shape, dtype, shape)
+    return _optimizer_bytes_of_parameter(_optimizer_factory(optimizer), shape, dtype, shape)
 
 
 class _DerivedTensor(Tensor):
     """A parameter, or a tensor computed from a parameter; both are DTensors on real devices."""
 
 
-def _bytes_for_parameter(
+def _optimizer_bytes_of_parameter(
     make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
     """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`."""

@@ -97,7 +97,7 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     A single stage runs forward and backward of one micro-batch after another.
 
     Raises:
-        PlanError: if the schedule cannot run; see `check_pipelining`.
+        PlanError: if the schedule cannot run this number of stages, chunks or micro-batches.
     """
     check_pipelining(pipeline)
     if pipeline.stages == 1:
@@ -205,7 +205,7 @@ class Timeline:
 
     @cached_property
     def stages(self) -> tuple[tuple[Span, ...], ...]:
-        """Spans of each stage, in execution order."""
+        """Actions of each stage with start and end in seconds, in execution order."""
         spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
         for each, end in zip(_passes_of_pipeline(self.pipeline), self.ends, strict=True):
             action = each.action
@@ -243,7 +243,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
         chunks: seconds of each chunk, in model order.
 
     Raises:
-        PlanError: if the schedule cannot run; see `check_pipelining`.
+        PlanError: if the schedule cannot run this number of stages, chunks or micro-batches.
         ValueError: if `chunks` does not have one entry per chunk of the pipeline.
     """
     if len(chunks) != pipeline.num_chunks:
@@ -273,7 +273,7 @@ def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]
 
 
 @dataclass(frozen=True)
-class _PipelinePass:
+class _PassWithDependencies:
     """An action, and what it waits for.
 
     Args:
@@ -291,7 +291,7 @@ class _PipelinePass:
     border: int | None
 
 
-def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PipelinePass, ...]:
+def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, ...]:
     check_pipelining(pipeline)
     # Assignments of operators to chunks are neither hashable nor needed.
     return _ordered_passes(
@@ -302,11 +302,11 @@ def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PipelinePass, ...]:
 @lru_cache(maxsize=64)
 def _ordered_passes(
     stages: int, micro_batches: int, schedule: str, chunks: int
-) -> tuple[_PipelinePass, ...]:
+) -> tuple[_PassWithDependencies, ...]:
     """Return all passes of a step, each after those that it waits for."""
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders = actions(pipeline)
-    passes: list[_PipelinePass] = []
+    passes: list[_PassWithDependencies] = []
     indices: dict[Action, int] = {}
     last: list[int | None] = [None] * len(orders)
     positions = [0] * len(orders)
@@ -326,7 +326,7 @@ def _ordered_passes(
                 if sender is not None and pipeline.stage_of(sender.chunk) != stage:
                     border = min(action.chunk, sender.chunk)
                 sent_by = None if sender is None else indices[sender]
-                passes.append(_PipelinePass(action, stage, last[stage], sent_by, border))
+                passes.append(_PassWithDependencies(action, stage, last[stage], sent_by, border))
                 indices[action] = last[stage] = len(passes) - 1
                 positions[stage] += 1
             if positions[stage] == len(order):

@@ -73,7 +73,9 @@ def chunk_times(
     """Return the seconds of each chunk, which schedules with equal chunks have in common.
 
     Args:
-        blocking, optimizer, repeats_segments: see `predict`.
+        blocking: whether redistributions of activations do not overlap computation.
+        optimizer: name or instance of the optimizer.
+        repeats_segments: whether recomputed segments run again to their end.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)

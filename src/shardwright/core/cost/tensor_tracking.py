@@ -233,7 +233,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         except _UncacheableArgumentError:
             return func(*args, **kwargs)
         if key in self._cached_results:
-            return _results_from_key(self._cached_results[key])
+            return _make_empty_results(self._cached_results[key])
         out = func(*args, **kwargs)
         results = out if isinstance(out, list | tuple) else (out,)
         # Only results on the meta device can be rebuilt as empty tensors.
@@ -296,7 +296,7 @@ class _TensorKey(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _results_from_key(described: Any) -> Any:
+def _make_empty_results(described: Any) -> Any:
     """Create the cached results of an operator as empty tensors on the meta device, from their
     description (shapes, strides, dtypes)."""
     if isinstance(described, _TensorKey):
@@ -304,4 +304,4 @@ def _results_from_key(described: Any) -> Any:
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
     if described and isinstance(described[0], type):
         return described[1]
-    return tuple(map(_results_from_key, described))
+    return tuple(map(_make_empty_results, described))

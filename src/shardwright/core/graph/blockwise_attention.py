@@ -138,7 +138,10 @@ class _BlockMask:
 
     Args:
         tensors: query, key and value.
-        vectors, terms, causal, window: the mask, as in `blockwise_attention`.
+        vectors: inputs of the conditions, one element per query or per key.
+        terms: conditions on `vectors` for reading a key, such as `"eq 0 1, all 2"`.
+        causal: whether each query reads only keys up to its own position.
+        window: largest number of positions that a query reads; None for no limit.
         offset: index of the key at the position of query 0.
     """
 

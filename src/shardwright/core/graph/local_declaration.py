@@ -76,7 +76,7 @@ class Declaration:
 
         Args:
             output: index of the result.
-            sizes: the local size of each name; see `sizes`.
+            sizes: the local size of each dimension name.
             global_shape: the global shape, used for dimensions without a name in `sizes`.
         """
         pairs = zip(self.outputs[output], global_shape, strict=True)

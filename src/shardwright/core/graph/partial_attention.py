@@ -83,9 +83,12 @@ def partial_attention_backward(
 
     Args:
         gradient: gradient of the merged result.
-        query, key, value: the arguments of `partial_attention`.
+        query: `[batch, heads, queries, size]`.
+        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+            adjacent query heads.
         out, lse: the merged result and its log-sum-exp.
-        diagonal, scale: the arguments of `partial_attention`.
+        diagonal: query i reads the keys up to index i + `diagonal`; None for all keys.
+        scale: factor of the scores, by default `size ** -0.5`.
     """
     if _reads_no_key(query, diagonal):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)

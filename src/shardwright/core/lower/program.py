@@ -98,7 +98,7 @@ class Program:
 
         Args:
             parameters: this rank's shards in the plan's storage layout; for an `unsharded` program,
-                the result of `UnshardedParameters.tensors`.
+                the cached unsharded parameters of the step.
             buffers: unsharded buffers by name, and the values of the `current` constants with which
                 the program was lowered.
             inputs: leaves of the call's arguments, with full tensors or, for inputs that arrive

@@ -21,7 +21,7 @@ class Chunk:
     Args:
         number: index of the chunk in model order.
         stage: index of the stage that runs the chunk.
-        graph: operators of the chunk; see `GraphChunk`.
+        graph: operators of the chunk, as a graph.
         mesh: device matrix of the stage.
         decisions: decisions for the model, with the layouts of received and sent values.
         arriving: values that the chunk receives from the previous chunk.

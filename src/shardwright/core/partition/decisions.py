@@ -104,7 +104,7 @@ class Decisions:
         arrivals: layouts of inputs that are not replicated, by input name.
         departures: layouts in which the program sends values to a later chunk, by value name.
         local_outputs: layouts of outputs of which each rank gets the shard of its local batch, by
-            value name; see `local_outputs.py`.
+            value name.
         sharding: ZeRO / HSDP configuration; None to store parameters as operators use them.
         bucket_bytes: maximum bytes of gathered parameters in a bucket.
         recompute: recomputation of each recomputed operator, by operator name.

@@ -1,9 +1,9 @@
-"""Outputs of a model whose ranks pass local batches: each rank gets those of its own samples.
+"""Local outputs: model outputs of which each rank gets the samples of its local batch.
 
 A dimension of an output is sharded like the dimension of an input with the same factor in the
 sharding rules of all operators between them. Such an output is local: a loss outside the model
-takes it with the labels of the rank's local batch, as under `DistributedDataParallel`. Other
-outputs are those of the global batch.
+takes it with the labels of the rank's local batch, as under `DistributedDataParallel`. All other
+outputs have the values of the global batch on every rank.
 """
 
 from __future__ import annotations

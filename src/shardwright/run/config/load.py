@@ -46,7 +46,7 @@ def parse(text: str, name: str = "config") -> Config:
         name: prefix of each error message, usually the file name.
 
     Raises:
-        ConfigError: see `load`.
+        ConfigError: if a key is unknown or a value invalid; one line per mistake.
     """
     return validate_config(parse_yaml(text, name, ConfigError), name)
 
@@ -59,13 +59,13 @@ def validate_config(content: Any, name: str) -> Config:
         name: prefix of each error message, usually the file name.
 
     Raises:
-        ConfigError: see `load`.
+        ConfigError: if a key is unknown or a value invalid; one line per mistake.
     """
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
         raise ConfigError(
-            f"{name}: the configuration must be a mapping, not {_format_value(content)}; its keys "
-            f"are {valid}"
+            f"{name}: the configuration must be a mapping, not {_format_value(content)}; use the"
+            f" keys {valid}"
         )
     try:
         return Config.model_validate(content)

@@ -190,7 +190,8 @@ def load_batches(
         dtype: dtype to which floating-point tensors are cast.
 
     Raises:
-        ConfigError, DataError: see `load_samples`.
+        ConfigError: if a target does not return a tuple of tensors.
+        DataError: if the data is missing or damaged, or does not fill one batch.
     """
     cast = tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t

@@ -56,7 +56,7 @@ class AlternativePlanner:
         """Capture `run` and plan it for `devices` devices.
 
         Raises:
-            ShardwrightError: see `Run.plan`.
+            ShardwrightError: if the model cannot be built, captured or planned.
         """
         return cls(run, *run.for_devices(devices).planned(devices))
 

@@ -91,7 +91,7 @@ class Run:
         """Load a configuration file, in Shardwright's own format or in the format of a plug-in.
 
         Raises:
-            ConfigError: see `shardwright.run.config.load.load`.
+            ConfigError: if the file does not exist, or has an unknown key or an invalid value.
         """
         name, folder = str(path), Path(path).parent
         content = parse_yaml(read_text(path, ConfigError), name, ConfigError)
@@ -224,7 +224,7 @@ class Run:
         """Return the run with its number of micro-batches, its model, the graph and the plan.
 
         Raises:
-            ShardwrightError: see `plan`.
+            ShardwrightError: if the model cannot be built, captured or planned.
         """
         if not self.config.parallel.chooses_micro_batches:
             model, graph = self.capture()
@@ -239,7 +239,7 @@ class Run:
         If the configuration sets the number, returns the run itself.
 
         Raises:
-            ShardwrightError: see `plan`.
+            ShardwrightError: if the model cannot be built, captured or planned.
         """
         if not self.config.parallel.chooses_micro_batches:
             return self
@@ -253,7 +253,8 @@ class Run:
         A kind is a combination of stages, storage, recomputation and micro-batches.
 
         Raises:
-            ShardwrightError: see `plan`; or the configuration names no cluster.
+            ShardwrightError: if the model cannot be built, captured or planned, or the
+                configuration names no cluster.
         """
         ranking = Ranking(top)
         self.for_devices(devices)._search_fastest_candidate(devices, ranking)
@@ -479,7 +480,8 @@ class Run:
         """Check that the run can start from its weights or checkpoints.
 
         Raises:
-            CheckpointError: see `CheckpointPolicy.check`.
+            CheckpointError: if the folder of a new run already has checkpoints, a run to resume has
+                none, or the initial weights are missing.
         """
         self.checkpoint_policy.check()
 

@@ -151,7 +151,8 @@ class RankTraining:
 
         Args:
             checkpoints: source and destination of checkpoints; None for neither.
-            on_step, on_start: see `train_rank`.
+            on_step: called after each step with its record.
+            on_start: called with the position at which the run starts or resumes.
 
         Returns:
             The error to raise if a signal stopped the run before its last step; otherwise None.

@@ -30,7 +30,7 @@ class Evaluation:
 
         Args:
             step: number of finished training steps.
-            net: a module that returns the loss of a batch; left in training mode.
+            net: a module that returns the loss of a batch; in training mode afterwards.
             device: the device to which batches are moved.
         """
         if step % self.every:

@@ -176,12 +176,13 @@ def launch_elastic(
         devices: number of devices at the first start.
         minimum: smallest number of devices on which to continue.
         on_restart: called before each restart with a text: its reason and the number of devices.
-        timeout, locks: see `launch`.
+        timeout: longest time in which a rank may be stopped by a signal without counting as failed.
+        locks: file descriptors of locked folders, which the ranks inherit.
 
     Raises:
         RankFailedError: if fewer than `minimum` devices remain, or a rank failed and no restarts
             are left.
-        StoppedError: see `launch`.
+        StoppedError: if this process or a rank received a signal to stop; all ranks have ended.
     """
     remaining_devices, restarts = devices, 0
     while True:

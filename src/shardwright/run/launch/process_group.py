@@ -141,7 +141,7 @@ def check_same_run(
     Args:
         facts: JSON values to compare, by name.
         timeout: longest time to wait for the other ranks.
-        device: see `process_group`.
+        device: `cpu`, or by default the accelerator of the local rank, if the machine has any.
 
     Raises:
         ConfigError: if a fact differs between ranks; raised on all of them.
@@ -201,7 +201,7 @@ def _join_checked_store(
     timeout: timedelta,
     unique_value: str | None = None,
 ) -> Store:
-    """Join the store, and check that `facts` are equal on all ranks; see `check_same_facts`.
+    """Join the rendezvous store, and check that `facts` are equal on all ranks.
 
     Args:
         facts: JSON values to compare, by name.

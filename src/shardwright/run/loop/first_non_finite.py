@@ -65,7 +65,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     """Repeat a training step and find the first non-finite value on any rank.
 
     The caller must have restored buffers and random generators to their state before the step.
-    Gradients are left in the parameters.
+    Afterwards parameters have the gradients of the repeated step.
 
     Args:
         batch: the arguments of `net.train_step`.

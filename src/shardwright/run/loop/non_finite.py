@@ -118,7 +118,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
     problem = earliest_finding(net, order, finding)
     if problem is not None:
         raise NonFiniteError(
-            f"{where}: {problem}; this state is not saved\n"
+            f"{where}: {problem}, so no checkpoint of this step is saved\n"
             "lower the learning rate, or clip gradients with `optimizer.clip_norm`"
         )
 

@@ -46,7 +46,7 @@ class Figure:
     Args:
         name: a field of `Device`, or of the `LinkLevel` with index `level`.
         minimum, maximum: bounds of physically possible values.
-        default: initial value if the cluster has none.
+        default: initial value if the cluster file does not set the figure.
         log_spread: natural logarithm of the factor by which clusters usually differ.
         level: index of the link level; None for a figure of the devices.
     """

@@ -124,7 +124,7 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
     """Read the list `mindformers` of a JSON file.
 
     Returns:
-        The runs, and by file name the reason why a run is left out: its configuration is missing or
+        The runs, and the reason why a run is omitted, by file name: its configuration is missing or
         not supported.
 
     Raises:
@@ -151,7 +151,7 @@ def planned_runs(
         cluster: cluster to which runs are restricted; by default all runs, each on its own cluster.
 
     Returns:
-        The runs, beginning with the runs of the list `rows`, and the reasons why runs are left out,
+        The runs, beginning with the runs of the list `rows`, and the reasons why runs are omitted,
         by file name.
 
     Raises:

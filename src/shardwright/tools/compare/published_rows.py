@@ -110,7 +110,8 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         schedule: name of the pipeline schedule; by default 1F1B, interleaved with several chunks.
         layers_of_stages: number of blocks of each stage, or of each chunk; by default equal.
         attention: `explicit` for separate operators, or the name of a fused kernel.
-        kernel, framework: software of the run, see `software_of`.
+        kernel: name of the attention kernels, such as `fa2`; None for those of the cluster.
+        framework: name of the training framework; by default read from `source`.
         hf: further arguments of the `transformers` configuration, for families built on it.
         memory_gib: peak memory of a device in GiB; None if not published.
     """

@@ -69,7 +69,10 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
             for _ in range(WARM_UP_STEPS):
                 step()
         except ShardwrightError as error:
-            raise PlanError(f"{order.config}: the plan {name!r} cannot run: {error}") from error
+            raise PlanError(
+                f"{order.config}: the plan {name!r} cannot run: {error}\n"
+                "leave this configuration out of the comparison"
+            ) from error
         steps.append(step)
     seconds: list[list[float]] = [[] for _ in steps]
     for round_index in range(order.rounds):

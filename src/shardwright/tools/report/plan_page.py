@@ -56,10 +56,12 @@ def write_page(
 
     Args:
         path: the file to write.
-        others, measured: see `plan_page`.
+        others: plan, or reason why it does not exist, by name of the plan; compared with `plan`.
+        measured: measurements of a run with this plan; None for a page of predictions only.
 
     Raises:
-        PlanError: see `plan_page`; or `jinja2` is not installed.
+        PlanError: if the schedule cannot run the stages of the plan, `measured` belongs to another
+            plan, or `jinja2` is not installed.
     """
     write_text(path, page_html(plan_page(plan, others, measured)))
 
