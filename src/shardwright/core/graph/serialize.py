@@ -78,7 +78,7 @@ def loads(content: bytes, key: str = "") -> Graph:
     try:
         graph = _GraphReader().read(json.loads(body))
     except Exception as error:  # malformed content may cause any error
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"damaged serialized graph: {problem}\ncapture the model again") from error
     if not isinstance(graph, Graph):
         raise ValueError(
