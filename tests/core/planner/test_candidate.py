@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.planner import candidate
+from shardwright.core.search import baselines
+from shardwright.core.search.request import CutsOfGraph
 
 
 @pytest.mark.parametrize("devices", [24, 40, 48])
@@ -50,3 +54,23 @@ def test_llama_on_1024_devices_has_a_mesh_of_few_axes_and_is_no_slower(
     assert axes[0] <= 5 < axes[1]
     assert aligned.step_time is not None and searched.step_time is not None
     assert aligned.step_time <= searched.step_time
+
+
+def test_a_search_that_fails_is_not_repeated_for_other_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[tuple[int, ...]] = []
+
+    def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
+        searched.append(mesh.device_matrix)
+        return baselines.data_parallel(graph, mesh)
+
+    monkeypatch.setattr(
+        baselines.DataParallel, "search", lambda _, each: data_parallel(each.graph, each.mesh)
+    )
+    with torch.device("meta"):
+        net = sw.WithLoss(nn.Linear(4096, 4096), nn.MSELoss())
+        # 12 samples cannot be divided among 8 devices.
+        batch = torch.empty(12, 4096), torch.empty(12, 4096)
+    sw.plan(net, batch, devices=8, cluster="h100", memory_limit="64MiB")
+    assert searched == [(2, 2, 2)]

@@ -58,8 +58,8 @@ class CapturedModel:
         batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
             all.
         dry_runs: cached dry runs of chunks.
-        searched: cached results of searches, (cuts, seconds that the search took), by the arguments
-            of the search.
+        searched: cached results of searches, (cuts, seconds that the search took) or the error, by
+            the arguments of the search.
         divisions: cached assignments of operators to chunks, by the arguments of the search, the
             index of its result and the number of chunks.
         chunk_times: cached (key, seconds of each chunk) pairs by numbers of stages and of chunks,
@@ -74,7 +74,9 @@ class CapturedModel:
     loss_reduction: str = "mean"
     batch_dims: tuple[int | None, ...] = ()
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
-    searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float]] = field(default_factory=dict)
+    searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float] | StrategyError] = field(
+        default_factory=dict
+    )
     divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
     chunk_times: dict[object, list[tuple[tuple[object, ...], Sequence[ChunkTime]]]] = field(
         default_factory=dict
@@ -174,6 +176,12 @@ class Candidate:
     def seconds(self) -> float:
         """Predicted step time in seconds; 0 without a cluster."""
         return 0.0 if self.predicted is None else self.predicted.seconds
+
+    def with_sharding_of(self, options: PlanOptions) -> Candidate:
+        """Return a candidate with the cuts of this one, and storage sharded as in `options`."""
+        storage = _storage_layouts(self.model, self.mesh, self.decisions.cuts, options)
+        decisions = replace(self.decisions, storage=storage, sharding=options.sharding)
+        return replace(self, options=options, decisions=decisions, measured=None)
 
     def memory(
         self, decisions: Decisions | None = None, stages: Container[int] | None = None
@@ -281,9 +289,15 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
         started = time.perf_counter()
-        results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
-        model.searched[key] = results, time.perf_counter() - started
-    results, search_seconds = model.searched[key]
+        try:
+            results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
+            model.searched[key] = results, time.perf_counter() - started
+        except StrategyError as error:
+            model.searched[key] = error
+    searched = model.searched[key]
+    if isinstance(searched, StrategyError):
+        raise searched.with_traceback(None)
+    results, search_seconds = searched
     candidates_of_mode = []
     # Without a cluster no step time is predicted, so that results cannot be compared.
     results = results if options.cluster is not None else results[:1]

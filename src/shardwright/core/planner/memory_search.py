@@ -38,13 +38,36 @@ from shardwright.progress import OnProgress, nested_progress
 log = logging.getLogger("shardwright.search")
 
 NEXT_MEM_COEFF_BOUND = 0.97
-"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the
-fastest step time with the current `mem_coeff`. The bound is below 1 as the objective of the search
-is simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
+"""Assumed lower bound on the step time with the next larger `mem_coeff`, as a fraction of the step
+time that the search is expected to find. The bound is below 1 as the objective of the search is
+simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
+
+NEXT_INCREASE = 2.0
+"""Assumed minimum ratio of the increases of the step time by two consecutive increases of
+`mem_coeff`. A search gives up `mem_coeff` seconds for each unit of parameter memory, and the next
+one eight times as many; so the ratio is 2 if a fourth of the memory is saved that the previous
+increase saved. If less is saved, the plan is hardly smaller."""
+
+UNSHARDED_BOUND = 0.99
+"""Assumed lower bound on the step time without ZeRO, as a fraction of the step time without ZeRO
+with the cuts that were found for the first ZeRO level."""
 
 RECOMPUTED_BOUND = 0.99
 """Assumed lower bound on the step time of a candidate that fits, as a fraction of its step time
 with the recomputation that an estimate of its memory requires."""
+
+
+def next_mem_coeff_bound(lowest: float, previous: float) -> float:
+    """Return an assumed lower bound in seconds on the step time with the next larger `mem_coeff`.
+
+    Args:
+        lowest: fastest step time with the current `mem_coeff`; infinite if it is unknown.
+        previous: fastest step time with the next smaller `mem_coeff`; infinite if it is unknown.
+    """
+    if lowest == inf:
+        return 0.0
+    increase = lowest - previous if previous < lowest else 0.0
+    return NEXT_MEM_COEFF_BOUND * (lowest + NEXT_INCREASE * increase)
 
 
 @dataclass
@@ -244,10 +267,9 @@ class MemorySearch:
             bound: lower bound in seconds on the step time of all attempts.
         """
         stage_options, groups = queued.stage_options, queued.groups
-        attempts = list(groups[0])
+        attempts, lowest, num_sharded, may_fit = list(groups[0]), inf, 0, False
         if not queued.continues_group:
-            attempts = self._attempts_that_may_fit(stage_options, attempts)
-        lowest, num_sharded, may_fit = inf, 0, False
+            attempts, lowest = self._queue_unsharded(bound, stage_options, attempts)
         while attempts and not may_fit:
             attempt, num_dropped = attempts.pop(0), len(self.dropped)
             self.num_searched += 1
@@ -267,7 +289,10 @@ class MemorySearch:
             num_sharded += attempt.options.sharding is not None
             may_fit = bool(candidates and num_sharded)
             stage_options.may_fit = stage_options.may_fit or bool(candidates)
-            stage_options.is_too_large = attempt.options.shards_all and bool(dropped)
+            if attempt.options.shards_all:
+                stage_options.is_too_large = bool(dropped)
+        remaining = QueuedOptions(stage_options, groups[1:], previous_lowest=lowest)
+        remaining_bound = max(bound, next_mem_coeff_bound(lowest, queued.previous_lowest))
         lowest = bound if lowest == inf else max(bound, lowest)
         log.debug(
             "%s, %s: at least %.4g s per step",
@@ -277,8 +302,7 @@ class MemorySearch:
             self.add(lowest, QueuedOptions(stage_options, [attempts], continues_group=True))
         if len(groups) > 1 and not queued.continues_group:
             # Searched only if no candidate that is clearly faster fits.
-            remaining = QueuedOptions(stage_options, groups[1:])
-            self.add(max(bound, NEXT_MEM_COEFF_BOUND * lowest), remaining)
+            self.add(remaining_bound, remaining)
 
     def _seconds_with_recompute(
         self,
@@ -300,30 +324,52 @@ class MemorySearch:
             needed = stage_options.recompute_bound(min_memory)
         return predicted.seconds + max(0.0, needed - predicted.spare_seconds)
 
-    def _attempts_that_may_fit(
-        self, stage_options: StageOptions, attempts: list[Attempt]
-    ) -> list[Attempt]:
-        """Return `attempts` without the first if it shards no storage and cannot fit.
+    def _queue_unsharded(
+        self, bound: float, stage_options: StageOptions, attempts: list[Attempt]
+    ) -> tuple[list[Attempt], float]:
+        """Queue the first attempt by itself if it shards no storage and others do.
 
-        Without ZeRO a device stores at least as much as with the first level. So if no candidate of
-        that level may fit, the search without ZeRO is postponed.
+        Without ZeRO a device stores at least as much as with the first level, so the attempt is
+        postponed if no candidate of that level may fit. A step with the cuts of the first level is
+        about as fast as one with the cuts of a search without ZeRO, which is made only if nothing
+        faster fits.
+
+        Args:
+            bound: lower bound in seconds on the step time of all attempts.
+
+        Returns:
+            The other attempts, and a lower bound in seconds on the step time without ZeRO (infinite
+            if the attempt was not queued).
         """
         first, *sharded = attempts
         if self.limit is None or first.options.sharding is not None or not sharded:
-            return attempts
+            return attempts, inf
         try:
             candidates = self.decide(sharded[0].options)
         except (PlanError, StrategyError):
-            return attempts
+            return attempts, inf
+        # Where ZeRO shards nothing, the attempt without it goes first, as it needs no change.
+        if not any(each.shards_storage for each in candidates):
+            return attempts, inf
         optimizer = first.options.optimizer
-        needed = min(max(least_memory(each.partitioned, optimizer)) for each in candidates)
+        memory = [least_memory(each.partitioned, optimizer) for each in candidates]
+        needed = min(map(max, memory))
         if needed <= self.limit:
-            return attempts
+            unsharded = [each.with_sharding_of(first.options) for each in candidates]
+            lowest = min(self._seconds_with_recompute(each, stage_options) for each in unsharded)
+            lowest_that_fits = min(
+                self._seconds_with_recompute(each, stage_options, stages)
+                for each, stages in zip(unsharded, memory, strict=True)
+                if max(stages) <= self.limit
+            )
+            queued = QueuedOptions(stage_options, [[first]], continues_group=True)
+            self.add(bound, queued, UNSHARDED_BOUND * lowest_that_fits)
+            return sharded, lowest
         self.postponed.append(QueuedOptions(stage_options, [[first]]))
         plan_kind = requested_kind(first.options)
-        lowest = self.postponed_memory.get(plan_kind, needed)
-        self.postponed_memory[plan_kind] = min(needed, lowest)
-        return sharded
+        lowest_memory = self.postponed_memory.get(plan_kind, needed)
+        self.postponed_memory[plan_kind] = min(needed, lowest_memory)
+        return sharded, inf
 
     def _tighten_bound(self, stage_options: StageOptions) -> bool:
         """Set the bound of `stage_options` to the step time without a memory limit, and the

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from shardwright.core.planner.attempts import AttemptGroups
 from shardwright.core.planner.options import PlanOptions
@@ -47,8 +48,11 @@ class QueuedOptions:
 
     Args:
         continues_group: whether the first group is what is left of a group that was searched.
+        previous_lowest: fastest step time in seconds of the group before the first one, whether it
+            fits or not; infinite if it is unknown.
     """
 
     stage_options: StageOptions
     groups: AttemptGroups
     continues_group: bool = False
+    previous_lowest: float = inf

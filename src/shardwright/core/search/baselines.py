@@ -34,14 +34,21 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
             "data parallel: the model has no tensor input with a batch dimension\n"
             'use another mode, such as mode="recursive_programming"'
         )
+    # Cutting a deep model takes most of a second, so what fails for every batch dim fails first.
+    if all(value.shape[0] % devices for value in graph.input_values if value.shape):
+        raise _indivisible_batch(batch_size, devices)
     batched, cuts = _data_parallel_cuts(graph, mesh)
     if batched.batch_size is not None and batched.batch_size % devices:
-        valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
-        raise StrategyError(
-            f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
-            f" {devices} devices\nvalid batch sizes are multiples of {devices}, such as {valid}"
-        )
+        raise _indivisible_batch(batch_size, devices)
     return cuts
+
+
+def _indivisible_batch(batch_size: int, devices: int) -> StrategyError:
+    valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
+    return StrategyError(
+        f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
+        f" {devices} devices\nvalid batch sizes are multiples of {devices}, such as {valid}"
+    )
 
 
 def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> CutsOfGraph:
