@@ -353,7 +353,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def _unwrapped_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without accelerate's wrapper."""
+        """The PyTorch optimizer inside accelerate's wrapper."""
         unwrapped: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return unwrapped
 

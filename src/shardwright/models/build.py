@@ -26,7 +26,7 @@ FAMILIES: Mapping[str, Callable[[Dimensions, Attention], nn.Module]] = {
     "pangualpha": PanguAlpha,
     "gpt": GPT,
 }
-"""Constructor of each model family."""
+"""Constructor of the models of each family, by name of the family."""
 
 
 def build(

@@ -34,7 +34,7 @@ class SavedGraphs:
             (self.folder / name).unlink(missing_ok=True)
 
     def graph(self, graph: Graph) -> None:
-        """Write the captured graph, without sharding."""
+        """Write the captured graph as text, without sharding."""
         self._write_file(GRAPH, graph_text(graph))
 
     def plan(self, plan: Plan) -> None:
@@ -43,7 +43,7 @@ class SavedGraphs:
         self._write_file(PROGRAM, program_text(plan))
 
     def error(self, error: ShardwrightError) -> None:
-        """Write the error of a failed search."""
+        """Write the error message of a failed search to a text file."""
         self._write_file(ERROR, f"{type(error).__name__}: {error}\n")
 
     def _write_file(self, name: str, content: str) -> None:

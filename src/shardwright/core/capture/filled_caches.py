@@ -65,7 +65,7 @@ class CachedFunctions:
 
 
 class _LiveFunctionCaches:
-    """The live function caches of this process."""
+    """Registry of the live `functools.lru_cache` objects of this process."""
 
     def __init__(self) -> None:
         self._scanned: tuple[list[ref[Any]], int] = [], 0

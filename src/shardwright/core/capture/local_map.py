@@ -109,7 +109,7 @@ def local_map(
 
 @dataclass(frozen=True, eq=False)
 class LocalMapTag(ModuleTag):
-    """Tag of a module that is a `local_map`."""
+    """Tag of a module that capture records as one `local_map` operator."""
 
     options: Options
     buffers: frozenset[str] = frozenset()

@@ -201,20 +201,20 @@ class ChangedSetting(NamedTuple):
 
 
 class ProcessState:
-    """Record of all settings of the process."""
+    """Values of all settings of the process at construction, for comparison and restoration."""
 
     def __init__(self) -> None:
         self._before = [setting.read() for setting in SETTINGS]
 
     def changes(self) -> Iterator[ChangedSetting]:
-        """Yield the settings that have changed."""
+        """Yield the settings whose values differ from the recorded ones."""
         for setting, before in zip(SETTINGS, self._before, strict=True):
             now = setting.read()
             if now != before:
                 yield ChangedSetting(setting, *_changed_value_texts(before, now))
 
     def restore(self) -> None:
-        """Restore the recorded settings."""
+        """Restore all settings to their recorded values."""
         for setting, before in zip(SETTINGS, self._before, strict=True):
             if setting.read() != before:
                 setting.write(before)

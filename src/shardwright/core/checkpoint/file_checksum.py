@@ -67,7 +67,7 @@ class FileChecksums:
 
     @property
     def starts(self) -> range:
-        """First byte of each block."""
+        """Offset in bytes of each block in the file."""
         return range(0, self.size, self.block)
 
 

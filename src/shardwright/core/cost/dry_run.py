@@ -406,7 +406,7 @@ def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
 
 
 def plus(first: BytesByCategory, *others: BytesByCategory) -> BytesByCategory:
-    """Add up bytes by category of tensor."""
+    """Return the sums of bytes by category of tensor."""
     names = {name for each in (first, *others) for name in each}
     return {name: sum(each.get(name, 0) for each in (first, *others)) for name in names}
 

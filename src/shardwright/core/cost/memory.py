@@ -128,7 +128,7 @@ class Memory:
 
     @property
     def largest_stage(self) -> StageMemory:
-        """The stage with the highest peak."""
+        """Memory of the pipeline stage with the highest peak."""
         return max(self.stages, key=lambda stage: stage.peak)
 
     @property
@@ -376,7 +376,7 @@ def _peak_bytes_of_actions(stock: BytesByCategory, moments: Sequence[_ActionMemo
 
 
 def _bytes_before_step(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesByCategory:
-    """Return the bytes by category before a step."""
+    """Return the bytes of a stage's chunks before a step, by category of tensor."""
     stock = plus({}, *(each.stock for each in dry_runs))
     # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
     return {**stock, BATCH: stock.get(BATCH, 0) * micro_batches}

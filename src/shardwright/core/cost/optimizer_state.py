@@ -345,7 +345,7 @@ def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, actual: in
 
 
 def _primes_from(start: int) -> Iterator[int]:
-    """Iterate over the primes from `start` upward."""
+    """Yield the prime numbers from `start` upward."""
     return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
 
 

@@ -117,7 +117,7 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Sum of `exposed_per_step`, in seconds."""
+        """Exposed seconds of gathering parameters and reducing gradients once per step."""
         return sum(self.exposed_per_step)
 
     def _exposed_seconds(self, communication: float, computation: float) -> float:
@@ -129,7 +129,7 @@ class StepTime:
 
     @property
     def communication(self) -> float:
-        """Exposed seconds of communication in the step."""
+        """Exposed seconds of communication in a training step of all micro-batches."""
         each = self.forward_seconds + self.backward_seconds - self.forward - self.backward
         # At least 0: sums of equal terms in two orders differ by rounding errors.
         return max(0.0, self.micro_batches * each + self.exposed)

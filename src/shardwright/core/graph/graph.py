@@ -74,7 +74,7 @@ class Value:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Bytes per element of the tensor."""
         return self.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -298,7 +298,7 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[Value, Op]:
-        """Operator that computes each activation."""
+        """Operator that computes each activation, by activation."""
         return {value: op for op in self.ops for value in op.outputs}
 
     @cached_property

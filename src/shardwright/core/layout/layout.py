@@ -250,12 +250,12 @@ class TensorLayout:
 
     @cached_property
     def sharded(self) -> frozenset[int]:
-        """The axes that shard any dimension."""
+        """Indices of the axes that shard any dimension of the tensor."""
         return frozenset(a for dim in self.axes for a in dim)
 
     @cached_property
     def shard_counts(self) -> tuple[int, ...]:
-        """The number of shards of each dimension."""
+        """Number of shards of each dimension of the tensor."""
         return tuple(self.layout.size(dim) for dim in self.axes)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class RedistributionStep:
 
     @property
     def spec(self) -> CollectiveSpec:
-        """`CollectiveSpec` of this kind of step."""
+        """Specification of the step's operation: its communication volume and gradient."""
         return COLLECTIVES[self.operation]
 
     @property

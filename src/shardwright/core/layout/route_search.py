@@ -90,7 +90,7 @@ class Move(NamedTuple):
 
 
 Path = tuple[Move, ...]
-"""Moves of a route, in order."""
+"""A route: its moves from the source layout to the target layout, in order."""
 
 
 @dataclass(frozen=True)

@@ -462,7 +462,7 @@ class Run:
         return str(self.folder / cluster)
 
     def example_batch(self) -> tuple[Tensor, ...]:
-        """Return the first training batch."""
+        """Return the first global batch of the training data."""
         return next(self.batches.epoch(0))
 
     @property

@@ -76,7 +76,7 @@ class Batches:
 
     @property
     def samples(self) -> int:
-        """Number of samples in the dataset."""
+        """Number of samples in the dataset, the size of dimension 0 of its tensors."""
         return len(self.tensors[0])
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:

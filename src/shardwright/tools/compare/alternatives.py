@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def speed_up(self) -> float:
-        """Throughput of `auto` relative to `expert`."""
+        """Predicted throughput of the automatic plan relative to the expert plan."""
         auto, expert = self.of_kind(AUTO), self.of_kind(EXPERT)
         assert auto is not None and expert is not None
         return auto.tokens_per_second / expert.tokens_per_second

@@ -106,7 +106,7 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Median relative error of the predictions."""
+        """Median relative error of the predicted step times of all runs."""
         return median(abs(ratio - 1) for ratio in self.ratios.values())
 
     @property

@@ -49,7 +49,7 @@ class MeasuredPlan:
 
     @property
     def median(self) -> float:
-        """Median of the measured seconds of a step."""
+        """Median over rounds of the measured seconds of a training step."""
         return statistics.median(self.seconds)
 
     @property

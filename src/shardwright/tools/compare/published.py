@@ -49,7 +49,7 @@ class PlannedMeasurement(Protocol):
 
     @property
     def memory(self) -> int:
-        """Predicted peak bytes per device."""
+        """Predicted peak memory per device, in bytes."""
 
     def seconds(self, cluster: Cluster | None = None) -> float:
         """Predict the seconds of a step, by default on the cluster of the run."""
@@ -87,7 +87,7 @@ class PlannedRun:
 
     @property
     def memory(self) -> int:
-        """Predicted peak bytes per device."""
+        """Predicted peak memory per device, in bytes."""
         candidate = self.candidate
         if self.run.recompute != "selective":
             return candidate.memory().peak

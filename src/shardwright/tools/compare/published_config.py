@@ -70,13 +70,13 @@ class ConfiguredRun:
 
     @property
     def tokens(self) -> float:
-        """Number of tokens per step and device."""
+        """Number of tokens that a device processes per step."""
         batch = self.mindformers_run.batch.global_batch(self.devices)
         return batch * self.mindformers_run.model.sizes.seq_length / self.devices
 
     @property
     def seconds(self) -> float:
-        """Measured seconds of a step."""
+        """Measured seconds of a training step."""
         return self.tokens / self.tokens_per_second_per_device
 
     def utilization(self, cluster: Cluster, seconds: float) -> float:
@@ -105,7 +105,7 @@ class PlannedConfiguration:
 
     @property
     def memory(self) -> int:
-        """Predicted peak bytes per device."""
+        """Predicted peak memory per device, in bytes."""
         return self.plan.memory.peak
 
     @cached_property

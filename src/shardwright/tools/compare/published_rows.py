@@ -67,7 +67,7 @@ class MeasuredRun(Protocol):
 
     @property
     def hardware(self) -> str:
-        """Name of the cluster."""
+        """Name of the cluster on which the run was measured."""
 
     @property
     def devices(self) -> int: ...

@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def num_sharded_ops(self) -> int:
-        """Number of main operators that are sharded."""
+        """Number of main operators that the plan shards."""
         return sum(bool(cut) for cut in self.cuts.values())
 
 

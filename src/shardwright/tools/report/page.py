@@ -159,7 +159,7 @@ class Branch:
 
     @cached_property
     def count(self) -> int:
-        """Number of operators in the module."""
+        """Number of operators in the module and its submodules."""
         return sum(child.count for child in self.children)
 
     @cached_property
