@@ -210,7 +210,7 @@ def refuses_what_would_be_wrong() -> None:
         DataError,
         "the loader gives every rank the full batch, but the plan's `dataset_strategy`",
     )
-    refused(lambda: prepare(Accelerator(cpu=True), loader(16)), PlanError, "got 0 models")
+    refused(lambda: prepare(Accelerator(cpu=True), loader(16)), PlanError, "one model, but got 0")
     plan = sw.plan(net, (torch.zeros(BATCH, 16),), devices=2)
     planned = sw.parallelize(net, plan)
     refused(
