@@ -1,0 +1,89 @@
+"""The output layer of a planned model, for losses that call it themselves.
+
+Losses in chunks of tokens never hold the logits of a whole batch: for each chunk they call the
+output layer, the loss, and its backward pass. The layer runs on the samples of this rank with full
+parameters, which are gathered once per forward pass; their gradients are reduced once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.core.torch_internals.dtensor import local_part_of, spec_of, with_spec
+from shardwright.integrations.plan_on_call import set_class
+from shardwright.integrations.rank_data import DataShards
+
+
+class OutputLayer:
+    """An output layer with the full parameters of which a planned model has shards.
+
+    Args:
+        layer: the submodule of the planned model.
+        shards: the samples of each rank.
+    """
+
+    def __init__(self, layer: nn.Module, shards: DataShards) -> None:
+        self._planned = layer
+        self._ranks_per_shard = len(shards.owners[0])
+        self._full: dict[str, Tensor] = {}
+        self._layer: Any = object.__new__(type(layer))
+        # The planned model sets a `forward` on its submodules that explains errors.
+        state = {name: value for name, value in vars(layer).items() if name != "forward"}
+        without_values = dict.fromkeys(vars(layer)["_parameters"])
+        vars(self._layer).update(state | {"_parameters": without_values})
+
+    @staticmethod
+    def of(layer: nn.Module | None, shards: DataShards) -> OutputLayer | None:
+        """Make direct calls of `layer` run with full parameters, in the dtype of its input.
+
+        Returns:
+            The full layer; None if there is no layer, or it has submodules.
+        """
+        if layer is None or any(True for _ in layer.children()):
+            return None
+        full = OutputLayer(layer, shards)
+        user_class: Any = type(layer)
+
+        def call(self: nn.Module, inputs: Tensor) -> Any:
+            return full(inputs)
+
+        names = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
+        set_class(layer, type(user_class.__name__, (user_class,), {**names, "__call__": call}))
+        return full
+
+    def __call__(self, inputs: Tensor) -> Any:
+        if not self._full:
+            for name, parameter in self._planned.named_parameters():
+                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                self._full[name] = full.detach().requires_grad_(parameter.requires_grad)
+        for name, full in self._full.items():
+            self._layer._parameters[name] = full.to(inputs.dtype)
+        outputs = self._layer(inputs)
+        self._layer._parameters.update(dict.fromkeys(self._full))
+        return outputs
+
+    def add_gradients(self) -> None:
+        """Add the gradients of all ranks to those of the shards, and free the full parameters.
+
+        Collective.
+        """
+        for name, full in self._full.items():
+            parameter = self._planned.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            total = torch.zeros_like(full) if full.grad is None else full.grad
+            dist.all_reduce(total.div_(self._ranks_per_shard))
+            gradient: Tensor = local_part_of(total, parameter)
+            if isinstance(parameter, DTensor):
+                gradient = with_spec(gradient.contiguous(), spec_of(parameter))
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.free()
+
+    def free(self) -> None:
+        """Free the full parameters."""
+        self._full.clear()

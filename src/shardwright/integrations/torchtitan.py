@@ -1,0 +1,226 @@
+"""A `parallelize_fn` for torchtitan's `ModelSpec` that plans and shards the model.
+
+config.model_spec.parallelize_fn = parallelize_fn()
+Trainer(config).train()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.core.api.parallelize import parallelize
+from shardwright.core.api.plan import plan as plan_model
+from shardwright.core.constraints.recompute import recompute
+from shardwright.core.layout.layout import Layout
+from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.plan import Plan
+from shardwright.errors import PlanError
+from shardwright.integrations.output_layer import OutputLayer
+from shardwright.integrations.plan_on_call import read_plan
+from shardwright.integrations.rank_data import DataShards
+from shardwright.integrations.versions import require_version
+
+OLDEST_TORCHTITAN = "0.3"
+require_version("torchtitan", OLDEST_TORCHTITAN, "shardwright.integrations.torchtitan")
+
+from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
+
+ORDINARY_TENSORS = "partial_dtensor"
+"""The `spmd_backend` under which torchtitan passes ordinary tensors to models and losses."""
+
+log = logging.getLogger("shardwright")
+
+
+def parallelize_fn(
+    plan: Plan | str | Path | None = None, **options: Any
+) -> Callable[..., ParallelModule]:
+    """Return a `parallelize_fn` that shards a model as planned, over all ranks.
+
+    torchtitan's `Trainer` then gives the losses of one process, on the batches that its loaders
+    give: `parallelism` says only which ranks read the same samples, those of one
+    `tensor_parallel_degree`. The plan decides about all else. `training.mixed_precision_param`
+    becomes `compute_dtype`; full activation checkpointing recomputes each layer.
+
+    Args:
+        plan: the plan of the model, or the path of a plan file. None plans on rank 0 with the batch
+            of `training`; models must then be decoders.
+        options: options of `sw.plan` without a plan, such as `cluster` and `hsdp`.
+
+    Raises:
+        PlanError: when the model is sharded, if the configuration asks for pipeline stages, context
+            or expert parallelism of torchtitan, CPU offload, or attention without a plan.
+    """
+    made = read_plan(plan, options)
+
+    def shard(
+        model: nn.Module,
+        *,
+        parallel_dims: Any,
+        training: Any,
+        parallelism: Any,
+        compile_config: Any,
+        ac_config: Any,
+        dump_folder: str,
+    ) -> ParallelModule:
+        _check_supported(training, parallelism)
+        for settings in (parallelism, parallel_dims):
+            settings.spmd_backend = ORDINARY_TENSORS
+        set_spmd_backend(ORDINARY_TENSORS)
+        world = dist.get_world_size()
+        wanted = _shards_of_loader(world, parallel_dims.dp_replicate * parallel_dims.dp_shard)
+        if made is None:
+            _mark_recomputed(model, ac_config)
+            chosen = _options(wanted, training) | options
+            planned = plan_model(model, *_example(model, wanted, training), **chosen)
+        else:
+            planned = made
+        log.info("planned %s:\n%s", type(model).__name__, planned)
+        net = parallelize(model, planned)
+        assert isinstance(net, ParallelModule)
+        found = DataShards.of_model(net)
+        if found.owners != wanted.owners:
+            raise PlanError(
+                f"the plan expects {found.count} parts of each batch, with part {found.index} on"
+                f" this rank, but torchtitan's loader gives it part {wanted.index} of"
+                f" {wanted.count}\nplan with the `dataset_strategy` of the loader, or set"
+                " `data_parallel_shard_degree` and `tensor_parallel_degree` to what is planned"
+            )
+        _sum_over_ranks(net, wanted)
+        if compile_config.enable and "model" in compile_config.components:
+            net.compile(backend=compile_config.backend)
+        return net
+
+    return shard
+
+
+def _check_supported(training: Any, parallelism: Any) -> None:
+    """Raise if the configuration shards the model in ways that `parallelize_fn` cannot follow.
+
+    Raises:
+        PlanError: for the first such setting.
+    """
+    remedies = {
+        "pipeline_parallel_degree": "torchtitan runs the stages itself",
+        "context_parallel_degree": "a plan shards the sequence of whole samples",
+        "expert_parallel_degree": "a plan shards experts by itself",
+    }
+    for name, why in remedies.items():
+        if (degree := getattr(parallelism, name)) > 1:
+            raise PlanError(
+                f"`parallelism.{name}={degree}`: {why}\nset it to 1; the plan chooses how to shard"
+                " the model over all ranks"
+            )
+    if training.enable_cpu_offload:
+        raise PlanError(
+            "`training.enable_cpu_offload=True`: planned models keep their parameters on the"
+            " device\nset it to False, and plan with `memory_limit`"
+        )
+
+
+def _shards_of_loader(world: int, parts: int) -> DataShards:
+    """Return the parts of a batch that torchtitan's loaders give to the ranks.
+
+    Args:
+        world: number of ranks.
+        parts: number of loaders with different samples; neighboring ranks have the same.
+    """
+    alike = world // parts
+    owners = tuple(tuple(range(part * alike, (part + 1) * alike)) for part in range(parts))
+    return DataShards(parts, dist.get_rank() // alike, owners)
+
+
+def _options(shards: DataShards, training: Any) -> dict[str, Any]:
+    """Return the options of `sw.plan` that follow from torchtitan's configuration."""
+    alike = len(shards.owners[0])
+    by_ranks = Layout((shards.count, alike), ("dp", "tp"))("dp", "None")
+    strategy: Any = (by_ranks, by_ranks)
+    if shards.count == 1:
+        strategy = "full_batch"
+    elif alike == 1:
+        strategy = "data_parallel"
+    options = {"devices": shards.count * alike, "dataset_strategy": strategy}
+    if training.mixed_precision_param != training.dtype:
+        options["compute_dtype"] = training.mixed_precision_param
+    return options
+
+
+def _mark_recomputed(model: nn.Module, ac_config: Any) -> None:
+    if isinstance(ac_config, FullAC.Config):
+        for layer in getattr(model, "layers", nn.ModuleDict()).values():
+            recompute(layer)
+
+
+def _example(
+    model: nn.Module, shards: DataShards, training: Any
+) -> tuple[tuple[Tensor], dict[str, Any]]:
+    """Return the arguments of a call of a decoder with the batch of all ranks.
+
+    Raises:
+        PlanError: if the arguments of the model are not known before its first batch.
+    """
+    if not isinstance(model, Decoder):
+        raise PlanError(
+            f"{type(model).__name__} is not a decoder of token ids, so its arguments are not known"
+            " before the first batch\npass its plan: `parallelize_fn(sw.plan(net, batch, ...))`"
+        )
+    inner = getattr(model.config.first_attention, "inner_attention", None)
+    if not isinstance(inner, ScaledDotProductAttention.Config | None):
+        raise PlanError(
+            f"`inner_attention` is {type(inner).__qualname__}, which takes masks of each"
+            " batch\nset `layer.attention.inner_attention = ScaledDotProductAttention.Config()`"
+            " for each of `model_spec.model.layers`: causal, without boundaries of documents"
+        )
+    shape = (training.local_batch_size * shards.count, training.seq_len)
+    ids = torch.empty(shape, dtype=torch.long, device="meta")
+    return (ids,), {"positions": ids}
+
+
+def _sum_over_ranks(net: ParallelModule, shards: DataShards) -> None:
+    """Make gradients those of the sum of the ranks' losses, as torchtitan's are.
+
+    Its losses are divided by the number of tokens of all ranks. Those of a planned model are those
+    of the mean of the losses. If the loss calls the output layer (`_skip_lm_head`), the gradients
+    of this layer are complete when the gradient of the hidden states is.
+    """
+    planned_class: Any = type(net)
+    forward_as_planned = planned_class.forward
+    layer = OutputLayer.of(getattr(net, "lm_head", None), shards)
+
+    @wraps(forward_as_planned)
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward_as_planned(self, *args, **kwargs)
+        if layer is not None:
+            layer.free()
+        if not isinstance(outputs, Tensor) or not outputs.requires_grad:
+            return outputs
+        apply: Any = _SumOfLosses.apply
+        return apply(outputs, shards.count, layer)
+
+    # Each planned model has a class of its own, which `sw.whole` exchanges for the user's.
+    planned_class.forward = forward
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """The outputs, with the gradient of a sum of losses as that of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, count: int, layer: OutputLayer | None) -> Tensor:
+        ctx.count, ctx.layer = count, layer
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.layer is not None:
+            ctx.layer.add_gradients()
+        return gradient * ctx.count, None, None
