@@ -105,7 +105,41 @@ def check_refusals() -> None:
             raise AssertionError(f"{what}: planned")
 
 
-CHECKS = (check_assigned_buffers, check_refusals)
+class Outside(nn.Module):
+    """A model that calls its layers through a lambda, as minGPT does, and through a registry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+        layers = self.layers
+        self.called = lambda x: layers.down(layers.up(x).relu())
+        SCALES[layers["down"]] = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.called(x) * SCALES.get(self.layers["down"], 1.0)).square().mean()
+
+
+SCALES: dict[nn.Module, float] = {}
+
+
+def check_references_from_outside() -> None:
+    """A second batch size is captured while the parameters are sharded."""
+    for options in ({"mode": "data_parallel"}, {"mem_coeff": 1000.0}):
+        eager, net = Outside(), Outside()
+        plan = sw.plan(net, (torch.ones(8, 8),), devices=2, **options)
+        planned: Any = sw.parallelize(net, plan, "cpu")
+        for size in (8, 4):
+            x = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
+            losses = planned(x), eager(x)
+            torch.testing.assert_close(*losses)
+            for loss in losses:
+                loss.backward()
+        for own, other in zip(planned.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(own.grad.full_tensor(), other.grad)
+
+
+CHECKS = (check_assigned_buffers, check_refusals, check_references_from_outside)
 
 
 if __name__ == "__main__":

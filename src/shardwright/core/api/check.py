@@ -26,6 +26,8 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.capture.filled_caches import without_new_cached_tensors
 from shardwright.core.capture.flex_attention import flex_attention_by_operators
 from shardwright.core.capture.naming import line_of_error
+from shardwright.core.capture.outer_references import OuterReferences
+from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.deferred import values_of
 from shardwright.core.graph.float64 import (
     CastsToFloat64,
@@ -217,21 +219,35 @@ def check(
             return _compare_training(partitioned, module, state, leaves, finds_cause)
 
         # Most models are the same in float64, so that a second capture is seldom needed.
-        with suppress(PlanError):
-            result = compare(graph_in_float64(captured), module_in_float64(net, values), False)
+        with suppress(PlanError), _make_float64_copy(net, values) as module:
+            result = compare(graph_in_float64(captured), module, False)
             if result.passes():
                 return result
-        module = module_in_float64(net, values)
         # A capture in float64 has the constants that depend on the dtype, e.g. `finfo(dtype).eps`.
-        with _convert_float64_errors(plan.pipeline.micro_batches), CastsToFloat64():
+        with (
+            _make_float64_copy(net, values) as module,
+            _convert_float64_errors(plan.pipeline.micro_batches),
+            CastsToFloat64(),
+        ):
             double_args, double_kwargs = pytree.tree_unflatten(leaves, captured.in_spec)
             double_graph = _capture_micro_batch(
-                copy.deepcopy(module), double_args, double_kwargs, plan, None
+                copy.deepcopy(module), double_args, double_kwargs, plan, None, module
             )
         if not paired_operators(captured, double_graph):
             # The model is in another mode than planned, or was changed after planning.
             plan.check_fits(_capture_micro_batch(net, *call, plan, plan.computed_in))
-        return compare(graph_in_float64(captured, double_graph), module, True)
+        with _make_float64_copy(net, values) as module:
+            return compare(graph_in_float64(captured, double_graph), module, True)
+
+
+@contextmanager
+def _make_float64_copy(net: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
+    """Context manager whose value is a copy of the model in float64, to which references from
+    outside of the model lead."""
+    module = module_in_float64(net, values)
+    state = ReachableState(module)
+    with OuterReferences(net, module, state, follow_ids=True).leading_to_copy():
+        yield module
 
 
 def _drop_effect_outputs(graph: Graph) -> Graph:
@@ -385,13 +401,14 @@ def _capture_micro_batch(
     kwargs: dict[str, Any] | None,
     plan: Plan,
     compute_dtype: torch.dtype | None,
+    original: nn.Module | None = None,
 ) -> Graph:
     """Capture the model for one micro-batch, given arguments with the global batch."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
 
     def captured(leaves: list[Any]) -> Graph:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return capture(net, args, kwargs, compute_dtype)
+        return capture(net, args, kwargs, compute_dtype, original=original)
 
     count, dims = plan.pipeline.micro_batches, plan.pipeline.batch_dims
     piece = micro_batch(leaves, 0, count, dims)

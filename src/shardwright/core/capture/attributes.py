@@ -34,6 +34,7 @@ from shardwright.core.capture.global_variables import GLOBALS, globals_of, globa
 from shardwright.core.capture.hooks import count_hooks
 from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.naming import LocatedError, current_line, located
+from shardwright.core.capture.outer_references import OuterReferences
 from shardwright.core.capture.process_state import ProcessState, change_message
 from shardwright.core.capture.reachable_state import Change, ReachableState, StateLocation
 from shardwright.core.capture.state_contents import OF_TORCH
@@ -214,24 +215,41 @@ class TracedAttributes:
         self._module = module
         self._paths = {id(child): path for path, child in module.named_modules()}
         self._by_path = dict(module.named_modules())
-        self._before = {
-            path: _fingerprint_attributes(child) for path, child in self._by_path.items()
-        }
         self._at_begin: dict[str, dict[str, Any]] = {}
         self._arguments = ArgumentContainers((), {})
         self._hooks: dict[str, int] = {}
         self._process = ProcessState()
         self._lines: dict[tuple[str, str], str] = {}
-        self._reachable = self._at_first = ReachableState(module)
         self._filled: list[Change] = []
         self._read_as_dict: dict[str, None] = {}
         self._is_second = False
         self.writes: dict[tuple[str, str], None] = {}
         self.filled: dict[str, str] = {}
+        self._record_state()
         self.reads: dict[tuple[str, str], None] = dict.fromkeys(globals_read(module))
         self.reads |= dict.fromkeys(modes_read(self._reachable.codes))
+        self._record_globals()
+
+    def _record_state(self) -> None:
+        self._reachable = self._at_first = ReachableState(self._module)
+        self._before = {
+            path: _fingerprint_attributes(child) for path, child in self._by_path.items()
+        }
+
+    def _record_globals(self) -> None:
         for path, name in self.reads:
             self._before.setdefault(path, {})[name] = content(globals_of(path)[name])
+
+    @contextmanager
+    def following_copy(self, original: nn.Module) -> Iterator[None]:
+        """Return a context in which references to modules of the original model, from outside of
+        the model, lead to the traced copy."""
+        references = OuterReferences(original, self._module, self._reachable, follow_ids=True)
+        with references.leading_to_copy() as any_found:
+            if any_found:
+                self._record_state()
+                self._record_globals()
+            yield
 
     @contextmanager
     def recording(self, known_values: KnownValues) -> Iterator[None]:

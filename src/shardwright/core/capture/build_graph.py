@@ -44,6 +44,8 @@ class CapturedCall:
         autocast: autocast state around the call.
         gradients: whether gradients are enabled around the call; always True for a module that does
             not read `torch.is_grad_enabled()`.
+        original: the module of which `module` is a copy, to which user code outside of the module
+            may refer; None if `module` is no copy.
     """
 
     module: nn.Module
@@ -51,14 +53,20 @@ class CapturedCall:
     kwargs: dict[str, Any]
     autocast: Autocast = ON_CPU
     gradients: bool = True
+    original: nn.Module | None = None
 
     @classmethod
     def of(
-        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: Autocast
+        cls,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        autocast: Autocast,
+        original: nn.Module | None = None,
     ) -> CapturedCall:
         """Return this call with the current gradient mode."""
         gradients = torch.is_grad_enabled() or not reads_gradient_mode(module)
-        return cls(module, args, kwargs, autocast, gradients)
+        return cls(module, args, kwargs, autocast, gradients, original)
 
 
 def build_graph(

@@ -36,6 +36,7 @@ def capture(
     compute_dtype: torch.dtype | None = None,
     on_progress: OnProgress = ignore_progress,
     autocast: Autocast = ON_CPU,
+    original: nn.Module | None = None,
 ) -> Graph:
     """Capture `module(*args, **kwargs)` for the shapes of `args` and `kwargs`.
 
@@ -52,6 +53,7 @@ def capture(
             in float32.
         on_progress: called with the number of traced layers, at most once a second.
         autocast: autocast state of the captured call; regions around `capture` itself do not count.
+        original: the module of which `module` is a copy, to which user code may refer.
 
     Raises:
         CaptureError: if the forward pass depends on the values of tensors, or uses something that
@@ -62,7 +64,7 @@ def capture(
     check_capturable(module, args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
-    call = CapturedCall.of(module, args, dict(kwargs or {}), autocast)
+    call = CapturedCall.of(module, args, dict(kwargs or {}), autocast, original)
     with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _preserve_random_state():
         try:
             with isolate_capture():

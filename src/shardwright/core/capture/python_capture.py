@@ -46,6 +46,7 @@ from shardwright.core.capture.hooks import check_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.local_map import calls_in_graph, calls_of_modules
 from shardwright.core.capture.module_tree import ModuleTree
+from shardwright.core.capture.outer_references import OuterReferences
 from shardwright.core.capture.process_state import unchanged_process
 from shardwright.core.capture.python_refusals import (
     assigned_buffers,
@@ -53,6 +54,7 @@ from shardwright.core.capture.python_refusals import (
     check_state,
     module_slots,
 )
+from shardwright.core.capture.reachable_state import ReachableState
 from shardwright.core.capture.replay import GraphReplay, drop_assertions, name_modules
 from shardwright.core.capture.signature import Signature
 from shardwright.core.capture.static_modules import make_static
@@ -94,10 +96,14 @@ def capture_python(
     started = time.perf_counter()
     _check_supported(call)
     with TRACING_LOCK, restored_transforms(), _set_modes_of_call(call):
-        with unchanged_process():
-            traced = _TracedCall.of(call, compute_dtype, numbers)
-        with unchanged_process():
-            result = traced.result()
+        copied = fake_copy(call.module, call.args, call.kwargs, compute_dtype)
+        original, twin = call.original or call.module, copied[0]
+        references = OuterReferences(original, twin, ReachableState(twin))
+        with references.leading_to_copy():
+            with unchanged_process():
+                traced = _TracedCall.of(call, copied, numbers)
+            with unchanged_process():
+                result = traced.result(references)
         unguarded = _collect_tensor_ids(call.module, call.args, call.kwargs)
         guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
     with unchanged_process(), restored_transforms(), isolate_capture():
@@ -217,9 +223,9 @@ class _TracedCall:
 
     @classmethod
     def of(
-        cls, call: CapturedCall, compute_dtype: torch.dtype | None, numbers: frozenset[str]
+        cls, call: CapturedCall, copied: tuple[nn.Module, Any, Any], numbers: frozenset[str]
     ) -> _TracedCall:
-        twin, args, kwargs = fake_copy(call.module, call.args, call.kwargs, compute_dtype)
+        twin, args, kwargs = copied
         average_on_tensors(twin)
         make_static(call.module, twin)
         calls = calls_of_modules(twin, call.module)
@@ -325,7 +331,7 @@ class _TracedCall:
                 "\nset that state before `plan`, or read it as a plain attribute"
             )
 
-    def result(self) -> _CallResult:
+    def result(self, references: OuterReferences) -> _CallResult:
         """Run the bytecode on the copy, with fake results of the operators.
 
         Raises:
@@ -339,6 +345,7 @@ class _TracedCall:
         with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
             returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
             after = module_slots(self.twin)
+            references.check_changed(change.value for change in self.dynamo.changes)
             self._check_guards_cover_changes()
         leaves, spec = result_leaves(returned)
         tensors = [

@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -39,13 +40,14 @@ _MOST_OBJECTS = 100_000
 _MOST_PARTS = 10_000
 """Maximum number of elements of a container that are visited; larger containers hold data."""
 
-_PLAIN = frozenset(("argparse", "array", "collections", "queue", "types", "weakref"))
+_PLAIN = frozenset(("_weakrefset", "argparse", "array", "collections", "queue", "types", "weakref"))
 """Modules of the standard library with container classes for the user's objects."""
 
 _DRAWS: tuple[Any, ...] = (random.random, np.random.rand)
 _GENERATORS_OF_LIBRARIES = tuple(draw.__self__ for draw in _DRAWS)
 """Global generators of `random` and `numpy.random`, whose state `trace.py` compares."""
 
+_CONTAINERS = (CellType, list, deque, dict, set)
 _ORDERED = (list, tuple, set, frozenset, deque)
 _INDEXED = (*_ORDERED, dict, CellType)
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
@@ -66,11 +68,19 @@ class StateLocation(NamedTuple):
     def inside(self, key: Hashable, indexed: bool) -> StateLocation:
         if key == STATE:
             return self
-        path = f"{self.path}[{key!r}]" if indexed else f"{self.path}.{key}".removeprefix(".")
+        path = (
+            f"{self.path}[{_key_text(key)}]" if indexed else f"{self.path}.{key}".removeprefix(".")
+        )
         return StateLocation(self.description, path)
 
     def __str__(self) -> str:
         return self.description.replace("{}", repr(self.path), 1)
+
+
+def _key_text(key: Hashable) -> str:
+    """Return a text of a key or an index; the class of a module."""
+    value = key() if isinstance(key, weakref.ReferenceType) else key
+    return type(value).__name__ if isinstance(value, nn.Module) else repr(key)
 
 
 class Change(NamedTuple):
@@ -132,7 +142,8 @@ class ReachableState:
             self._seen[id(child)] = child
             self._add_class(type(child))
             description = f"attribute {{}} of a {type(child).__name__}"
-            for name, value in _read_module_attributes(child).items():
+            own_forward = {name: vars(child)[name] for name in ("forward",) if name in vars(child)}
+            for name, value in (_read_module_attributes(child) | own_forward).items():
                 self._enqueue(value, StateLocation(description, path).inside(name, indexed=False))
             for hook in (hook for hooks in forward_hooks(child) for hook in hooks.values()):
                 self._enqueue(
@@ -155,6 +166,16 @@ class ReachableState:
                     if not isinstance(holder.value, _ORDERED):
                         location = location.inside(key, isinstance(holder.value, _INDEXED))
                     yield Change(location, new, old in (None, MISSING) and new is not MISSING)
+
+    def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
+        """Yield the recorded cells, lists, deques, dictionaries and sets, each with None; then the
+        namespaces of global variables, each with the names of the recorded variables."""
+        for holder in self._recorded:
+            if isinstance(holder.value, _CONTAINERS):
+                yield holder.value, None
+            elif isinstance(holder.read, _GlobalsReader):
+                names = tuple(name for name in holder.contents if isinstance(name, str))
+                yield holder.read.namespace(holder.value), names
 
     def restore(self) -> None:
         """Restore the recorded contents of all objects, after a trace that failed.
@@ -321,8 +342,12 @@ class _GlobalsReader:
 
     names: frozenset[str]
 
+    @staticmethod
+    def namespace(holder: ModuleType | FunctionType) -> dict[str, Any]:
+        return holder.__globals__ if isinstance(holder, FunctionType) else vars(holder)
+
     def __call__(self, holder: ModuleType | FunctionType) -> Parts:
-        held = holder.__globals__ if isinstance(holder, FunctionType) else vars(holder)
+        held = self.namespace(holder)
         return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
 
 

@@ -86,7 +86,9 @@ class _CapturesBySize:
         graph = self._trace_with_symbols(call, compute_dtype)
         if graph is None:
             graph = capture(
-                call.module, call.args, call.kwargs, compute_dtype, autocast=call.autocast
+                *(call.module, call.args, call.kwargs, compute_dtype),
+                autocast=call.autocast,
+                original=call.original,
             )
             self._captured = [graph, *self._captured][:KNOWN]
         return graph

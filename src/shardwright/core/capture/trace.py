@@ -206,6 +206,7 @@ def _export_call(
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
     try:
         with (
+            attributes.following_copy(call.original or module),
             attributes.restoring(),
             traced_autocast(call.autocast) as regions,
             preserve_tags(),

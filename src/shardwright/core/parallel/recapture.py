@@ -143,7 +143,7 @@ class Recapture:
                 micro-batches.
         """
         planned, template = self.partitioned, self.template
-        call = CapturedCall.of(template, args, kwargs, self._autocast)
+        call = CapturedCall.of(template, args, kwargs, self._autocast, self.module)
         self._planned_call.check(args, kwargs)
         # The template still has the state of planning time.
         self._state.copy_to(template)
@@ -154,7 +154,9 @@ class Recapture:
         def captured(count: int) -> Graph:
             batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
-            return self._capture_call(CapturedCall.of(template, of_args, of_kwargs, self._autocast))
+            return self._capture_call(
+                CapturedCall.of(template, of_args, of_kwargs, self._autocast, self.module)
+            )
 
         graph = self._capture_call(call)
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)

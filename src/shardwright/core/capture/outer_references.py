@@ -1,0 +1,225 @@
+"""References to the modules of a model from outside of the model, such as in closures and in
+registries that are keyed by modules.
+
+A trace runs on a copy of the model. If such references led to the original modules,
+`REGISTRY[layer]` would fail and `REGISTRY.get(layer, 1.0)` would return the default. During a
+trace, they lead to the modules of the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import CellType, MethodType
+from typing import Any
+
+from torch import nn
+
+from shardwright.core.capture.reachable_state import ReachableState
+from shardwright.core.capture.state_contents import OF_TORCH
+from shardwright.errors import CaptureError
+
+_MAX_ELEMENTS = 10_000
+"""Maximum number of elements of a container that is searched; larger containers hold data."""
+
+_KEYED = (dict, set, frozenset)
+
+
+class OuterReferences:
+    """The references to the modules of a model that a trace of a copy of the model can reach.
+
+    Args:
+        module: the model, or another object with its submodules.
+        copy: the copy that is traced.
+        reachable: the state that can be reached from `copy`.
+        follow_ids: whether numbers equal to the `id()` of a module become the `id()` of its copy.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        copy: nn.Module,
+        reachable: ReachableState,
+        follow_ids: bool = False,
+    ) -> None:
+        copies = dict(copy.named_modules())
+        self._pairs = [
+            (child, copies[path]) for path, child in module.named_modules() if path in copies
+        ]
+        self._copy = copy
+        self._reachable = reachable
+        names_id = any("id" in code.co_names for code in reachable.codes)
+        self._follow_ids = follow_ids and names_id
+        self._refuse_ids = names_id and not follow_ids
+
+    @contextmanager
+    def leading_to_copy(self) -> Iterator[bool]:
+        """Return a context in which the references lead to the modules of the copy; the context
+        value is whether there are any.
+
+        Raises:
+            CaptureError: if a registry is keyed by the `id()` of a module, unless `follow_ids`.
+        """
+        holders = list(self._reachable.mutable_containers())
+        if self._refuse_ids:
+            self._check_keys((held for held, _ in holders), {id(child) for child, _ in self._pairs})
+        to_copy = _Translation(self._pairs, self._pairs[0], self._follow_ids)
+        found = [_translate_holder(held, names, to_copy) for held, names in holders]
+        for _, child in self._pairs:
+            attributes = vars(child)
+            found.append(_translate_holder(attributes, attributes.keys() - OF_TORCH, to_copy))
+        try:
+            yield any(found)
+        finally:
+            pairs = [(new, old) for old, new in (*self._pairs, *to_copy.replaced)]
+            back = _Translation(pairs, None, self._follow_ids)
+            for held, names in holders:
+                _translate_holder(held, names, back)
+
+    def check_changed(self, changed: Iterable[Any]) -> None:
+        """Check containers that a call of the copy has changed.
+
+        Raises:
+            CaptureError: if a key is the model itself or the `id()` of a module.
+        """
+        self._check_keys(changed, {id(copy) for _, copy in self._pairs})
+
+    def _check_keys(self, containers: Iterable[Any], ids: set[int]) -> None:
+        for container in containers:
+            if not isinstance(container, _KEYED) or len(container) > _MAX_ELEMENTS:
+                continue
+            for key in _parts_of_keys(container):
+                if key is self._copy or (type(key) is int and key in ids):
+                    what = "the model itself" if key is self._copy else "the `id` of a module"
+                    raise CaptureError(
+                        f"`forward` uses a dictionary or set with {what} as a key, and another "
+                        "object takes its place in a planned model\n"
+                        "store the value in an attribute of the module: `self.calls = ...`"
+                    )
+
+
+class _Translation:
+    """Function that replaces references to modules.
+
+    Args:
+        pairs: (object, object that replaces it).
+        root: a pair whose first element stands for all objects with its submodules.
+        follow_ids: whether to replace the `id()`s of modules.
+
+    Attributes:
+        replaced: the pairs of replaced objects.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[Any, Any]],
+        root: tuple[nn.Module, nn.Module] | None,
+        follow_ids: bool,
+    ) -> None:
+        self._new = {id(old): (old, new) for old, new in pairs}
+        self._root = root
+        modules = (pair for pair in self._new.values() if isinstance(pair[0], nn.Module))
+        self._ids = {id(old): id(new) for old, new in modules} if follow_ids else {}
+        self.replaced: list[tuple[Any, Any]] = []
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) is int:
+            return self._ids.get(value, value)
+        if id(value) in self._new:
+            return self._new[id(value)][1]
+        new = self._rebuild(value)
+        if new is not value:
+            self.replaced.append((value, new))
+        return new
+
+    def _rebuild(self, value: Any) -> Any:
+        value_type = type(value)
+        if issubclass(value_type, nn.Module):
+            return self._root[1] if self._root and _is_same_model(value, self._root[0]) else value
+        if value_type is weakref.ReferenceType:
+            target = value()
+            new = self(target)
+            return value if new is target else weakref.ref(new, value.__callback__)
+        if value_type is MethodType and issubclass(type(value.__self__), nn.Module):
+            owner = self(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if value_type is tuple:
+            items = tuple(self(item) for item in value)
+            return value if _are_identical(value, items) else items
+        if value_type is functools.partial and not vars(value):
+            parts = (value.func, value.args, tuple(value.keywords.values()))
+            function, args, values = new = tuple(self(part) for part in parts)
+            keywords = dict(zip(value.keywords, values, strict=True))
+            same = _are_identical(parts[:2], new[:2]) and _are_identical(parts[2], values)
+            return value if same else functools.partial(function, *args, **keywords)
+        return value
+
+
+def _is_same_model(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two objects share the submodules of one model."""
+    submodules = vars(first).get("_modules")
+    return submodules is not None and submodules is vars(second).get("_modules")
+
+
+def _are_identical(first: Iterable[Any], second: Iterable[Any]) -> bool:
+    return all(old is new for old, new in zip(first, second, strict=True))
+
+
+def _parts_of_keys(container: Any) -> Iterator[Any]:
+    """Yield the keys of a container, the elements of tuples and the targets of weak references."""
+    for key in container:
+        for part in key if type(key) is tuple else (key,):
+            yield part() if type(part) is weakref.ReferenceType else part
+
+
+def _translate_holder(held: Any, names: Iterable[str] | None, new_of: _Translation) -> bool:
+    """Replace the references in a container, or in variables of a namespace.
+
+    Args:
+        held: a cell, list, deque, dictionary or set.
+        names: for a namespace, the names of the variables.
+        new_of: returns the new value for a value.
+
+    Returns:
+        Whether there were any.
+    """
+    if names is not None:
+        new_values = {name: new_of(held[name]) for name in names if name in held}
+        changed = {name: new for name, new in new_values.items() if new is not held[name]}
+        held.update(changed)
+        return bool(changed)
+    if isinstance(held, CellType):
+        return _translate_cell(held, new_of)
+    if len(held) > _MAX_ELEMENTS:
+        return False
+    # Methods of the base class, since a subclass may override them with side effects.
+    if isinstance(held, dict):
+        cls: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+        pairs = list(cls.items(held))
+        new_pairs = [(new_of(key), new_of(value)) for key, value in pairs]
+        same = all(map(_are_identical, pairs, new_pairs))
+        refill, new = cls.update, new_pairs
+    else:
+        cls = next(each for each in (list, deque, set) if isinstance(held, each))
+        items = list(cls.__iter__(held))
+        new_items = [new_of(item) for item in items]
+        same = _are_identical(items, new_items)
+        refill, new = cls.update if cls is set else cls.extend, new_items
+    if not same:
+        cls.clear(held)
+        refill(held, new)
+    return not same
+
+
+def _translate_cell(cell: CellType, new_of: _Translation) -> bool:
+    try:
+        old = cell.cell_contents
+    except ValueError:  # A variable that is not assigned yet.
+        return False
+    new = new_of(old)
+    if new is not old:
+        cell.cell_contents = new
+    return new is not old
