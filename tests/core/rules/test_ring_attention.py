@@ -12,7 +12,7 @@ from core.rules.oracle import check, op_of
 from shardwright.core.layout.layout import Layout
 from shardwright.core.partition.communication import InnerReduction
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.ring_attention import _Ring
+from shardwright.core.rules.ring_attention import _AttentionRing
 from shardwright.core.rules.rule import MIRROR, RING, Local, Reduce, Reduction
 
 attend = torch.ops.aten.scaled_dot_product_attention.default
@@ -71,7 +71,7 @@ def test_each_device_has_as_many_causal_pairs_in_every_step(devices: int, rows: 
         pairs = set()
         for index in range(devices):
             send = Reduce(none, none, none)
-            ring = _Ring(devices, index, 1, 0, (rows // 2, rows // 2), True, 4, None, send)
+            ring = _AttentionRing(devices, index, 1, 0, (rows // 2, rows // 2), True, 4, None, send)
             counted = 0
             for queries, keys, diagonal in ring.parts_of_step(step, rows, rows):
                 shape = queries.stop - queries.start, keys.stop - keys.start

@@ -69,7 +69,7 @@ def make_plan(
     """
     graph, mesh, decisions = partitioned.graph, partitioned.mesh, partitioned.decisions
     step_bytes = max(partitioned.step_bytes, key=sum)
-    # Ids of the transfers whose bytes are in a row; filled by `_redistribution_row`.
+    # Ids of the transfers whose bytes are in a row; filled by `_build_redistribution_row`.
     counted_transfers: set[int] = set()
     leaves = tuple(
         {"name": leaf.name, "shape": leaf.shape, "dtype": dtype_name(leaf)}
@@ -97,13 +97,13 @@ def make_plan(
         pins=dict(pins),
         parameters={v.name: (v.shape, dtype_name(v)) for v in graph.parameters},
         inputs=leaves,
-        structure=_serialized_structure(graph),
+        structure=_serialize_argument_structure(graph),
         fingerprint=graph.fingerprint,
-        operators=_operator_rows(partitioned, pins, counted_transfers, predicted),
-        returned=_returned_rows(partitioned, counted_transfers),
-        crossings=_crossing_rows(partitioned),
-        step=None if predicted is None else _step_row(partitioned, predicted),
-        chunk_seconds=_chunk_seconds(partitioned, predicted),
+        operators=_build_operator_rows(partitioned, pins, counted_transfers, predicted),
+        returned=_build_returned_rows(partitioned, counted_transfers),
+        crossings=_build_crossing_rows(partitioned),
+        step=None if predicted is None else _build_step_row(partitioned, predicted),
+        chunk_seconds=_predict_chunk_seconds(partitioned, predicted),
         forward_bytes=step_bytes[0],
         backward_bytes=step_bytes[1],
         training=training,
@@ -120,7 +120,7 @@ def make_plan(
     return plan
 
 
-def _serialized_structure(graph: Graph) -> str:
+def _serialize_argument_structure(graph: Graph) -> str:
     """Return the pytree structure of the model's arguments as JSON.
 
     Raises:
@@ -136,7 +136,7 @@ def _serialized_structure(graph: Graph) -> str:
         ) from error
 
 
-def _step_row(partitioned: Partitioned, predicted: Predicted) -> StepRow:
+def _build_step_row(partitioned: Partitioned, predicted: Predicted) -> StepRow:
     return StepRow(
         predicted.cluster.name,
         predicted.seconds,
@@ -148,7 +148,7 @@ def _step_row(partitioned: Partitioned, predicted: Predicted) -> StepRow:
     )
 
 
-def _chunk_seconds(
+def _predict_chunk_seconds(
     partitioned: Partitioned, predicted: Predicted | None
 ) -> tuple[ChunkSeconds, ...]:
     if partitioned.pipeline.stages == 1:
@@ -157,7 +157,7 @@ def _chunk_seconds(
     return (timeline or planned_timeline(partitioned)).chunks
 
 
-def _operator_rows(
+def _build_operator_rows(
     partitioned: Partitioned,
     pins: Mapping[str, OperatorStrategy],
     counted_transfers: set[int],
@@ -184,7 +184,9 @@ def _operator_rows(
         for op in chunk.graph.ops:
             if op.name not in rows:
                 operator_cuts = cuts.get(op.name, {})
-                row = _operator_row(op, mesh, operator_cuts, chunk.communication, counted_transfers)
+                row = _build_operator_row(
+                    op, mesh, operator_cuts, chunk.communication, counted_transfers
+                )
                 meanings = {factor: trace.of_factor(op, factor) for factor in row.cuts}
                 rows[op.name] = replace(
                     row,
@@ -200,7 +202,7 @@ def _operator_rows(
     return tuple(rows[op.name] for op in partitioned.graph.ops)
 
 
-def _operator_row(
+def _build_operator_row(
     op: Op, mesh: DeviceMatrix, cuts: Cuts, comm: Communication, counted_transfers: set[int]
 ) -> OperatorRow:
     rule, segment = rule_of(op), comm.segment_of.get(op.name)
@@ -209,15 +211,15 @@ def _operator_row(
         route = comm.routes[op.name, index]
         if route:
             redistributions.append(
-                replace(_redistribution_row(value, route, counted_transfers), input=index)
+                replace(_build_redistribution_row(value, route, counted_transfers), input=index)
             )
     for value in op.outputs:
         if value in comm.leading_transfers:
             redistributions.append(
-                _redistribution_row(value, comm.leading_transfers[value], counted_transfers)
+                _build_redistribution_row(value, comm.leading_transfers[value], counted_transfers)
             )
     if op.name in comm.reductions:
-        redistributions.append(_kernel_collectives_row(op, comm))
+        redistributions.append(_build_kernel_collectives_row(op, comm))
     return OperatorRow(
         name=op.name,
         operator=target_text(op),
@@ -234,7 +236,7 @@ def _operator_row(
     )
 
 
-def _returned_rows(
+def _build_returned_rows(
     partitioned: Partitioned, counted_transfers: set[int]
 ) -> tuple[RedistributionRow, ...]:
     """Return the redistributions of the model's outputs, followed by the redistributions of updated
@@ -250,11 +252,13 @@ def _returned_rows(
         for before, value in chunk.graph.updates
     ]
     return tuple(
-        _redistribution_row(value, route, counted_transfers) for value, route in routes if route
+        _build_redistribution_row(value, route, counted_transfers)
+        for value, route in routes
+        if route
     )
 
 
-def _crossing_rows(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
+def _build_crossing_rows(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     rows = []
     for chunk, following in pairwise(partitioned.chunks):
         if chunk.stage != following.stage:
@@ -265,7 +269,7 @@ def _crossing_rows(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     return tuple(rows)
 
 
-def _kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
+def _build_kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
     """Return one row for the collectives inside a kernel, such as batch norm's all-reduces."""
     steps, forward, backward = [], 0, 0
     for inner in comm.reductions[op.name]:
@@ -282,7 +286,7 @@ def _kernel_collectives_row(op: Op, comm: Communication) -> RedistributionRow:
     return RedistributionRow("", tuple(steps), forward, backward, False)
 
 
-def _redistribution_row(
+def _build_redistribution_row(
     value: Value, route: tuple[Transfer, ...], counted_transfers: set[int]
 ) -> RedistributionRow:
     # Consumers of a value share leading steps; the first consumer's row has their bytes, so that

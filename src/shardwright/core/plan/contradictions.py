@@ -27,7 +27,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
         PlanError: for the first contradiction between fields.
     """
     try:
-        problem = next(_contradictions(plan, devices), None)
+        problem = next(_find_contradictions(plan, devices), None)
     except LayoutError as error:
         problem = str(error)
     if problem is not None:
@@ -37,7 +37,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
         )
 
 
-def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
+def _find_contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     pipeline, names = plan.pipeline, {row.name for row in plan.operators}
     if plan.devices != devices:
         yield f"`devices` is {devices}, but `mesh` and `stages` need {plan.devices}"
@@ -67,34 +67,34 @@ def _contradictions(plan: PlanData, devices: int) -> Iterator[str]:
         _ = TensorLayout(plan.mesh, tuple(factors.values()))
         if not all(factors.values()):
             yield f"`cuts`: operator {name!r} has a factor without axes"
-    yield from _tensor_contradictions(plan)
+    yield from _find_tensor_contradictions(plan)
     for row in plan.operators:
-        yield from _row_contradictions(row, plan)
+        yield from _find_row_contradictions(row, plan)
 
 
-def _tensor_contradictions(plan: PlanData) -> Iterator[str]:
+def _find_tensor_contradictions(plan: PlanData) -> Iterator[str]:
     if set(plan.storage) != set(plan.parameters):
         yield "`storage` and `parameters` list different parameters"
         return
     for name, (shape, dtype) in plan.parameters.items():
-        yield from _divisibility_problems(
+        yield from _find_indivisible_dims(
             f"`storage`: {name}", plan.storage[name], shape, plan.mesh
         )
-        yield from _dtype_problems(f"`parameters`: {name}", dtype)
+        yield from _find_unknown_dtype(f"`parameters`: {name}", dtype)
     inputs = {leaf["name"]: leaf for leaf in plan.inputs if isinstance(leaf, dict)}
     for name, axes in plan.arrivals.items():
         if name not in inputs:
             yield f"`arrivals`: there is no input {short_repr(name)}"
         else:
             where = f"`arrivals`: {name}"
-            yield from _divisibility_problems(where, axes, inputs[name]["shape"], plan.mesh)
+            yield from _find_indivisible_dims(where, axes, inputs[name]["shape"], plan.mesh)
     for name, leaf in inputs.items():
-        yield from _dtype_problems(f"`inputs`: {name}", leaf["dtype"])
+        yield from _find_unknown_dtype(f"`inputs`: {name}", leaf["dtype"])
     if plan.compute_dtype is not None:
-        yield from _dtype_problems("`compute_dtype`", plan.compute_dtype)
+        yield from _find_unknown_dtype("`compute_dtype`", plan.compute_dtype)
 
 
-def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
+def _find_row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     where, recompute = f"`operators`: {row.name}", plan.recompute.get(row.name)
     if row.segment and recompute is None:
         yield f"{where}: is in segment {row.segment!r}, but missing in `recompute`"
@@ -114,15 +114,15 @@ def _row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     layouts = (*row.input_layouts, *row.output_layouts)
     shapes = (*(shape for _, shape, _ in row.inputs), *row.outputs)
     for layout, shape in zip(layouts, shapes, strict=True):
-        yield from _divisibility_problems(where, layout.axes, shape, plan.mesh)
+        yield from _find_indivisible_dims(where, layout.axes, shape, plan.mesh)
     for output_axes, shape in zip(plan.outputs.get(row.name, ()), row.outputs, strict=False):
         if output_axes is not None:
-            yield from _divisibility_problems(
+            yield from _find_indivisible_dims(
                 f"`outputs`: {row.name}", output_axes, shape, plan.mesh
             )
 
 
-def _divisibility_problems(
+def _find_indivisible_dims(
     where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix
 ) -> Iterator[str]:
     counts = TensorLayout(mesh, axes).shard_counts
@@ -131,6 +131,6 @@ def _divisibility_problems(
         yield f"{where}: shape {short_repr(shape)} is not divisible into {shards} shards"
 
 
-def _dtype_problems(where: str, name: str) -> Iterator[str]:
+def _find_unknown_dtype(where: str, name: str) -> Iterator[str]:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         yield f"{where}: {short_repr(name)} is not the name of a torch dtype, such as 'float32'"

@@ -85,9 +85,9 @@ class PlanData:
         saved_choices: alternative cuts computed when the plan was saved; empty if unknown.
         memory_limit: bytes that a step may use on each device: the requested limit, else the memory
             of the cluster's devices; None if neither is known.
-        optimizer: name or instance of the optimizer that `memory` assumes; see `memory_with`.
-        forward_bytes, backward_bytes: bytes that one device of the busiest stage sends per step,
-            over all micro-batches.
+        optimizer: name or instance of the optimizer whose state `memory` counts.
+        forward_bytes, backward_bytes: communication volume of one device of the busiest stage in a
+            step, over all micro-batches.
         search_seconds, capture_seconds: durations of the search and of the capture, in seconds.
         graph: the captured model; None for a plan from a file until `parallelize` captures the
             model.
@@ -199,7 +199,8 @@ class PlanData:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device of the busiest stage sends in one training step."""
+        """Communication volume of a training step: bytes that one device of the busiest stage
+        sends."""
         return self.forward_bytes + self.backward_bytes
 
     @property
@@ -251,7 +252,7 @@ class PlanData:
 
     @property
     def without_rule(self) -> tuple[str, ...]:
-        """Names of operators without a sharding rule, which are replicated."""
+        """Names of the operators that are replicated as they have no sharding rule."""
         return tuple(row.name for row in self.operators if row.rule is None)
 
     @property
@@ -261,9 +262,11 @@ class PlanData:
         for row in self.operators:
             names = (name for name, _, origin in row.inputs if origin == "parameter")
             stages.setdefault(row.stage, set()).update(names)
-        return max((sum(map(self._stored_bytes, names)) for names in stages.values()), default=0)
+        return max(
+            (sum(map(self._local_parameter_bytes, names)) for names in stages.values()), default=0
+        )
 
-    def _stored_bytes(self, name: str) -> int:
+    def _local_parameter_bytes(self, name: str) -> int:
         shape, dtype = self.parameters[name]
         shard = TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)
         return prod(shard) * int(getattr(torch, dtype).itemsize)
@@ -377,8 +380,8 @@ class PlanData:
         rows, _ = self.neighbors
         if name not in rows:
             similar = get_close_matches(name, rows, n=3, cutoff=0.3)
-            hint = f"\nuse a similar name: {', '.join(similar)}" if similar else ""
-            raise PlanError(f"the plan has no operator {name!r}{hint}")
+            hint = f"a similar name: {', '.join(similar)}" if similar else "a name of `plan.dump()`"
+            raise PlanError(f"the plan has no operator {name!r}\nuse {hint}")
         return rows[name]
 
 

@@ -35,7 +35,7 @@ SHARED_SUFFIX = ", the rest shared with an earlier operator"
 
 def dump(plan: PlanData) -> str:
     """Return all decisions of a plan as reproducible text; the implementation of `Plan.dump`."""
-    lines = [*_header_lines(plan), "", "inputs", *_input_lines(plan)]
+    lines = [*_plan_header_lines(plan), "", "inputs", *_input_lines(plan)]
     if plan.parameters:
         lines += ["", "parameters", *_parameter_lines(plan)]
     lines += ["", "operators"]
@@ -53,7 +53,7 @@ def dump(plan: PlanData) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _header_lines(plan: PlanData) -> Iterator[str]:
+def _plan_header_lines(plan: PlanData) -> Iterator[str]:
     yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
         pipeline = plan.pipeline
@@ -152,10 +152,12 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     for index, ((name, shape, value_origin), counts) in enumerate(
         zip(row.inputs, row.strategy, strict=True)
     ):
-        lines.append(f"  input {name} {shape_text(shape)} ({value_origin}): {_shards_text(counts)}")
+        lines.append(
+            f"  input {name} {shape_text(shape)} ({value_origin}): {_describe_shard_counts(counts)}"
+        )
         if value_origin == "parameter" and name in plan.storage:
             stored = tuple(plan.mesh.size(axes) for axes in plan.storage[name])
-            lines.append(f"    stored {_shards_text(stored)}")
+            lines.append(f"    stored {_describe_shard_counts(stored)}")
         if index in redistributed:
             lines += [f"    {line}" for line in _redistribution_lines(redistributed[index])]
     for redistribution in row.redistributions:
@@ -167,21 +169,22 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
         for redistribution in consumer.redistributions:
             if redistribution.value == row.name:
                 lines.append(f"    for {consumer.name}: {redistribution.steps_text}")
-                lines.append(f"      {_sent_bytes_text(redistribution)}")
+                lines.append(f"      {_communication_volume_text(redistribution)}")
     return "\n".join(wrapped_lines(lines))
 
 
-def _shards_text(counts: tuple[int, ...]) -> str:
-    """Describe the numbers of shards per dimension.
+def _describe_shard_counts(counts: tuple[int, ...]) -> str:
+    """Describe the number of shards of each dimension of a tensor.
 
-    >>> _shards_text((4, 1)), _shards_text((1, 1))
+    >>> _describe_shard_counts((4, 1)), _describe_shard_counts((1, 1))
     ('sharded 4·1', 'replicated')
     """
     return f"sharded {'·'.join(map(str, counts))}" if max(counts, default=1) > 1 else "replicated"
 
 
 def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
-    """Describe an operator's activation checkpointing; no lines outside checkpointed segments."""
+    """Describe the activation checkpointing of an operator; yield nothing if it is not
+    recomputed."""
     recompute = plan.recompute.get(row.name)
     if row.segment and recompute is not None:
         count = sum(other.segment == row.segment for other in plan.operators)
@@ -194,9 +197,9 @@ def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
 
 
 def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
-    return (*row.steps, _sent_bytes_text(row))
+    return (*row.steps, _communication_volume_text(row))
 
 
-def _sent_bytes_text(row: RedistributionRow) -> str:
+def _communication_volume_text(row: RedistributionRow) -> str:
     sent = f"{binary(row.forward_bytes)} forward, {binary(row.backward_bytes)} backward"
     return f"sends {sent}{SHARED_SUFFIX if row.shared else ''}"

@@ -19,13 +19,13 @@ class Difference:
     """One property in which two plans differ.
 
     Args:
-        what: name of the property, such as `step time`, `cuts`, `stage`, …
+        property_name: the property, such as `step time`, `cuts`, `stage`, …
         first, second: value in each plan; `-` if a plan does not have the property.
         names: names of the operators or parameters that differ, with ranges of numbers for repeated
             blocks; empty for a property of the plan itself.
     """
 
-    what: str
+    property_name: str
     first: str
     second: str
     names: tuple[str, ...] = ()
@@ -74,7 +74,8 @@ def _plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
 
 
 ComparedPair = tuple[str, str, str, str]
-"""Name of an operator or parameter, property, value in the first plan, value in the second plan."""
+"""A property of an operator or parameter in two plans: (operator or parameter name, property name,
+value in the first plan, value in the second plan)."""
 
 
 def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterator[ComparedPair]:
@@ -93,15 +94,15 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
             yield (
                 name,
                 "cuts",
-                _cuts_text(first, row, show_axes),
-                _cuts_text(second, other, show_axes),
+                _describe_cuts(first, row, show_axes),
+                _describe_cuts(second, other, show_axes),
             )
         if staged:
             yield name, "stage", f"{row.stage}", f"{other.stage}"
-        yield name, "recomputed", _recomputed_text(row), _recomputed_text(other)
+        yield name, "recomputed", _yes_if_recomputed(row), _yes_if_recomputed(other)
 
 
-def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
+def _describe_cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     """List each sharded factor with its mesh axes (`k/tp`) or, without `show_axes`, its number of
     shards (`k/2`)."""
     sizes = dict(zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True))
@@ -112,12 +113,12 @@ def _cuts_text(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     return ", ".join(cuts) or "none"
 
 
-def _recomputed_text(row: OperatorRow) -> str:
+def _yes_if_recomputed(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
 def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """Yield the numbers of shards of each dimension of stored parameters that both plans have."""
+    """Yield the stored shard counts of each parameter that both plans have."""
     for name in first.storage:
         if name in second.storage:
             yield name, "storage", _shard_counts_text(first, name), _shard_counts_text(second, name)
@@ -128,10 +129,8 @@ def _shard_counts_text(plan: PlanData, name: str) -> str:
 
 
 def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Join pairs with equal property and values into one difference that lists all names.
-
-    Pairs whose two values are equal are dropped.
-    """
+    """Join compared properties with equal name and values into one difference that lists all
+    operators or parameters; drop properties with the same value in both plans."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:
         if value != other:

@@ -48,10 +48,10 @@ def axis_purpose(plan: PlanData, axis: int) -> str:
     that shards no operator."""
     if axis in plan.unused_axes:
         return "replicated"
-    return _parallelism_of_axis(plan.mesh.alias_names[axis])[0]
+    return _parallelism_and_meaning_of_axis(plan.mesh.alias_names[axis])[0]
 
 
-def _parallelism_of_axis(axis_name: str) -> tuple[str, str]:
+def _parallelism_and_meaning_of_axis(axis_name: str) -> tuple[str, str]:
     # Several axes of one purpose have numbers: dp0, dp1.
     return AXIS_PURPOSES.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
@@ -84,11 +84,11 @@ def sentence(plan: PlanData) -> str:
 def parallelism(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
     """Return the parallelism of an operator: one phrase per sharded factor, such as `row-parallel
     over tp`, with data parallelism last."""
-    phrases = tuple(dict.fromkeys(_parallelism_phrases(plan, row)))
+    phrases = tuple(dict.fromkeys(_operator_parallelism_phrases(plan, row)))
     return (NO_RULE,) if row.rule is None else phrases or (REPLICATED,)
 
 
-def _parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
+def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
     # As in Megatron: an operator whose weight is sharded along the summed dimension produces
     # partial sums and is row-parallel; otherwise it is column-parallel.
     partial_axes = {axis for layout in row.output_layouts for axis in layout.partial}
@@ -99,7 +99,9 @@ def _parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         over = f"over {'·'.join(row.cuts[factor])}"
         meaning = _meaning_of_factor(row, factor, axes)
         weights = [
-            layout for layout in _parameter_layouts(row).values() if layout.sharded.issuperset(axes)
+            layout
+            for layout in _parameter_layouts_of_operator(row).values()
+            if layout.sharded.issuperset(axes)
         ]
         if meaning == "batch" and not weights:
             yield f"{_data_parallelism_phrase(plan, row, factor, axes)} {over}"
@@ -115,11 +117,11 @@ def _meaning_of_factor(row: OperatorRow, factor: str, axes: Axes) -> str:
     In plan files without meanings, the name of the first mesh axis that shards the factor decides.
     """
     return row.meanings.get(factor) or (
-        _parallelism_of_axis(row.cuts[factor][0])[1] if axes else ""
+        _parallelism_and_meaning_of_axis(row.cuts[factor][0])[1] if axes else ""
     )
 
 
-def _parameter_layouts(row: OperatorRow) -> dict[str, TensorLayout]:
+def _parameter_layouts_of_operator(row: OperatorRow) -> dict[str, TensorLayout]:
     """Return the layouts in which an operator reads its parameters, by parameter name."""
     tensors = zip(row.inputs, row.input_layouts, strict=True)
     return {name: layout for (name, _, origin), layout in tensors if origin == "parameter"}
@@ -142,7 +144,7 @@ def _data_parallelism_phrase(plan: PlanData, row: OperatorRow, factor: str, axes
     if all(name.startswith(("dp", "fsdp")) for name in names):
         shards = {axis for axis, name in zip(axes, names, strict=True) if name.startswith("fsdp")}
     else:
-        weights = _parameter_layouts(row).items()
+        weights = _parameter_layouts_of_operator(row).items()
         stored = {a for name, _ in weights for dim in plan.storage.get(name, ()) for a in dim}
         shards = stored - {a for _, layout in weights for a in layout.sharded}
     if not shards.intersection(axes):

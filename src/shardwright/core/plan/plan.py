@@ -162,20 +162,20 @@ class Plan(PlanData):
                 contradict its sharding rule.
         """
         if graph.fingerprint == self.fingerprint:
-            problem = next(_invalid_decisions(self, graph), None)
+            problem = next(_describe_invalid_decisions(self, graph), None)
             if problem is not None:
                 raise PlanError(
                     f"the plan does not match the model: {problem}\nplan the model again"
                 )
             return
         raise PlanError(
-            f"the plan was made for another model: {_first_model_difference(self, graph)} (the"
-            f" plan's fingerprint is {self.fingerprint}, this model's is {graph.fingerprint})\n"
-            "make a plan of this model with `sw.plan`"
+            f"the plan was made for another model: {_describe_first_model_difference(self, graph)}"
+            f" (the plan's fingerprint is {self.fingerprint}, this model's is {graph.fingerprint})"
+            "\nmake a plan of this model with `sw.plan`"
         )
 
 
-def _invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
+def _describe_invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
     """Yield a description of each decision of `plan` that the sharding rules do not allow.
 
     The fingerprint does not detect invalid decisions in an edited plan file, as it covers the model
@@ -207,7 +207,7 @@ def _invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
                 )
 
 
-def _first_model_difference(plan: Plan, graph: Graph) -> str:
+def _describe_first_model_difference(plan: Plan, graph: Graph) -> str:
     """Describe the first difference between the plan's model and `graph`: of parameters, else of
     operators."""
     parameters = {v.name: (v.shape, dtype_name(v)) for v in graph.parameters}

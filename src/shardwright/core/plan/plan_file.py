@@ -168,24 +168,26 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
 
 
 @cache
-def _file_type(field_type: Any) -> Any:
+def _annotated_file_type(field_type: Any) -> Any:
     """Return the pydantic annotation that validates and converts a field of type `field_type`."""
     if field_type in _FILE_TYPES:
         return _FILE_TYPES[field_type]
     if isinstance(field_type, type) and is_dataclass(field_type):
         return Annotated[
-            _file_model(field_type), AfterValidator(partial(_to_dataclass, field_type))
+            _create_pydantic_model(field_type), AfterValidator(partial(_to_dataclass, field_type))
         ]
     origin = get_origin(field_type)
     if origin is None:
         return field_type
-    arguments = tuple(each if each is ... else _file_type(each) for each in get_args(field_type))
+    arguments = tuple(
+        each if each is ... else _annotated_file_type(each) for each in get_args(field_type)
+    )
     if origin in (Union, UnionType):
         return reduce(or_, arguments)
     return GenericAlias(dict if origin is Mapping else origin, arguments)
 
 
-def _file_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
+def _create_pydantic_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
     """Create the pydantic model that parses JSON objects of a dataclass.
 
     Args:
@@ -196,16 +198,16 @@ def _file_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]:
     limited, optional = _FIELD_TYPES.get(dataclass, {}), OPTIONAL_FIELDS.get(dataclass, ())
     definitions: Any = {
         name: (
-            limited[name] if name in limited else _file_type(hints[name]),
+            limited[name] if name in limited else _annotated_file_type(hints[name]),
             Field(None if name in optional else ..., alias=key),
         )
-        for name, key in _file_keys(dataclass).items()
+        for name, key in _file_keys_by_field(dataclass).items()
     }
     return create_model(dataclass.__name__, __base__=_FileObject, **definitions, **extra_keys)
 
 
 @cache
-def _file_keys(dataclass: Any) -> dict[str, str]:
+def _file_keys_by_field(dataclass: Any) -> dict[str, str]:
     """Return the keys of the file for the saved fields of a dataclass, by field."""
     unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
     names = (field.name for field in fields(dataclass) if field.name not in unsaved)
@@ -225,7 +227,7 @@ EXTRA_KEYS: dict[str, Any] = {
 }
 """Types of keys of the file that are not fields of a plan, by key."""
 
-PlanFile = _file_model(PlanData, **EXTRA_KEYS)
+PlanFile = _create_pydantic_model(PlanData, **EXTRA_KEYS)
 
 
 def json_schema() -> str:
@@ -248,7 +250,11 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)
     version = data.get("version") if isinstance(data, dict) else None
-    name = next(_names_with_lines(data), None) if re.search(r"\\[bfnrtu]", text) else None
+    name = (
+        next(_strings_with_control_characters(data), None)
+        if re.search(r"\\[bfnrtu]", text)
+        else None
+    )
     if name is not None:
         raise PlanError(
             f"{where}: invalid plan: the name {short_repr(name)} has control characters\n"
@@ -279,7 +285,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     return plan
 
 
-def _names_with_lines(data: Any) -> Iterator[str]:
+def _strings_with_control_characters(data: Any) -> Iterator[str]:
     """Yield the strings with control characters, which would break the lines of a table."""
     pending = [data]
     while pending:
@@ -312,7 +318,9 @@ def _to_json_object(value: Any) -> dict[str, Any]:
     if isinstance(value, DeviceMatrix | OperatorStrategy):
         return value.to_dict()
     if not isinstance(value, TensorLayout):
-        return {key: getattr(value, name) for name, key in _file_keys(value.__class__).items()}
+        return {
+            key: getattr(value, name) for name, key in _file_keys_by_field(value.__class__).items()
+        }
     # Axes as indices; empty `partial` and `varying` are left out to keep files small.
     states = {"partial": sorted(value.partial), "varying": sorted(value.varying)}
     return {"axes": value.axes} | {key: axes for key, axes in states.items() if axes}

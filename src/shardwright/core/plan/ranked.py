@@ -44,7 +44,8 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """This kind of plan without `recomputes`, which follows from the memory limit."""
+        """Kind of plan that options request: recomputation is left out, as the memory limit
+        decides it."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
@@ -73,8 +74,7 @@ class PlanKind:
 class LeftOut:
     """The reason why no plan of one kind (`PlanKind`) is among the best plans.
 
-    Sorting lists slow steps first, then too much memory, then other reasons, each in order of
-    excess.
+    Reasons sort by `rank`, then by ascending lower bound on step time or memory.
 
     Args:
         rank: 0 for a slow step, 1 for too much memory, 2 for any other reason.
@@ -118,26 +118,30 @@ class RankedPlans:
     left_out: Mapping[PlanKind, LeftOut]
 
     def __str__(self) -> str:
-        return "\n".join(self._table_lines(text_width()))
+        return "\n".join(self._lines_of_table(text_width()))
 
-    def _table_lines(self, width: int) -> Iterator[str]:
+    def _lines_of_table(self, width: int) -> Iterator[str]:
         best = self.best
         limit = "" if best.memory_limit is None else f", {binary(best.memory_limit)} a device"
         count = best.pipeline.micro_batches
-        number = f", {count} micro-batches" if count > 1 and not self._micro_batches_vary else ""
+        number = (
+            f", {count} micro-batches"
+            if count > 1 and not self._has_several_micro_batch_counts
+            else ""
+        )
         cluster = f" of {best.step.cluster}" if best.step is not None else ""
         yield f"{best.devices} devices{cluster}{limit}{number}"
         header = ("plan", "slower for", "step", "÷ first", "memory", "sent")
-        yield from in_columns(header, map(self._table_row, self.plans), width)
+        yield from in_columns(header, map(self._table_row_of_plan, self.plans), width)
         if self.left_out:
             yield ""
             yield "left out:"
         # Kinds that differ only in their ZeRO level and have the same reason share one line.
         levels_of: dict[tuple[LeftOut, PlanKind], list[str]] = defaultdict(list)
-        for plan_kind, reason in self._left_out_in_order():
+        for plan_kind, reason in self._sorted_left_out_items():
             levels_of[reason, replace(plan_kind, level="")].append(plan_kind.level)
         for (reason, plan_kind), levels in levels_of.items():
-            named = plan_kind.in_words(levels, self._micro_batches_vary)
+            named = plan_kind.in_words(levels, self._has_several_micro_batch_counts)
             yield from wrapped(f"{named}: {reason.text}", width, "  ")
 
     @property
@@ -146,20 +150,19 @@ class RankedPlans:
         return next(iter(self.plans.values()))
 
     @property
-    def _micro_batches_vary(self) -> bool:
+    def _has_several_micro_batch_counts(self) -> bool:
         """Whether the kinds of plans in this table have different numbers of micro-batches."""
         return len({each.micro_batches for each in (*self.plans, *self.left_out)}) > 1
 
-    def _left_out_in_order(self) -> list[tuple[PlanKind, LeftOut]]:
-        """Return the items of `left_out` in the order of `LeftOut`: slow steps, too much memory,
-        other reasons."""
+    def _sorted_left_out_items(self) -> list[tuple[PlanKind, LeftOut]]:
+        """Return the items of `left_out`, sorted by reason: slow step, too much memory, other."""
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
-    def _table_row(self, plan_kind: PlanKind) -> tuple[str, ...]:
+    def _table_row_of_plan(self, plan_kind: PlanKind) -> tuple[str, ...]:
         plan, best = self.plans[plan_kind], self.best
         seconds, best_seconds = plan.step_time or 0.0, best.step_time or 0.0
         return (
-            plan_kind.in_words((plan_kind.level,), self._micro_batches_vary),
+            plan_kind.in_words((plan_kind.level,), self._has_several_micro_batch_counts),
             ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(plan_kind)),
             seconds_text(seconds),
             f"{seconds / best_seconds if best_seconds else 1.0:.3f}",
@@ -174,24 +177,24 @@ class RankedPlans:
             (component, additional seconds per step), in descending order of seconds; at most
             `MAX_LISTED_REASONS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
         """
-        best_seconds = _seconds_by_work(self.best)
-        seconds_of = _seconds_by_work(self.plans[kind])
+        best_seconds = _seconds_by_component(self.best)
+        seconds_of = _seconds_by_component(self.plans[kind])
         more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
         smallest = MIN_SHOWN_FRACTION * (self.best.step_time or 0.0)
         longer = sorted((each for each in more if each[1] > smallest), key=lambda each: -each[1])
         return longer[:MAX_LISTED_REASONS]
 
     def to_json(self) -> str:
-        """Return the main figures of the plans, the fastest first, and the left-out kinds of plans
-        as JSON."""
-        plans = [self._plan_figures(plan_kind) for plan_kind in self.plans]
+        """Return step time, memory and communication volume of each plan, the fastest first, and
+        the kinds of plans that are left out, as JSON."""
+        plans = [self._json_object_of_plan(plan_kind) for plan_kind in self.plans]
         left_out = [
             {**asdict(plan_kind.requested), "reason": reason.text}
-            for plan_kind, reason in self._left_out_in_order()
+            for plan_kind, reason in self._sorted_left_out_items()
         ]
         return dumps({"plans": plans, "left_out": left_out}, indent=1)
 
-    def _plan_figures(self, plan_kind: PlanKind) -> dict[str, Any]:
+    def _json_object_of_plan(self, plan_kind: PlanKind) -> dict[str, Any]:
         plan = self.plans[plan_kind]
         return {
             **asdict(plan_kind),
@@ -202,7 +205,7 @@ class RankedPlans:
         }
 
 
-def _seconds_by_work(plan: Plan) -> dict[str, float]:
+def _seconds_by_component(plan: Plan) -> dict[str, float]:
     """Return the predicted seconds per step by component, such as communication."""
     seconds: dict[str, float] = defaultdict(float)
     for time_part in () if plan.step is None else plan.step.parts:

@@ -19,7 +19,7 @@ multiplier of the quantity."""
 
 
 def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
-    """Describe who decided an operator's cuts (user, search, neighbors), as (label, sentence)."""
+    """Return (label, sentence) about who decided an operator's cuts: user, search or neighbors."""
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
     if row.rule is None:
@@ -70,7 +70,9 @@ def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
     """Yield (label, text) per mesh axis: the chosen cut with the cost of each alternative, then one
     line per condition under which an alternative would be cheaper."""
     for choice in plan.choices_of.get(row.name, ()):
-        others = ", ".join(_cost_text(choice, other) for other in choice.alternatives)
+        others = ", ".join(
+            _describe_alternative_cost(choice, other) for other in choice.alternatives
+        )
         count = len(choice.operators)
         together = (
             f"; all {count} equal operators together" if count > 1 and not choice.symbolic else ""
@@ -82,7 +84,7 @@ def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
                 yield "", f"{other.factor or 'no cut'} would cost less if {condition}"
 
 
-def _cost_text(choice: AxisChoice, other: OtherChoice) -> str:
+def _describe_alternative_cost(choice: AxisChoice, other: OtherChoice) -> str:
     name = other.factor or "no cut"
     size = abs(other.cost)
     amount = f"{size:,.4g} (symbolic)" if choice.symbolic else seconds_text(size) + " a step"

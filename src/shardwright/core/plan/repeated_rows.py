@@ -45,28 +45,34 @@ def fold_rows(
     """
     groups: dict[object, list[OperatorRow]] = {}
     for row in rows:
-        group = (_name_pattern(row.name), key(row)) if key is not None else _default_fold_key(row)
+        group = (
+            (_replace_numbers_by_wildcards(row.name), key(row))
+            if key is not None
+            else _default_fold_key(row)
+        )
         groups.setdefault(group, []).append(row)
     return [
-        _fold_members(grid) for members in groups.values() for grid in _split_into_grids(members)
+        _build_fold(grid)
+        for members in groups.values()
+        for grid in _split_into_complete_grids(members)
     ]
 
 
-def _split_into_grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
+def _split_into_complete_grids(members: Sequence[OperatorRow]) -> Iterator[Sequence[OperatorRow]]:
     """Split rows of one name pattern into groups whose names can be written with ranges.
 
     `a.{0..1}.b.{0..1}` means four names, so a group needs all combinations of its numbers.
     """
     names = [row.name for row in members]
-    positions = _varying_positions(names)
-    if len(positions) < 2 or _is_complete_grid(names):
+    positions = _differing_word_indices(names)
+    if len(positions) < 2 or _has_all_number_combinations(names):
         yield members
         return
     by_first_number: dict[str, list[OperatorRow]] = {}
     for row in members:
         by_first_number.setdefault(row.name.split(".")[positions[0]], []).append(row)
     for rows in by_first_number.values():
-        yield from _split_into_grids(rows)
+        yield from _split_into_complete_grids(rows)
 
 
 def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
@@ -82,7 +88,7 @@ def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
     shapes = tuple(shape for _, shape, _ in row.inputs)
     cuts = tuple(row.cuts.items())
     return (
-        _name_pattern(row.name),
+        _replace_numbers_by_wildcards(row.name),
         row.operator,
         shapes,
         row.outputs,
@@ -92,13 +98,13 @@ def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
     )
 
 
-def _fold_members(members: Sequence[OperatorRow]) -> Fold:
+def _build_fold(members: Sequence[OperatorRow]) -> Fold:
     names = [row.name for row in members]
     recomputed = [row.name for row in members if row.segment]
     recomputed_text = "recomputed" if recomputed else ""
     if 0 < len(recomputed) < len(members):
         where = f"{len(recomputed)} of {len(members)}"
-        if len(positions := _varying_positions(names)) == 1:
+        if len(positions := _differing_word_indices(names)) == 1:
             where = ranges(int(name.split(".")[positions[0]]) for name in recomputed)
         recomputed_text = f"recomputed in {where}"
     stages = ranges({row.stage for row in members})
@@ -116,17 +122,19 @@ def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]
     """
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
-        values = tuple(map(_name_pattern, row.values))
+        values = tuple(map(_replace_numbers_by_wildcards, row.values))
         step = row.to_stage - row.stage
         groups.setdefault((step, values, row.forward_bytes, row.backward_bytes), []).append(row)
     folded = []
     for members in groups.values():
         names = map(join_names, zip(*(row.values for row in members), strict=True))
-        folded.append((_crossing_stages_text(members), replace(members[0], values=tuple(names))))
+        folded.append(
+            (_describe_crossing_stages(members), replace(members[0], values=tuple(names)))
+        )
     return folded
 
 
-def _crossing_stages_text(members: Sequence[CrossingRow]) -> str:
+def _describe_crossing_stages(members: Sequence[CrossingRow]) -> str:
     first, stages = members[0], {row.stage for row in members}
     if len(stages) == 1:
         return f"stage {first.stage} to stage {first.to_stage}"
@@ -139,7 +147,7 @@ def fold_names(names: Iterable[str]) -> list[str]:
     `join_names`."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(_name_pattern(name), []).append(name)
+        groups.setdefault(_replace_numbers_by_wildcards(name), []).append(name)
     return list(map(join_names, groups.values()))
 
 
@@ -153,26 +161,30 @@ def join_names(names: Sequence[str]) -> str:
     >>> join_names(["a.0.b.7", "a.0.b.8", "a.1.b.7", "a.1.b.8"])
     'a.{0..1}.b.{7..8}'
     """
-    if len({_name_pattern(name) for name in names}) > 1 or not _is_complete_grid(names):
+    if len(
+        {_replace_numbers_by_wildcards(name) for name in names}
+    ) > 1 or not _has_all_number_combinations(names):
         return ", ".join(names)
     words = names[0].split(".")
-    for position in _varying_positions(names):
+    for position in _differing_word_indices(names):
         words[position] = f"{{{ranges({int(name.split('.')[position]) for name in names})}}}"
     return ".".join(words)
 
 
-def module_words(name: str, most: int = 0) -> list[str]:
+def module_words(name: str, max_splits: int = 0) -> list[str]:
     """Split a module path, whose numbers may be ranges, at its dots.
 
     Args:
         name: the module path.
-        most: maximum number of splits, as in `str.split`; 0 for no limit.
+        max_splits: maximum number of splits, as in `str.split`; 0 for no limit.
 
     >>> module_words("layers.{0..3}.add")
     ['layers', '{0..3}', 'add']
     """
     words = re.split(r"\.(?![^{}]*\})", name)
-    return [*words[:most], ".".join(words[most:])] if 0 < most < len(words) - 1 else words
+    if not 0 < max_splits < len(words) - 1:
+        return words
+    return [*words[:max_splits], ".".join(words[max_splits:])]
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -190,18 +202,18 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
 
 
-def _name_pattern(name: str) -> str:
+def _replace_numbers_by_wildcards(name: str) -> str:
     """Replace the numbers in a module path by wildcards: `layers.*.mlp.up`."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def _is_complete_grid(names: Sequence[str]) -> bool:
-    """Whether names of one pattern contain all combinations of their numbers."""
+def _has_all_number_combinations(names: Sequence[str]) -> bool:
+    """Whether module paths that differ only in numbers contain all combinations of the numbers."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return prod(len(set(column)) for column in columns) == len(set(names))
 
 
-def _varying_positions(names: Sequence[str]) -> list[int]:
-    """Return the positions in dotted paths at which names of one pattern differ."""
+def _differing_word_indices(names: Sequence[str]) -> list[int]:
+    """Return the indices of the dot-separated words in which module paths differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

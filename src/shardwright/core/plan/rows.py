@@ -19,8 +19,8 @@ class RedistributionRow:
     Args:
         value: name of the value; empty for collectives inside an operator.
         steps: one description per collective, in order.
-        forward_bytes, backward_bytes: bytes that one device sends in each pass. The bytes of steps
-            that are shared with an earlier consumer are in that consumer's row only.
+        forward_bytes, backward_bytes: communication volume of one device in each pass. The bytes of
+            steps that are shared with an earlier consumer are in that consumer's row only.
         shared: whether some of the steps are shared with an earlier consumer of the value.
         input: index of the redistributed input of the operator; None for another value.
     """
@@ -45,8 +45,8 @@ class CrossingRow:
     Args:
         stage, to_stage: indices of the sending and the receiving stage.
         values: names of the values sent.
-        forward_bytes, backward_bytes: bytes that one device sends per micro-batch: the values
-            forward, their gradients backward.
+        forward_bytes, backward_bytes: communication volume of one device per micro-batch, for the
+            values in the forward pass and for their gradients in the backward pass.
     """
 
     stage: int
@@ -106,7 +106,7 @@ class OperatorRow:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one device sends for the redistributions, forward and backward."""
+        """Communication volume of the redistributions of one device, forward and backward."""
         return sum(c.forward_bytes + c.backward_bytes for c in self.redistributions)
 
 

@@ -27,11 +27,13 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     on_primes = _partition_on_prime_axes(plan)
     names = {row.name for row in plan.operators}
     entries = {
-        row.name: FileEntry(plan.pins.get(row.name) or _shortest_strategy(plan, row, on_primes))
+        row.name: FileEntry(
+            plan.pins.get(row.name) or _shortest_strategy_of_row(plan, row, on_primes)
+        )
         for row in plan.operators
         if row.rule is not None and not _is_added_for_micro_batches(row.name, names)
     }
-    for name, storage in _parameters_stored_differently(plan):
+    for name, storage in _storage_unlike_first_read(plan):
         module, _, parameter = name.rpartition(".")
         module_entry = entries.get(module, FileEntry(None))
         parameters = {**module_entry.parameters, parameter: storage}
@@ -47,20 +49,20 @@ def _is_added_for_micro_batches(name: str, names: Collection[str]) -> bool:
     )
 
 
-def _shortest_strategy(
+def _shortest_strategy_of_row(
     plan: PlanData, row: OperatorRow, on_primes: Partitioned | None
 ) -> OperatorStrategy:
     """Return an operator's strategy as numbers of shards, or as layouts if the numbers do not
     resolve to the planned cuts."""
-    outputs = _output_entries(plan, row)
+    outputs = _output_layout_entries(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)
     layouts = OperatorStrategy(
-        tuple(_without_partial(layout) for layout in row.input_layouts), outputs
+        tuple(_drop_partial_axes(layout) for layout in row.input_layouts), outputs
     )
     return counts if not row.cuts or _strategy_matches_cuts(row, counts, on_primes) else layouts
 
 
-def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
+def _output_layout_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | None:
     """Return the output layouts of an operator's strategy; None if these layouts follow from the
     inputs.
 
@@ -73,11 +75,11 @@ def _output_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...] | Non
     cut_axes = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
     if not cut_axes - input_axes:
         return None
-    return tuple(_without_partial(layout) for layout in row.output_layouts)
+    return tuple(_drop_partial_axes(layout) for layout in row.output_layouts)
 
 
-def _without_partial(layout: TensorLayout) -> TensorLayout:
-    """Return a layout without `partial` and `varying`, which strategy files do not contain."""
+def _drop_partial_axes(layout: TensorLayout) -> TensorLayout:
+    """Return a copy of a layout without `partial` and `varying` axes, which strategy files lack."""
     return replace(layout, partial=frozenset(), varying=frozenset())
 
 
@@ -113,7 +115,7 @@ def _strategy_matches_cuts(
     return cuts == on_primes.decisions.cuts[row.name]
 
 
-def _parameters_stored_differently(plan: PlanData) -> Iterator[tuple[str, Entry]]:
+def _storage_unlike_first_read(plan: PlanData) -> Iterator[tuple[str, Entry]]:
     """Yield the names and storage layouts of parameters whose storage differs from the layout that
     the first operator reads."""
     used: dict[str, tuple[Axes, ...]] = {}

@@ -1,4 +1,4 @@
-"""Summarize a plan in at most 25 lines: main figures, and one row per repeated block."""
+"""Summarize a plan in at most 25 lines: main metrics, and one row per repeated block."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def plan_summary(plan: PlanData, width: int) -> str:
         width: maximum length of a line in characters.
     """
     head = plan_head(plan, width)
-    tail = [line for note in (*notes(plan, most=1), HINT) for line in wrapped(note, width)]
+    tail = [line for note in (*notes(plan, max_operators=1), HINT) for line in wrapped(note, width)]
     remaining_lines = MAX_LINES - len(head) - len(tail)
     table: list[str] = []
     for detail in (2, 1, 0):
-        table = _block_table(_summary_blocks(plan, detail), plan.step is not None, width)
+        table = _summary_table_lines(
+            _group_operators_into_rows(plan, detail), plan.step is not None, width
+        )
         if len(table) <= remaining_lines:
             break
     else:
@@ -45,7 +47,7 @@ def plan_summary(plan: PlanData, width: int) -> str:
 
 
 def plan_head(plan: PlanData, width: int) -> list[str]:
-    """Return the first lines of the summary: devices, parallelism, and the main figures.
+    """Return the first lines of the summary: devices, parallelism and the main metrics.
 
     Args:
         plan: the plan.
@@ -53,16 +55,14 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
     """
     lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
     lines += wrapped(sentence(plan), width)
-    for label, figures in _main_figures(plan):
+    for label, figures in _main_metrics(plan):
         lines += wrapped(figures, width, f"{label:8}")
     return lines
 
 
-def _main_figures(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of each main figure: step time, gap, memory, bytes sent, batch size.
-
-    Unknown figures are left out.
-    """
+def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) for step time, optimality gap, memory, communication volume and batch
+    size, without those that are unknown."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
@@ -115,18 +115,19 @@ def speed(plan: PlanData, seconds: float) -> str:
     return f"{plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
 
 
-def notes(plan: PlanData, most: int | None = None) -> Iterator[str]:
+def notes(plan: PlanData, max_operators: int | None = None) -> Iterator[str]:
     """Yield warnings about unused mesh axes and operators without a sharding rule.
 
     Args:
         plan: the plan.
-        most: maximum number of operators to list; None for all.
+        max_operators: maximum number of operators to list; None for all.
     """
     yield from unused_axes_text(plan)
     names = fold_names(plan.without_rule)
     if names:
-        more = f" and {len(names) - most} more" if most is not None and len(names) > most else ""
-        named = ", ".join(names[:most]) + more
+        listed = names[:max_operators]
+        more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
+        named = ", ".join(listed) + more
         yield f"no sharding rule, so they are replicated: {named}"
 
 
@@ -148,9 +149,9 @@ class _SummaryRow:
     Args:
         path: module path of the block, with the numbers of all repetitions: `layers.{0..3}`; empty
             for operators outside repeated blocks.
-        phrases: the operators' `parallelism`.
+        phrases: the parallelism of the operators, such as `row-parallel over tp`.
         names: names of the operators, relative to `path`.
-        sent: bytes that one device sends in one micro-batch, by stage.
+        sent: communication volume of one device in one micro-batch, by stage.
         seconds: computation time of one device in one micro-batch, by stage.
     """
 
@@ -168,13 +169,13 @@ class _SummaryRow:
             self.seconds[row.stage] = self.seconds.get(row.stage, 0.0) + row.seconds
 
 
-def _row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
+def _summary_row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
     """Return the key by which operators of equal parallelism share a row: (block, module within the
     block) for `detail` 2, (block, "") for 1, ("", "") for 0."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
-def _summary_blocks(plan: PlanData, detail: int) -> list[_SummaryRow]:
+def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]:
     """Group operators into rows of the summary.
 
     Main and pinned operators, in the order of the model, are grouped by block and parallelism; all
@@ -182,16 +183,17 @@ def _summary_blocks(plan: PlanData, detail: int) -> list[_SummaryRow]:
 
     Args:
         plan: the plan.
-        detail: how finely main and pinned operators are grouped; see `_row_key`.
+        detail: grouping of main and pinned operators: 2 by module, 1 by repeated block, 0 into one
+            group.
     """
-    sent = _sent_by_operator(plan)
+    sent = _communication_bytes_by_operator(plan)
     blocks: dict[object, _SummaryRow] = {}
     others: dict[tuple[str, ...], _SummaryRow] = {}
     for fold in fold_rows(plan.operators, partial(parallelism, plan)):
         row, phrases = fold.row, parallelism(plan, fold.row)
         if row.main or row.pinned:
-            block_path, name = _split_at_block(row.name)
-            key = _row_key(block_path, name, detail)
+            block_path, name = _split_name_at_block(row.name)
+            key = _summary_row_key(block_path, name, detail)
             block = blocks.setdefault((key, phrases), _SummaryRow(key[0], phrases))
             block.add(name if key[0] else row.name, fold, sent)
         else:
@@ -203,8 +205,8 @@ def _summary_blocks(plan: PlanData, detail: int) -> list[_SummaryRow]:
     return [*blocks.values(), *others.values()]
 
 
-def _sent_by_operator(plan: PlanData) -> Counter[str]:
-    """Return the bytes that one device sends for redistributions, by the operator that causes them.
+def _communication_bytes_by_operator(plan: PlanData) -> Counter[str]:
+    """Return the communication volume of redistributions on one device, by causing operator.
 
     Reductions of partial sums are attributed to their producer, such as a row-parallel linear
     layer, although the plan lists the redistribution at the consumer. The consumer causes all other
@@ -220,7 +222,7 @@ def _sent_by_operator(plan: PlanData) -> Counter[str]:
     return sent
 
 
-def _split_at_block(name: str) -> tuple[str, str]:
+def _split_name_at_block(name: str) -> tuple[str, str]:
     """Split an operator's name after the last number: `layers.{0..3}` and `attn.q`."""
     words = module_words(name)
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
@@ -228,9 +230,9 @@ def _split_at_block(name: str) -> tuple[str, str]:
     return ".".join(words[:block_length]), ".".join(words[block_length:])
 
 
-def _block_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
-    """Return the lines of the summary's table; several rows of one block follow a line with the
-    path of the block."""
+def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str]:
+    """Return the lines of the summary's table; the path of a block with several rows has its own
+    line above the rows."""
     first = blocks[0].phrases if blocks else ()
     # Phrases that apply to all rows, usually data parallelism, are written once, in the header.
     common = [phrase for phrase in first if all(phrase in block.phrases for block in blocks)]
@@ -249,7 +251,7 @@ def _block_table(blocks: list[_SummaryRow], timed: bool, width: int) -> list[str
         numbers = [binary(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
         phrases = [phrase for phrase in block.phrases if not common_header or phrase not in common]
-        names = prefix + ", ".join(_shorten_names(_join_modules(block.names)))
+        names = prefix + ", ".join(_shorten_names(_join_names_by_module(block.names)))
         rows.append((names, ", ".join(phrases) or "nothing else", *numbers))
     return in_columns(header, rows, width)
 
@@ -260,10 +262,10 @@ def _shorten_names(names: list[str]) -> list[str]:
     return [*names[:MAX_LISTED_NAMES], f"{remaining} more"] if remaining > 1 else names
 
 
-def _join_modules(names: Iterable[str]) -> list[str]:
+def _join_names_by_module(names: Iterable[str]) -> list[str]:
     """Join the names of operators in the same module by braces.
 
-    >>> _join_modules(["attn.q", "attn.k", "mlp.up", "head"])
+    >>> _join_names_by_module(["attn.q", "attn.k", "mlp.up", "head"])
     ['attn.{q,k}', 'mlp.up', 'head']
     """
     groups: dict[str, list[str]] = {}

@@ -102,7 +102,7 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
             f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
             " per micro-batch"
         )
-    yield from _memory_lines(plan)
+    yield from _stage_memory_lines(plan)
     if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
     yield from notes(plan)
@@ -118,9 +118,9 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
     )
 
 
-def _memory_lines(plan: PlanData) -> Iterator[str]:
-    """Yield the memory by category of the stage with the highest peak, followed by the peaks of
-    other stages."""
+def _stage_memory_lines(plan: PlanData) -> Iterator[str]:
+    """Yield the memory of the stage with the highest peak, by category, then the peaks of the other
+    stages."""
     if plan.known_memory is None:
         return
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)

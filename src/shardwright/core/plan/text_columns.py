@@ -22,7 +22,7 @@ GAP = "  "
 
 
 class PrintableConsole(Console):
-    """Console that prints control characters of texts as escapes, besides its own colors."""
+    """Console that prints control characters as escape sequences, except for its own colors."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -70,10 +70,10 @@ def wrapped_lines(lines: Iterable[str], width: int = MIN_WIDTH) -> list[str]:
     >>> wrapped_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
     ['  over tp: k chosen; j', '      2.1 ms more']
     """
-    return [wrapped_line for line in lines for wrapped_line in _wrapped_line(line, width)]
+    return [wrapped_line for line in lines for wrapped_line in _wrap_line(line, width)]
 
 
-def _wrapped_line(line: str, width: int) -> list[str]:
+def _wrap_line(line: str, width: int) -> list[str]:
     content = line.lstrip()
     indent = " " * (len(line) - len(content))
     # Module paths and shapes stay in one piece, even where they are longer than a line.

@@ -14,7 +14,7 @@ from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
 
 MEM_COEFF_FACTOR, MAX_MEM_COEFF = 8.0, 1e4
-"""Ratio of `mem_coeff` between consecutive attempts, and the largest value that is attempted."""
+"""Factor between the `mem_coeff` of consecutive attempts, and the largest `mem_coeff` attempted."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts of one phase, in groups of equal `mem_coeff`, ascending: the fastest attempt of a group
-is rarely faster than that of the previous group."""
+"""Attempts of one phase, grouped by ascending `mem_coeff`: a larger `mem_coeff` is rarely
+faster."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
@@ -57,21 +57,26 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
         # Further changes start from the smallest value, which costs the least step time.
         phases, options = [[[Attempt(each, recompute_first)]] for each in fixed], fixed[0]
     if options.cluster is not None:
-        larger = (options, *_with_larger_mem_coeffs(options))
-        return [*phases, [[Attempt(each, True) for each in _hsdp_levels(base)] for base in larger]]
-    levels = _hsdp_levels(options)
+        larger = (options, *_options_with_larger_mem_coeffs(options))
+        return [
+            *phases,
+            [[Attempt(each, True) for each in _options_at_hsdp_levels(base)] for base in larger],
+        ]
+    levels = _options_at_hsdp_levels(options)
     phases += [[[Attempt(each, recompute_first)]] for each in levels]
-    for staged in (levels[-1], *_with_more_stages(levels[-1])):
-        phases += [[[Attempt(each, True)]] for each in (staged, *_with_larger_mem_coeffs(staged))]
+    for staged in (levels[-1], *_options_with_more_stages(levels[-1])):
+        phases += [
+            [[Attempt(each, True)]] for each in (staged, *_options_with_larger_mem_coeffs(staged))
+        ]
     return phases
 
 
-def _hsdp_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
+def _options_at_hsdp_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
     """Return `options` with the requested ZeRO level and with each higher level."""
-    return (options, *_higher_hsdp_levels(options))
+    return (options, *_options_at_higher_hsdp_levels(options))
 
 
-def _higher_hsdp_levels(options: PlanOptions) -> Iterator[PlanOptions]:
+def _options_at_higher_hsdp_levels(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
     next_level = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
     for level in LEVELS[next_level:]:
@@ -82,7 +87,7 @@ def _higher_hsdp_levels(options: PlanOptions) -> Iterator[PlanOptions]:
         yield replace(options, hsdp=replace(sharding or OptimizerParallel(), level=level))
 
 
-def _with_larger_mem_coeffs(options: PlanOptions) -> Iterator[PlanOptions]:
+def _options_with_larger_mem_coeffs(options: PlanOptions) -> Iterator[PlanOptions]:
     # Modes that do not weigh memory would find the same plan with every value.
     if "mem_coeff" not in options.search_options:
         return
@@ -92,7 +97,7 @@ def _with_larger_mem_coeffs(options: PlanOptions) -> Iterator[PlanOptions]:
         coefficient *= MEM_COEFF_FACTOR
 
 
-def _with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
+def _options_with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
     """Yield `options` with every larger number of stages that divides the number of devices and
     that the schedule can run with the requested micro-batches.
 
@@ -125,8 +130,8 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
         f" ({memory.peak:,} bytes){on_stage}, with {with_count}{attempt}:"
-        f" {_memory_breakdown(stage)}\n"
-        f"set memory_limit={memory.peak}{_other_remedies(options, limit, stage)}"
+        f" {_describe_memory_breakdown(stage)}\n"
+        f"set memory_limit={memory.peak}{_describe_other_remedies(options, limit, stage)}"
     )
     return MemoryLimitError(message, memory.peak)
 
@@ -135,23 +140,26 @@ MAX_DOUBLINGS = 10
 """Maximum number of times that an error doubles the devices or the micro-batches."""
 
 
-def _other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
-    """Return what else would make a plan fit, each with an estimate of its memory.
+def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
+    """List changes of the options that would make a plan fit, each with an estimate of its memory.
 
     Args:
-        stage: memory of the stage that needs the most, in the plan that needs the least.
+        limit: memory limit in bytes per device.
+        stage: memory of the largest stage in the plan that needs the least memory.
     """
     # The inputs of all micro-batches are on the device throughout the step.
     passing = stage.activations + stage.temporary
     fixed, remedies = stage.peak - passing, ""
-    devices, needed = _doubled(options.devices, 0, stage.peak, limit)
+    devices, needed = _double_until_memory_fits(options.devices, 0, stage.peak, limit)
     if needed <= limit:
         remedies += f", or use {devices} devices (about {binary(needed)} each)"
     # `stages='auto'` compares predicted step times, and tries at most as many stages as there are
     # micro-batches.
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         remedies += ", or try stages='auto'"
-    micro_batches, needed = _doubled(options.num_micro_batches, fixed, passing, limit)
+    micro_batches, needed = _double_until_memory_fits(
+        options.num_micro_batches, fixed, passing, limit
+    )
     if needed <= limit:
         return remedies + f", or use {micro_batches} micro-batches (about {binary(needed)})"
     return (
@@ -160,11 +168,17 @@ def _other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str
     )
 
 
-def _doubled(number: int, fixed: int, shared: int, limit: int) -> tuple[int, int]:
-    """Double `number` until `fixed` bytes and a share of `shared` bytes are within `limit`.
+def _double_until_memory_fits(number: int, fixed: int, shared: int, limit: int) -> tuple[int, int]:
+    """Double a number of devices or micro-batches until memory fits, at most `MAX_DOUBLINGS` times.
+
+    Args:
+        number: the number of devices or micro-batches.
+        fixed: bytes per device that do not depend on the number.
+        shared: bytes per device that each doubling halves.
+        limit: memory limit in bytes per device.
 
     Returns:
-        The number and the bytes.
+        (doubled number, estimated bytes per device).
     """
     for doublings in range(1, MAX_DOUBLINGS + 1):
         needed = fixed + (shared >> doublings)
@@ -173,6 +187,6 @@ def _doubled(number: int, fixed: int, shared: int, limit: int) -> tuple[int, int
     return number << doublings, needed
 
 
-def _memory_breakdown(stage: StageMemory) -> str:
+def _describe_memory_breakdown(stage: StageMemory) -> str:
     sizes = ((name, getattr(stage, name)) for name in StageMemory.NAMES)
     return ", ".join(f"{name} {binary(size)}" for name, size in sizes if size)

@@ -66,7 +66,7 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     bounds = {count: StepBounds(model.graph, recompute_options) for count, model in models.items()}
 
     def best(changed: PlanOptions) -> Candidate:
-        """Return the best candidate for all tasks, with the memory limit of `changed`."""
+        """Return the best candidate for all tasks within `changed.memory_limit`."""
         limit = changed.memory_limit
         requested = [replace(task.options, memory_limit=limit) for task in tasks]
         if len(tasks) > 1 or options.chooses_pipeline:

@@ -150,14 +150,14 @@ class Candidate:
     def aligned(self) -> Candidate:
         """This candidate, changed so that operators split equal axes at the same position.
 
-        The candidate is unchanged unless `parameter_axes` is above `MAX_PARAMETER_AXES` and the
-        change decreases it without increasing the predicted step time. The change takes many
-        predictions, so it is made only for candidates that may be chosen.
+        The candidate is unchanged unless `parameter_axes` exceeds `MAX_PARAMETER_AXES` and aligning
+        decreases `parameter_axes` without increasing the predicted step time. Aligning takes many
+        predictions, so only candidates that may be chosen are aligned.
         """
         has_many_axes = (
             self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
         )
-        return _align_axes(self) if has_many_axes else self
+        return _align_axis_splits_of_candidate(self) if has_many_axes else self
 
     @property
     def shards_storage(self) -> bool:
@@ -168,8 +168,7 @@ class Candidate:
 
     @property
     def communicated_bytes(self) -> int:
-        """Bytes that one device sends per step, on the stage with the largest communication
-        volume."""
+        """Communication volume in bytes per device and step, on the stage where it is largest."""
         return max(map(sum, self.partitioned.step_bytes))
 
     @property
@@ -311,13 +310,13 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
             division = key, index, pipeline.num_chunks
             # The division depends on the cuts only, not on the storage of parameters.
             if division not in model.divisions:
-                model.divisions[division] = _balance_chunks(
+                model.divisions[division] = _assign_ops_to_balanced_chunks(
                     model, options, fixed.mesh, pipeline, cuts
                 )
             balanced_pipeline = replace(pipeline, chunk_of=model.divisions[division])
         decisions = Decisions(
             cuts,
-            _storage_layouts(model, fixed.mesh, cuts, options),
+            _parameter_storage_layouts(model, fixed.mesh, cuts, options),
             fixed.outputs,
             sharded_inputs,
             sharding=options.sharding,
@@ -334,12 +333,12 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
             pinned=fixed.cuts,
         )
         candidates_of_mode.append(
-            _reassign_equal_axes(candidate) if options.cluster is None else candidate
+            _reassign_equal_axes_of_candidate(candidate) if options.cluster is None else candidate
         )
     return candidates_of_mode
 
 
-def _balance_chunks(
+def _assign_ops_to_balanced_chunks(
     model: CapturedModel,
     options: PlanOptions,
     mesh: DeviceMatrix,
@@ -361,7 +360,7 @@ With more axes DTensor needs over ten seconds for the first step, and about six 
 each further axis."""
 
 
-def _align_axes(candidate: Candidate) -> Candidate:
+def _align_axis_splits_of_candidate(candidate: Candidate) -> Candidate:
     """Return `candidate` changed so that operators split equal axes at the same position.
 
     Among changes that are not predicted to be slower, the change that leaves the fewest axes of the
@@ -376,7 +375,7 @@ def _align_axes(candidate: Candidate) -> Candidate:
     ):
         variants = [best]
         for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
-            storage = _storage_layouts(model, mesh, cuts, options)
+            storage = _parameter_storage_layouts(model, mesh, cuts, options)
             decisions = replace(best.decisions, cuts=cuts, storage=storage)
             variants.append(replace(best, decisions=decisions))
         best = min(
@@ -386,15 +385,15 @@ def _align_axes(candidate: Candidate) -> Candidate:
     return best
 
 
-def _reassign_equal_axes(candidate: Candidate) -> Candidate:
-    """Return `candidate` with axes of equal size permuted per operator, unless that sends more
-    bytes."""
+def _reassign_equal_axes_of_candidate(candidate: Candidate) -> Candidate:
+    """Return `candidate` with axes of equal size permuted per operator, unless the permutation
+    increases the communication volume."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
     model, mesh, decisions = candidate.model, candidate.mesh, candidate.decisions
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
     if cuts == decisions.cuts:
         return candidate
-    storage = _storage_layouts(model, mesh, cuts, candidate.options)
+    storage = _parameter_storage_layouts(model, mesh, cuts, candidate.options)
     reassigned = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
     return min(
         (reassigned, candidate),
@@ -402,7 +401,7 @@ def _reassign_equal_axes(candidate: Candidate) -> Candidate:
     )
 
 
-def _storage_layouts(
+def _parameter_storage_layouts(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
     """Return the storage layout of each parameter: pinned, sharded further by ZeRO or HSDP, or as

@@ -24,10 +24,10 @@ from shardwright.errors import (
 log = logging.getLogger("shardwright.search")
 
 Prepare = Callable[[int, bool], PlanTask]
-"""Function that captures the model for a number of micro-batches.
+"""Function that returns the model's graph for a number of micro-batches.
 
-The second argument is whether the graph must be captured; if not, it may be derived from those for
-other numbers (`core/micro_batches/interpolated_graph.py`).
+If the second argument is true, the graph is captured; if false, it may be derived from graphs of
+other numbers of micro-batches (`core/micro_batches/interpolated_graph.py`).
 """
 
 
@@ -60,7 +60,7 @@ def with_best_micro_batches(
 
 
 class _MicroBatchChoice:
-    """The choice among numbers of micro-batches, with the errors of those that are impossible."""
+    """Search over numbers of micro-batches that records the errors of impossible numbers."""
 
     def __init__(self, counts: Sequence[int], prepare: Prepare, ranking: Ranking | None) -> None:
         self._counts, self._prepare, self._ranking = counts, prepare, ranking
@@ -68,13 +68,17 @@ class _MicroBatchChoice:
         self._mixed: MixedSamplesError | None = None
 
     def best(self) -> Candidate:
-        """Return the best candidate. Raises: see `with_best_micro_batches`."""
+        """Return the candidate with the shortest predicted step over all numbers of micro-batches.
+
+        Raises:
+            ShardwrightError: if the model cannot be planned with any of the numbers.
+        """
         best: Candidate | None = None
-        for tasks in self._groups():
+        for tasks in self._tasks_by_search():
             try:
-                candidate = self._confirmed(tasks)
+                candidate = self._best_candidate_with_captured_graph(tasks)
             except KeyboardInterrupt as stopped:
-                self._stop(stopped, best, tasks)
+                self._raise_interrupt(stopped, best, tasks)
             except (PlanError, StrategyError, MemoryLimitError) as error:
                 self._errors.append(error)
                 log.info("%s", error)
@@ -87,41 +91,46 @@ class _MicroBatchChoice:
             if graph.loss is None or any(takes_statistics(op) for op in graph.ops):
                 break
         if best is None:
-            raise self._error()
+            raise self._no_plan_error()
         return best
 
-    def _stop(
+    def _raise_interrupt(
         self, stopped: KeyboardInterrupt, best: Candidate | None, tasks: list[PlanTask]
     ) -> NoReturn:
-        """Raise the error after Ctrl-C: `PlanInterrupted` if a plan was found.
+        """Raise `PlanInterrupted` with the best plan so far, or `stopped` if there is no plan.
 
         Args:
-            stopped: error that the search of `tasks` raised.
-            best: best candidate of other searches.
+            stopped: error that the interrupted search of `tasks` raised.
+            best: best candidate of the earlier searches; None if none was found.
         """
         candidate = stopped.candidate if isinstance(stopped, PlanInterrupted) else None
         if candidate is not None and (best is None or candidate.seconds < best.seconds):
-            raise PlanInterrupted(lambda: self._captured(candidate, tasks).plan()) from None
+            raise PlanInterrupted(
+                lambda: self._candidate_with_captured_graph(candidate, tasks).plan()
+            ) from None
         if best is None:
             raise stopped
         raise PlanInterrupted(best.plan) from None
 
-    def _captured(self, candidate: Candidate, tasks: list[PlanTask]) -> Candidate:
-        """Return `candidate` with a captured graph.
+    def _candidate_with_captured_graph(
+        self, candidate: Candidate, tasks: list[PlanTask]
+    ) -> Candidate:
+        """Return `candidate` with its derived graph replaced by a captured one.
 
         Raises:
-            KeyboardInterrupt: if that graph differs from the derived one.
+            KeyboardInterrupt: if the captured graph differs from the derived graph.
         """
         count = candidate.pipeline.micro_batches
         task = next(task for task in tasks if task.options.num_micro_batches == count)
-        if task.is_derived and self._replace_by_captured(tasks, task):
+        if task.is_derived and self._capture_graph_of_task(tasks, task):
             raise KeyboardInterrupt
-        return self._with_captured_graphs(candidate, tasks)
+        return self._use_captured_models(candidate, tasks)
 
-    def _groups(self) -> Iterator[list[PlanTask]]:
-        """Yield the tasks that one search covers: all, or one after the other."""
+    def _tasks_by_search(self) -> Iterator[list[PlanTask]]:
+        """Yield the tasks of each search: all tasks in one search, except tasks without a loss,
+        with batch statistics or with `mem_coeff="auto"`, which are searched one by one."""
         tasks: list[PlanTask] = []
-        for task in self._tasks():
+        for task in self._prepare_tasks():
             graph, options = task.model.graph, task.options
             statistics = any(takes_statistics(op) for op in graph.ops)
             # With `mem_coeff="auto"` each number has the smallest value with which it fits.
@@ -132,7 +141,7 @@ class _MicroBatchChoice:
         if tasks:
             yield tasks
 
-    def _tasks(self) -> Iterator[PlanTask]:
+    def _prepare_tasks(self) -> Iterator[PlanTask]:
         for count in self._counts:
             try:
                 yield self._prepare(count, False)
@@ -144,10 +153,10 @@ class _MicroBatchChoice:
                 self._errors.append(error)
                 log.info("%d micro-batches: %s", count, error)
 
-    def _confirmed(self, tasks: list[PlanTask]) -> Candidate:
-        """Return the best candidate of `tasks`, all of whose graphs that matter were captured.
+    def _best_candidate_with_captured_graph(self, tasks: list[PlanTask]) -> Candidate:
+        """Return the best candidate of `tasks`, whose graph is captured rather than derived.
 
-        A graph that turns out to differ from the derived one is searched again.
+        The search is repeated if the captured graph differs from the derived graph.
         """
         while tasks:
             candidate = best_candidate(tasks, self._ranking)
@@ -158,16 +167,16 @@ class _MicroBatchChoice:
                 for task in tasks
                 if task.is_derived and task.options.num_micro_batches in counts
             ]
-            changed = [self._replace_by_captured(tasks, task) for task in derived]
+            changed = [self._capture_graph_of_task(tasks, task) for task in derived]
             if not any(changed):
-                return self._with_captured_graphs(candidate, tasks)
+                return self._use_captured_models(candidate, tasks)
             if self._ranking is not None:
                 self._ranking.clear()
-        raise self._error()
+        raise self._no_plan_error()
 
-    def _replace_by_captured(self, tasks: list[PlanTask], derived: PlanTask) -> bool:
-        """Replace a task by one whose graph is captured, or remove it if the model cannot be
-        planned; return whether candidates may differ."""
+    def _capture_graph_of_task(self, tasks: list[PlanTask], derived: PlanTask) -> bool:
+        """Replace the derived graph of a task by a captured one, or remove the task if its model
+        cannot be captured; return whether its candidates may have changed."""
         index = tasks.index(derived)
         try:
             captured = self._prepare(derived.options.num_micro_batches, True)
@@ -183,13 +192,13 @@ class _MicroBatchChoice:
         tasks[index] = replace(captured, model=model)
         return False
 
-    def _with_captured_graphs(self, candidate: Candidate, tasks: Sequence[PlanTask]) -> Candidate:
+    def _use_captured_models(self, candidate: Candidate, tasks: Sequence[PlanTask]) -> Candidate:
         models = {task.options.num_micro_batches: task.model for task in tasks}
         if self._ranking is not None:
             self._ranking.replace_models(models)
         return replace(candidate, model=models[candidate.pipeline.micro_batches])
 
-    def _error(self) -> ShardwrightError:
+    def _no_plan_error(self) -> ShardwrightError:
         if self._mixed is not None and self._errors:
             error = StrategyError(
                 f"micro_batches='auto': this model can be trained with one micro-batch only:"

@@ -35,9 +35,9 @@ def with_best_stages(
     and be possible with the schedule. Several schedules are tried only with `schedule="auto"`.
 
     Operators are sharded anew for each number of stages, and stages are balanced by time. One
-    best-first search under the memory limit covers all combinations. A lower bound on the step time
-    of a combination is that of its computation, then that of the recomputation that it needs, then
-    the step time without a memory limit.
+    best-first search under the memory limit covers all combinations. It tightens the lower bound on
+    the step time of a combination in three steps: computation only, with the recomputation that
+    memory requires, and the step time without a memory limit.
 
     Args:
         requested: options for each number of micro-batches, which differ in this number only.
@@ -52,18 +52,20 @@ def with_best_stages(
             limit with which a plan fits.
         PlanError, StrategyError: if the model cannot be planned with any number of stages.
     """
-    all_options = [each for options in requested for each in _with_stage_counts(options)]
+    all_options = [
+        each for options in requested for each in _options_by_schedule_and_stages(options)
+    ]
     stage_options = [
-        _stage_options(each, None if bounds is None else bounds[each.num_micro_batches])
+        _build_stage_options(each, None if bounds is None else bounds[each.num_micro_batches])
         for each in all_options
-        if best is None or not _has_stages_of(best, each)
+        if best is None or not _has_requested_stages(best, each)
     ]
     if len(stage_options) == 1:
         # Nothing to compare the bound with.
         stage_options[0].relaxed = None
     log.info(
         "searching stages in %s with micro-batches in %s",
-        sorted({_num_stages(each) for each in all_options}),
+        sorted({_fixed_num_stages(each) for each in all_options}),
         [options.num_micro_batches for options in requested],
     )
     # Candidates slower than `best` are not needed.
@@ -76,8 +78,8 @@ def with_best_stages(
     return fastest
 
 
-def _stage_options(options: PlanOptions, bounds: StepBounds | None) -> StageOptions:
-    relaxed = _options_of_lower_bound(options)
+def _build_stage_options(options: PlanOptions, bounds: StepBounds | None) -> StageOptions:
+    relaxed = _relax_options_for_lower_bound(options)
     if bounds is None:
         return StageOptions(options, relaxed=relaxed)
     recompute_bound = partial(bounds.recompute_seconds, options)
@@ -86,7 +88,7 @@ def _stage_options(options: PlanOptions, bounds: StepBounds | None) -> StageOpti
     )
 
 
-def _with_stage_counts(options: PlanOptions) -> Iterator[PlanOptions]:
+def _options_by_schedule_and_stages(options: PlanOptions) -> Iterator[PlanOptions]:
     """Yield `options` with each combination of a schedule and a number of stages to try."""
     has_schedule = options.schedule != AUTO
     for schedule in (options.schedule,) if has_schedule else SCHEDULES:
@@ -97,20 +99,21 @@ def _with_stage_counts(options: PlanOptions) -> Iterator[PlanOptions]:
                 yield replace(scheduled, stages=stages)
 
 
-def _has_stages_of(candidate: Candidate, options: PlanOptions) -> bool:
+def _has_requested_stages(candidate: Candidate, options: PlanOptions) -> bool:
     """Whether a candidate has the number of stages and the schedule that `options` requests."""
     pipeline = candidate.pipeline
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 
 
-def _num_stages(options: PlanOptions) -> int:
+def _fixed_num_stages(options: PlanOptions) -> int:
     assert isinstance(options.stages, int)
     return options.stages
 
 
-def _options_of_lower_bound(options: PlanOptions) -> PlanOptions | None:
-    """Return `options` relaxed so that their predicted step time is a lower bound for `options`
-    with any memory limit; None without a limit, as the search for the bound would take as long."""
+def _relax_options_for_lower_bound(options: PlanOptions) -> PlanOptions | None:
+    """Return `options` with the storage sharding and `mem_coeff` of the fastest step, whose
+    predicted time is a lower bound under any memory limit; None without a limit, as a search for
+    the bound would take as long as the search itself."""
     if options.limit is None:
         return None
     # All changes that save memory slow a step down, except sharding the optimizer state, with which

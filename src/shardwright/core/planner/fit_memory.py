@@ -54,7 +54,7 @@ def fastest_within_memory(
 
     Args:
         decide: function that searches with given options and returns candidates.
-        below: step time in seconds below which the result must be.
+        below: upper limit of the step time of the result in seconds, exclusive.
         ranking: records the fastest candidate of each kind of plan until there are enough kinds,
             and the reasons why other kinds have no candidate.
 
@@ -69,7 +69,7 @@ def fastest_within_memory(
     # Several numbers of stages: those with which the model cannot be planned raise no error.
     search = MemorySearch(stage_options[0].options.limit, decide, len(stage_options) == 1)
     try:
-        return _search_phases(search, stage_options, below, ranking)
+        return _run_search_phases(search, stage_options, below, ranking)
     except KeyboardInterrupt:
         fitting = search.known_to_fit()
         if not fitting:
@@ -78,7 +78,7 @@ def fastest_within_memory(
         raise PlanInterrupted(best.plan, best) from None
 
 
-def _search_phases(
+def _run_search_phases(
     search: MemorySearch,
     stage_options: Sequence[StageOptions],
     below: float,

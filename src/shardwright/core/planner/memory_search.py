@@ -77,7 +77,8 @@ class MemorySearch:
     Args:
         limit: memory limit in bytes per device; None for no limit.
         decide: function that searches with given options and returns candidates.
-        strict: whether to raise an error of the first attempt, whose options the user requested.
+        strict: whether to raise the error of the first attempt, whose options the user requested,
+            rather than record it in `errors`.
         smallest: (memory, attempt) of the measured plan with the least memory, of all plans that do
             not fit.
         dropped: candidates with a lower bound or an estimate of memory above the limit, for any
@@ -120,7 +121,8 @@ class MemorySearch:
         """Queue an entry with the lower bound `max(bound, seconds)` on its step time.
 
         Args:
-            bound: lower bound in seconds, such as that of the entry from which `entry` follows.
+            bound: lower bound in seconds that another entry implies, such as the bound of an
+                attempt for its candidates.
             seconds: own lower bound of `entry` in seconds; breaks ties, smallest first.
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
@@ -139,14 +141,14 @@ class MemorySearch:
         return report
 
     def run(self, below: float) -> Candidate | None:
-        """Return the fastest remaining candidate that fits; None if no lower bound is below `below`
-        seconds."""
+        """Return the fastest candidate in the queue that fits; None if all lower bounds are at
+        least `below` seconds."""
         while self.queue and self.queue[0][0] < below:
             bound, _, _, entry = front = heappop(self.queue)
             try:
                 if not isinstance(entry, QueuedCandidate):
-                    self._examine_options(bound, entry)
-                elif (fitted := self._examine_candidate(entry, bound)) is not None:
+                    self._tighten_or_search_options(bound, entry)
+                elif (fitted := self._return_or_requeue_candidate(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
                 # `known_to_fit` reads the queue after Ctrl-C.
@@ -154,10 +156,10 @@ class MemorySearch:
                 raise
             seconds = self.report_times.due()
             if seconds is not None:
-                self._report_best(seconds)
+                self._log_best_candidate(seconds)
         return None
 
-    def _report_best(self, seconds: float) -> None:
+    def _log_best_candidate(self, seconds: float) -> None:
         """Log the fastest candidate that is known to fit.
 
         Args:
@@ -211,9 +213,9 @@ class MemorySearch:
         """
         while fitted is not None:
             ranking.add(fitted)
-            needs_more = ranking.wants(plan_kind for _, plan_kind in self._queued_kinds())
+            needs_more = ranking.wants(plan_kind for _, plan_kind in self._plan_kinds_in_queue())
             fitted = self.run(float("inf")) if needs_more else None
-        for bound, plan_kind in self._queued_kinds():
+        for bound, plan_kind in self._plan_kinds_in_queue():
             ranking.leave_out(plan_kind, LeftOut.slower(bound))
         needed = [*self.smallest_peaks.items(), *self.postponed_memory.items()]
         for plan_kind, peak_bytes in needed:
@@ -224,7 +226,7 @@ class MemorySearch:
         for options, error in self.errors:
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
-    def _queued_kinds(self) -> Iterator[tuple[float, PlanKind]]:
+    def _plan_kinds_in_queue(self) -> Iterator[tuple[float, PlanKind]]:
         """Yield (lower bound in seconds, requested kind of plan) of each attempt and candidate in
         the queue."""
         for bound, _, _, entry in self.queue:
@@ -236,7 +238,7 @@ class MemorySearch:
             for attempt in attempts:
                 yield bound, requested_kind(attempt.options)
 
-    def _examine_options(self, bound: float, queued: QueuedOptions) -> None:
+    def _tighten_or_search_options(self, bound: float, queued: QueuedOptions) -> None:
         """Search with `queued.stage_options.relaxed` for a tighter bound, or queue the candidates
         of the first group of attempts, and the remaining groups as one entry.
 
@@ -248,17 +250,18 @@ class MemorySearch:
             stage_options.add_recomputation()
             self.add(max(bound, stage_options.min_seconds), queued)
         elif stage_options.relaxed is not None:
-            if self._tighten_bound(stage_options):
+            if self._tighten_step_time_bound(stage_options):
                 self.add(max(bound, stage_options.min_seconds), queued)
         # What a device stores at the last ZeRO level hardly depends on `mem_coeff`. If even that is
         # too much, larger values are tried only if nothing else fits.
         elif stage_options.is_too_large and not stage_options.may_fit:
             self.postponed.append(queued)
         else:
-            self._examine_group(bound, queued)
+            self._search_first_group(bound, queued)
 
-    def _examine_group(self, bound: float, queued: QueuedOptions) -> None:
-        """Queue the candidates of the first attempts of a group, and all other attempts.
+    def _search_first_group(self, bound: float, queued: QueuedOptions) -> None:
+        """Search the first attempts of a group and queue their candidates; queue the attempts that
+        were not searched as one entry.
 
         A higher ZeRO level only adds communication, so the lowest levels are searched first, up to
         one that may fit.
@@ -273,7 +276,7 @@ class MemorySearch:
         while attempts and not may_fit:
             attempt, num_dropped = attempts.pop(0), len(self.dropped)
             self.num_searched += 1
-            candidates = list(self._new_candidates(attempt))
+            candidates = list(self._search_new_candidates(attempt))
             for each in candidates:
                 seconds = self._seconds_with_recompute(
                     each.candidate, stage_options, each.min_memory
@@ -371,9 +374,9 @@ class MemorySearch:
         self.postponed_memory[plan_kind] = min(needed, lowest_memory)
         return sharded, inf
 
-    def _tighten_bound(self, stage_options: StageOptions) -> bool:
-        """Set the bound of `stage_options` to the step time without a memory limit, and the
-        recomputation that all plans need.
+    def _tighten_step_time_bound(self, stage_options: StageOptions) -> bool:
+        """Raise `stage_options.min_seconds` to the step time without a memory limit plus the
+        recomputation that every plan needs.
 
         Returns:
             False if the model cannot be planned with these options.
@@ -393,12 +396,12 @@ class MemorySearch:
         log.info("%s: at least %.4g s per step", relaxed.pipeline_in_words(), seconds)
         return True
 
-    def _new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
+    def _search_new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
         """Yield new candidates of `attempt` that may fit; record candidates that cannot fit."""
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.decide(options):
-                queued = self._new_entry(candidate, attempt)
+                queued = self._entry_unless_duplicate(candidate, attempt)
                 if queued is None:
                     continue
                 if self._may_fit_in_memory(queued):
@@ -414,8 +417,10 @@ class MemorySearch:
     def _may_fit_in_memory(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _new_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
-        """Return a queue entry for `candidate`; None if the candidate duplicates an earlier one."""
+    def _entry_unless_duplicate(
+        self, candidate: Candidate, attempt: Attempt
+    ) -> QueuedCandidate | None:
+        """Return a queue entry for `candidate`, or None if an equal candidate was queued before."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
         if key in self.entry_keys:
@@ -424,15 +429,21 @@ class MemorySearch:
         min_memory = least_memory(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 
-    def _aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
-        """Return a queue entry for the aligned candidate (`Candidate.aligned`), or None if that
-        duplicates an earlier candidate."""
+    def _aligned_entry_unless_duplicate(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+        """Return a queue entry for `Candidate.aligned`, or None if an equal candidate was queued
+        before."""
         aligned = queued.candidate.aligned
-        return queued if aligned is queued.candidate else self._new_entry(aligned, queued.attempt)
+        return (
+            queued
+            if aligned is queued.candidate
+            else self._entry_unless_duplicate(aligned, queued.attempt)
+        )
 
-    def _examine_candidate(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
-        """Return the candidate if it is known to fit; else examine it, queue the result unless it
-        cannot fit, and return None.
+    def _return_or_requeue_candidate(
+        self, queued: QueuedCandidate, bound: float
+    ) -> Candidate | None:
+        """Return the candidate if it is known to fit; else refine its memory estimate, queue it
+        again unless it cannot fit, and return None.
 
         Args:
             bound: lower bound in seconds with which the candidate was queued.
@@ -440,15 +451,15 @@ class MemorySearch:
         if queued.fits or (self.limit is None and queued.is_aligned):
             return queued.candidate
         if self.limit is None:
-            self._queue_aligned(queued, queued.candidate.seconds)
+            self._queue_aligned_candidate(queued, queued.candidate.seconds)
         elif queued.recompute_search is not None:
             self._run_recompute_search(queued, queued.recompute_search, bound)
         elif not queued.must_recompute:
-            return self._examine_without_recompute(queued, bound)
+            return self._measure_without_recompute(queued, bound)
         elif not queued.is_aligned:
-            self._queue_aligned(queued, bound)
+            self._queue_aligned_candidate(queued, bound)
         else:
-            for search in self._recompute_searches(queued):
+            for search in self._searches_by_block_depth(queued):
                 expected = replace(queued.candidate, decisions=search.expected_decisions())
                 self.add(
                     bound,
@@ -470,7 +481,7 @@ class MemorySearch:
         fitted = replace(queued.candidate, decisions=result.decisions, measured=result.memory)
         self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
 
-    def _examine_without_recompute(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
+    def _measure_without_recompute(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
         """Return the candidate if it fits without recomputation; else queue it with the
         recomputation that it is expected to need, and return None."""
         candidate, limit = queued.candidate, self.limit or 0
@@ -481,10 +492,10 @@ class MemorySearch:
             queued.min_memory, limit
         )
         if may_fit and not queued.is_aligned:
-            self._queue_aligned(queued, candidate.seconds)
+            self._queue_aligned_candidate(queued, candidate.seconds)
             return None
         # A dry run takes about a second, so it is made only where the estimate is within the limit.
-        if may_fit and (memory := self._measure_candidate(queued)).peak <= limit:
+        if may_fit and (memory := self._measure_candidate_memory(queued)).peak <= limit:
             return replace(candidate, measured=memory)
         # The step time with the expected recomputation is a tighter bound. If other candidates are
         # faster, no recomputation is searched for.
@@ -498,13 +509,13 @@ class MemorySearch:
             )
         return None
 
-    def _queue_aligned(self, queued: QueuedCandidate, bound: float) -> None:
-        """Queue the aligned candidate with the lower bound `bound` in seconds, unless it cannot
-        fit or duplicates an earlier one.
+    def _queue_aligned_candidate(self, queued: QueuedCandidate, bound: float) -> None:
+        """Queue `Candidate.aligned` with the lower bound `bound` in seconds, unless it cannot fit
+        or an equal candidate was queued before.
 
         Aligning takes many predictions, so only candidates that may be chosen are aligned.
         """
-        aligned = self._aligned_entry(queued)
+        aligned = self._aligned_entry_unless_duplicate(queued)
         if aligned is None:
             return
         aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
@@ -513,16 +524,18 @@ class MemorySearch:
         else:
             self.dropped.append(aligned)
 
-    def _measure_candidate(self, queued: QueuedCandidate) -> Memory:
+    def _measure_candidate_memory(self, queued: QueuedCandidate) -> Memory:
         """Measure the memory of a candidate by a dry run, with only the user's recomputation."""
         memory = queued.candidate.memory()
         log.info("%s: %s of %s", queued.attempt, binary(memory.peak), binary(self.limit or 0))
-        self._record_peak(MeasuredDecisions(queued.candidate.decisions, memory), queued.attempt)
+        self._record_smallest_peak(
+            MeasuredDecisions(queued.candidate.decisions, memory), queued.attempt
+        )
         return memory
 
-    def _recompute_searches(self, queued: QueuedCandidate) -> list[RecomputeSearch]:
-        """Return a search for the least recomputation for each depth of the module tree whose
-        blocks can free enough memory.
+    def _searches_by_block_depth(self, queued: QueuedCandidate) -> list[RecomputeSearch]:
+        """Return one search for the least recomputation per depth of the module tree at which
+        recomputed modules free enough memory.
 
         Depths come in groups (`RecomputeBlocks.depths`); only the first group with a depth at which
         the candidate can fit is considered.
@@ -538,7 +551,7 @@ class MemorySearch:
                     peak_outside_passes, *recompute_levels.min_memory(depth, queued.min_memory)
                 )
                 if min_memory > (self.limit or 0):
-                    self._drop_at_depth(queued, depth, min_memory)
+                    self._drop_candidate_at_depth(queued, depth, min_memory)
                     continue
                 search = self.recompute_cache.search(queued, depth, self.limit or 0)
                 if search.can_fit:
@@ -546,20 +559,22 @@ class MemorySearch:
                     continue
                 peak_outside_passes = max(peak_outside_passes, search.peak_outside_passes)
                 if search.is_measured:
-                    self._record_peak(search.fully_recomputed, queued.attempt)
+                    self._record_smallest_peak(search.fully_recomputed, queued.attempt)
                 else:
-                    self._drop_at_depth(queued, depth, search.largest_stage.peak)
+                    self._drop_candidate_at_depth(queued, depth, search.largest_stage.peak)
             if searches:
                 return searches
         return []
 
-    def _drop_at_depth(self, queued: QueuedCandidate, depth: int, min_memory: int) -> None:
+    def _drop_candidate_at_depth(
+        self, queued: QueuedCandidate, depth: int, min_memory: int
+    ) -> None:
         dropped = replace(queued, block_depth=depth, min_recomputed_memory=min_memory)
         self.dropped.append(dropped)
 
-    def _record_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
-        """Update the smallest measured peaks: of all attempts, and of attempts that request the
-        same kind of plan as `attempt`."""
+    def _record_smallest_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
+        """Update the smallest measured peak memory over all attempts, and over attempts of the same
+        kind of plan."""
         plan_kind = requested_kind(attempt.options)
         peak_bytes = self.smallest_peaks.get(plan_kind, measured.memory.peak)
         self.smallest_peaks[plan_kind] = min(peak_bytes, measured.memory.peak)
@@ -567,7 +582,7 @@ class MemorySearch:
             self.smallest = measured.memory, attempt
 
     def resume_postponed(self) -> bool:
-        """Queue the options that were postponed; return whether there are any."""
+        """Queue the postponed options; return whether any options were postponed."""
         postponed, self.postponed = self.postponed, []
         for queued in postponed:
             queued.stage_options.may_fit = True
@@ -582,18 +597,18 @@ class MemorySearch:
         while self.dropped:
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
             self.dropped.remove(queued)
-            if not self._may_need_least_memory(queued.lower_bound):
+            if not self._may_need_less_than_smallest(queued.lower_bound):
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
-            elif (aligned := self._aligned_entry(queued)) is None:
+            elif (aligned := self._aligned_entry_unless_duplicate(queued)) is None:
                 continue
             elif queued.attempt.recompute:
-                self.dropped.extend(self._entries_at_depths(aligned))
+                self.dropped.extend(self._entry_for_each_depth(aligned))
             else:
-                self._measure_candidate(aligned)
+                self._measure_candidate_memory(aligned)
 
-    def _may_need_least_memory(self, min_memory: int) -> bool:
+    def _may_need_less_than_smallest(self, min_memory: int) -> bool:
         return self.smallest is None or min_memory < self.smallest[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
@@ -606,11 +621,12 @@ class MemorySearch:
         search = self.recompute_cache.search(measured, depth, self.limit or 0)
         if search.can_fit:
             self.add(0.0, replace(queued, recompute_search=search), queued.candidate.seconds)
-        elif self._may_need_least_memory(search.largest_stage.peak):
-            self._record_peak(search.fully_recomputed, queued.attempt)
+        elif self._may_need_less_than_smallest(search.largest_stage.peak):
+            self._record_smallest_peak(search.fully_recomputed, queued.attempt)
 
-    def _entries_at_depths(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
-        """Yield `queued` for each depth of the module tree, with a lower bound on its memory."""
+    def _entry_for_each_depth(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
+        """Yield a copy of `queued` for each depth of the module tree, with a lower bound on memory
+        if all modules of that depth are recomputed."""
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)
         for depth in (depth for depths in recompute_levels.depths for depth in depths):
             min_memory = max(recompute_levels.min_memory(depth, queued.min_memory))

@@ -61,7 +61,7 @@ POSITIVE_OR_AUTO = must_be(
 )
 DIMS = must_be("names of inputs, each with a dimension or None", is_dims)
 NO_LIMIT = "none"
-"""Value of `memory_limit` for no limit; None is the default, the device memory of the cluster."""
+"""Value of `memory_limit` that disables the limit; None means the device memory of the cluster."""
 SIZE_OR_NONE = must_be(
     "a number of bytes, or a text like '24GiB' or '2GB', or 'none' for no limit",
     lambda value: value == NO_LIMIT or parse_bytes(value) is not None,
@@ -274,8 +274,8 @@ class PlanOptions(KeywordOptions):
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes per device: `memory_limit` if it is a size, else the device memory of the cluster;
-        None if there is no cluster."""
+        """Memory limit that plans record, in bytes per device: `memory_limit` if it is a size, else
+        the device memory of the cluster; None without a cluster."""
         if self.memory_limit is not None and self.memory_limit != NO_LIMIT:
             return parse_bytes(self.memory_limit)
         return None if self.cluster is None else int(self.resolved_cluster.device.memory)

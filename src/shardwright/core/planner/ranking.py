@@ -13,10 +13,11 @@ from shardwright.errors import StrategyError
 
 
 def kind_of_candidate(candidate: Candidate) -> PlanKind:
-    """Return the kind of plan that `candidate` is.
+    """Return the `PlanKind` of a candidate.
 
-    The ZeRO level of the kind is empty if every
-    parameter is stored as operators use it, whatever level was requested."""
+    Its ZeRO level is empty if every parameter is stored as operators use it, whatever level was
+    requested.
+    """
     pipeline, decisions = candidate.pipeline, candidate.decisions
     sharding = decisions.sharding if candidate.shards_storage else None
     return PlanKind(
@@ -29,7 +30,7 @@ def kind_of_candidate(candidate: Candidate) -> PlanKind:
 
 
 def requested_kind(options: PlanOptions) -> PlanKind:
-    """Return the kind of plan that options with a fixed number of stages request."""
+    """Return the `PlanKind` that options with a fixed number of stages request."""
     assert isinstance(options.stages, int)
     schedule = options.schedule if options.stages > 1 else ""
     level = "" if options.sharding is None else options.sharding.level
@@ -74,15 +75,15 @@ class Ranking:
         return sum(each.micro_batches in counts for each in self.fastest) < self.top
 
     def leave_out(self, plan_kind: PlanKind, reason: LeftOut) -> None:
-        """Record why a kind of plan has no candidate, unless a reason that sorts before `reason` is
-        recorded."""
+        """Record why a kind of plan has no candidate; of several reasons the one that sorts first
+        is kept."""
         recorded = self.left_out.get(plan_kind)
         if recorded is None or reason < recorded:
             self.left_out[plan_kind] = reason
 
     def best(self) -> list[Candidate]:
         """Return the `top` fastest candidates, each of another kind."""
-        return [candidate for _, candidate in self._ordered()[: self.top]]
+        return [candidate for _, candidate in self._sorted_candidates()[: self.top]]
 
     def clear(self) -> None:
         """Forget all candidates, for a search that is repeated."""
@@ -99,14 +100,14 @@ class Ranking:
             model = models.get(plan_kind.micro_batches, candidate.model)
             self.fastest[plan_kind] = replace(candidate, model=model)
 
-    def _ordered(self) -> list[tuple[PlanKind, Candidate]]:
+    def _sorted_candidates(self) -> list[tuple[PlanKind, Candidate]]:
         return sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
 
     def ranked(self) -> RankedPlans:
         """Return the `top` fastest plans, and for each other kind the reason why it is left out."""
-        order = self._ordered()
+        order = self._sorted_candidates()
         left_out = {
             key: reason for key, reason in self.left_out.items() if not self._has_candidate(key)
         }
@@ -115,7 +116,7 @@ class Ranking:
         return RankedPlans(plans, left_out)
 
     def _has_candidate(self, plan_kind: PlanKind) -> bool:
-        """Whether a candidate of this kind of plan is known, with or without recomputation."""
+        """Whether a candidate of this kind was recorded, with or without recomputation."""
         return any(ranked.requested == plan_kind.requested for ranked in self.fastest)
 
 

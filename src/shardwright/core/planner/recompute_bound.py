@@ -32,7 +32,7 @@ from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.search.recompute.blocks import RecomputeBlocks
 
 Vertex = tuple[float, float]
-"""Fraction of the activations that is freed, and the seconds of recomputation per micro-batch."""
+"""A point of r(f): (freed fraction of the activations, recomputation seconds per micro-batch)."""
 
 BISECTIONS = 30
 """Number of bisections of the step time; each halves the error."""
@@ -43,9 +43,9 @@ class BlockOption:
     """A recomputation option of equal blocks.
 
     Args:
-        freed: fraction of the saved activations of the model that it frees in one block.
-        recomputed: operators that one block recomputes: how often each occurs, by the name of one
-            of several equal operators.
+        freed: fraction of the model's saved activations that the option frees in one block.
+        recomputed: number of equal operators that one block recomputes, by the name of the first of
+            these operators.
     """
 
     freed: float
@@ -104,13 +104,15 @@ class RecomputeOptions:
                     (each.freed, sum(n * seconds_of(name) for name, n in each.recomputed.items()))
                     for each in options
                 ]
-                for (start, low), (end, high) in pairwise(_lower_hull([(0.0, 0.0), *points])):
+                for (start, low), (end, high) in pairwise(
+                    _lower_convex_hull([(0.0, 0.0), *points])
+                ):
                     segments.append((number * (end - start), number * (high - low)))
             freed = seconds = 0.0
             for width, height in sorted(segments, key=lambda each: each[1] / each[0]):
                 freed, seconds = freed + width, seconds + height
                 vertices.append((freed, seconds))
-        return _lower_hull(vertices)
+        return _lower_convex_hull(vertices)
 
 
 def result_bytes(graph: Graph) -> int:
@@ -143,7 +145,7 @@ def _count_equal_blocks(
     ]
 
 
-def _lower_hull(points: Sequence[Vertex]) -> list[Vertex]:
+def _lower_convex_hull(points: Sequence[Vertex]) -> list[Vertex]:
     """Return the increasing part of the lower convex hull of `points`, by ascending x."""
     hull: list[Vertex] = []
     for x, y in sorted(points):
@@ -191,13 +193,13 @@ class StageLimits:
         counts = Counter(in_flight)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            if sum(n * self._largest_share(middle, each) for each, n in counts.items()) >= 1:
+            if sum(n * self._largest_model_share(middle, each) for each, n in counts.items()) >= 1:
                 high = middle
             else:
                 low = middle
         return low
 
-    def _largest_share(self, seconds: float, in_flight: int) -> float:
+    def _largest_model_share(self, seconds: float, in_flight: int) -> float:
         """Return the largest share of the model that a stage computes in `seconds` per micro-batch
         and has memory for."""
         previous: tuple[float, float] | None = None

@@ -81,11 +81,11 @@ def requirements(options: type) -> dict[str, Requirement]:
         if get_origin(hint) is Annotated:
             value_type, requirement = get_args(hint)
             allows_none = NoneType in get_args(value_type)
-            by_name[name] = _accept_none_too(requirement) if allows_none else requirement
+            by_name[name] = _make_requirement_optional(requirement) if allows_none else requirement
     return by_name
 
 
-def _accept_none_too(requirement: Requirement) -> Requirement:
+def _make_requirement_optional(requirement: Requirement) -> Requirement:
     accepts = requirement.accepts
     return Requirement(
         requirement.words, lambda value: value is None or accepts(value), requirement.hint

@@ -1,4 +1,4 @@
-"""When a search that takes long reports the best plan that it has found."""
+"""Schedule of the reports of a long search about its best plan so far."""
 
 from __future__ import annotations
 

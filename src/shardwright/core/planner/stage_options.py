@@ -37,7 +37,7 @@ class StageOptions:
     recompute_seconds: float | None = None
 
     def add_recomputation(self) -> None:
-        """Add the recomputation that a step needs to its lower bound."""
+        """Add the seconds of the recomputation that every plan needs to `min_seconds`."""
         self.recompute_seconds = self.recompute_bound(None)
         self.min_seconds += self.recompute_seconds
 
@@ -47,7 +47,8 @@ class QueuedOptions:
     """Attempts with equal `stage_options`, of which the first group is searched next.
 
     Args:
-        continues_group: whether the first group is what is left of a group that was searched.
+        continues_group: whether the first group has the remaining attempts of a group of which the
+            first attempts were searched.
         previous_lowest: fastest step time in seconds of the group before the first one, whether it
             fits or not; infinite if it is unknown.
     """

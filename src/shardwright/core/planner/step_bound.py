@@ -3,8 +3,8 @@
     T >= m max(W / S, w) + (S - 1) P / C + overheads
 
     W      forward and backward seconds of one micro-batch on the devices of one stage, if every
-           operator is cut in the fastest way for it and nothing is sent
-    w      those of the longest operator, which no stage shares
+           operator has its fastest sharding, without communication
+    w      forward and backward seconds of the longest operator, which one stage computes
     m, S   micro-batches and stages
     P, C   until the last stage computes, the first micro-batch passes through all other stages:
            seconds of its forward pass (and backward, unless weight gradients fill the end of the
@@ -35,13 +35,13 @@ from shardwright.core.rules.rule import ShardingRule
 from shardwright.core.search.recompute.levels import MIN_PEAK_RATIO, micro_batches_in_flight
 
 MAX_COMBINATIONS = 300
-"""Maximum number of ways to cut an operator that are compared; an operator with more is taken to be
-divided equally over all devices."""
+"""Maximum number of shardings of an operator that are compared; an operator with more is assumed to
+be divided equally over all devices."""
 
 
 MAX_PASSES = 512
 """Maximum product of stages and micro-batches for which a schedule with several chunks is simulated
-to count the micro-batches in flight; fewer micro-batches count instead of more."""
+to count the micro-batches in flight; above, a smaller number of micro-batches is simulated."""
 
 
 class StepBounds:
@@ -72,7 +72,7 @@ class StepBounds:
         stages, cluster = options.stages, options.resolved_cluster
         if not isinstance(stages, int) or options.devices % stages:
             return 0.0
-        forward, backward, longest = self._pass_seconds(options)
+        forward, backward, longest = self._forward_backward_longest_seconds(options)
         each, micro_batches = forward + backward, options.num_micro_batches
         if stages == 1:
             return micro_batches * each
@@ -100,19 +100,19 @@ class StepBounds:
             return 0.0
         if options.devices % stages or options.resolved_cluster.device.shared(options.devices):
             return 0.0
-        limits = self._stage_limits(options, limit)
+        limits = self._recompute_bound_terms(options, limit)
         if stage_memory is not None:
             total = sum(stage_memory) * (options.devices // stages)
             limits = replace(limits, parameter_bytes=total)
-        each = limits.least_seconds(_min_in_flight(options)) - limits.seconds / stages
+        each = limits.least_seconds(_min_micro_batches_in_flight(options)) - limits.seconds / stages
         return options.num_micro_batches * each
 
-    def _stage_limits(self, options: PlanOptions, limit: int) -> StageLimits:
+    def _recompute_bound_terms(self, options: PlanOptions, limit: int) -> StageLimits:
         stages = options.stages
         assert isinstance(stages, int)
         assert self._recompute_options is not None
         if stages not in self._limits:
-            forward, backward, _ = self._pass_seconds(options)
+            forward, backward, _ = self._forward_backward_longest_seconds(options)
             fastest, by_name = self._fastest[stages], self._graph.by_name
             recompute = self._recompute_options()
 
@@ -136,7 +136,7 @@ class StepBounds:
             )
         return self._limits[stages]
 
-    def _pass_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
+    def _forward_backward_longest_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
         """Return the seconds of the forward pass, of the backward pass and of the longest operator
         in both, for one micro-batch."""
         stages = options.stages
@@ -150,7 +150,7 @@ class StepBounds:
         for op in self._graph.ops:
             work = work_of(op)
             if id(work) not in fastest:
-                fastest[id(work)] = _fastest(model, work, rule_of(op))
+                fastest[id(work)] = _min_operator_seconds(model, work, rule_of(op))
             op_forward, op_backward = fastest[id(work)]
             forward, backward = forward + op_forward, backward + op_backward
             longest = max(longest, op_forward + op_backward)
@@ -158,7 +158,7 @@ class StepBounds:
         return self._passes[stages]
 
 
-def _min_in_flight(options: PlanOptions) -> tuple[int, ...]:
+def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:
     """Return a lower bound on the micro-batches in flight of each stage."""
     assert isinstance(options.stages, int)
     stages, count = options.stages, options.num_micro_batches
@@ -171,20 +171,24 @@ def _min_in_flight(options: PlanOptions) -> tuple[int, ...]:
     return micro_batches_in_flight(pipeline)
 
 
-def _fastest(model: TimeModel, work: Work, rule: ShardingRule | None) -> ForwardBackward:
-    """Return the seconds (forward, backward) of the fastest way to cut an operator."""
+def _min_operator_seconds(
+    model: TimeModel, work: Work, rule: ShardingRule | None
+) -> ForwardBackward:
+    """Return the (forward, backward) seconds of an operator in its fastest sharding."""
     if rule is None:
         return model.work(work, {})
-    combinations = list(_shard_counts(rule, model.mesh.device_matrix))
+    combinations = list(_enumerate_shard_counts(rule, model.mesh.device_matrix))
     if not combinations:
         forward, backward = model.work(work, {})
         return forward / model.mesh.num_devices, backward / model.mesh.num_devices
     return min((model.work(work, counts) for counts in combinations), key=sum)
 
 
-def _shard_counts(rule: ShardingRule, sizes: tuple[int, ...]) -> Iterator[Mapping[str, int]]:
-    """Yield the numbers of shards of each factor, for each way to cut an operator over axes of
-    `sizes`; nothing if there are more than `MAX_COMBINATIONS`."""
+def _enumerate_shard_counts(
+    rule: ShardingRule, sizes: tuple[int, ...]
+) -> Iterator[Mapping[str, int]]:
+    """Yield each sharding of an operator over axes of `sizes` as numbers of shards by factor; yield
+    nothing if there are more than `MAX_COMBINATIONS`."""
     factors = tuple(rule.factors)
     counts = {(1,) * len(factors)}
     for size in sizes:

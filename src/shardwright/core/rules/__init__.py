@@ -58,8 +58,7 @@ def rule_of(op: Op) -> ShardingRule | None:
 
 
 _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyDictionary()
-"""Rule of each operator, with the number of rules that were registered when the rule was looked
-up."""
+"""Cached (number of registered rules at the look-up, rule), by operator."""
 
 
 def _find_rule(op: Op) -> ShardingRule | None:
@@ -68,7 +67,7 @@ def _find_rule(op: Op) -> ShardingRule | None:
         maker = pointwise.pointwise
     if maker is None:
         return None
-    return _build_rule(_RuleKey(maker, op.target, op.structure, op))
+    return _build_rule(_RuleCacheKey(maker, op.target, op.structure, op))
 
 
 def is_random(op: Op) -> bool:
@@ -81,7 +80,7 @@ def is_random(op: Op) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _RuleKey:
+class _RuleCacheKey:
     """Cache key of a rule; the comparison ignores `op`, one of the operators with this key."""
 
     maker: RuleMaker
@@ -91,7 +90,7 @@ class _RuleKey:
 
 
 @lru_cache(maxsize=1 << 14)
-def _build_rule(key: _RuleKey) -> ShardingRule | None:
+def _build_rule(key: _RuleCacheKey) -> ShardingRule | None:
     try:
         return key.maker(key.op)
     except ValueError as error:

@@ -54,7 +54,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     # A block of queries slices the keys up to its own last position, which must exist.
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
     keys = "ring" if has_ring(arguments) else None
-    batch = _leading_factors(ndim)
+    batch = _factors_before_positions(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
         "query": (*batch, queries, None),
@@ -75,27 +75,29 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         (output,),
         capacity=capacity,
         main=Main({name: letters[name] for name in output if name is not None}, weight=None),
-        kernel=_attention_kernel if causal or keys else None,
-        reductions=_attention_reductions if (causal and queries) or keys else no_reductions,
+        kernel=_build_attention_kernel if causal or keys else None,
+        reductions=_query_swaps_for_balance if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
         # A query dimension may be sharded by the ring, and each of its blocks by `s`.
         joined={keys: "s"} if keys and queries else {},
     )
 
 
-def _attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
     if local.shard_counts.get("ring", 1) > 1:
         return ring_kernel(op, local)
-    return _causal_block_kernel(op, local) if call_arguments(op)["is_causal"] else op.target
+    return (
+        _build_balanced_causal_kernel(op, local) if call_arguments(op)["is_causal"] else op.target
+    )
 
 
-def _attention_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     if shard_counts.get("ring", 1) > 1:
         return ring_reductions(op, shard_counts)
     return exchanged_halves(op, shard_counts) if call_arguments(op)["is_causal"] else ()
 
 
-def _leading_factors(ndim: int) -> tuple[str, ...]:
+def _factors_before_positions(ndim: int) -> tuple[str, ...]:
     """Return the factors of all dimensions before the last two, positions and features."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
@@ -106,7 +108,7 @@ def exchanged_halves(
     """Return the swaps that balance causal attention sharded by queries: of half a block of
     queries, of `query_vectors` and of outputs.
 
-    No swap is needed if queries are not sharded, or if a block is a single query.
+    Returns () if queries are not sharded, or if a block is a single query.
 
     Args:
         query_vectors: further inputs with one row per query, `[..., queries, 1]`.
@@ -118,7 +120,7 @@ def exchanged_halves(
 
     def swap(value: Value, varying: bool) -> Reduction:
         *batch, _, size = value.shape
-        factors = _leading_factors(len(op.output.shape))[-len(batch) :] if batch else ()
+        factors = _factors_before_positions(len(op.output.shape))[-len(batch) :] if batch else ()
         sizes = zip(batch, factors, strict=True)
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
         return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
@@ -131,7 +133,7 @@ def exchanged_halves(
     )
 
 
-def _causal_block_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_balanced_causal_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """Local kernel of causal attention sharded by queries.
 
     On the device with block i of n, computes the first half of block i and the second half of block
@@ -143,12 +145,12 @@ def _causal_block_kernel(op: Op, local: Local) -> Callable[..., Any]:
     index, late = local.index("s"), rows // 2
     # A block of a single query has no second half to swap.
     if not local.reduce:
-        return _causal_attention_of_rows(op, rows, index * rows)
+        return _causal_attention_of_query_rows(op, rows, index * rows)
     swap_queries, swap_results = local.reduce
     # The first half of block i begins as far from the start of the sequence as the second half of
     # block n - 1 - i ends from its end, so that every device has the same number of pairs.
-    early = _causal_attention_of_rows(op, rows - late, index * rows)
-    swapped_half = _causal_attention_of_rows(op, late, (last - index) * rows + rows - late)
+    early = _causal_attention_of_query_rows(op, rows - late, index * rows)
+    swapped_half = _causal_attention_of_query_rows(op, late, (last - index) * rows + rows - late)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -160,7 +162,7 @@ def _causal_block_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return run
 
 
-def _causal_attention_of_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
+def _causal_attention_of_query_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
     """Return the causal attention of the `rows` queries that begin at position `start`.
 
     At `start` 0 this is ordinary causal attention. Other queries need a causal mask aligned to the
@@ -169,7 +171,7 @@ def _causal_attention_of_rows(op: Op, rows: int, start: Any) -> Callable[..., An
     number of keys that a block reads would differ between ranks.
     """
     is_concrete = isinstance(start, int)
-    fused_mask = _lower_right_mask(rows, start + rows) if is_concrete else None
+    fused_mask = _causal_mask_aligned_to_last_key(rows, start + rows) if is_concrete else None
     is_first, bind = is_concrete and start == 0, binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -189,7 +191,7 @@ def _causal_attention_of_rows(op: Op, rows: int, start: Any) -> Callable[..., An
     return run
 
 
-def _lower_right_mask(queries: int, keys: int) -> CausalBias:
+def _causal_mask_aligned_to_last_key(queries: int, keys: int) -> CausalBias:
     """Return the causal mask of `queries` x `keys`, aligned to the last key.
 
     Built for 0 x 0 and then resized, since PyTorch's constructor allocates a mask of all pairs.

@@ -44,7 +44,7 @@ LINEAR_ALGEBRA = {
 batch dimensions."""
 
 
-def _make_batched_rule(*item_ranks: int) -> RuleMaker:
+def _make_batched_rule_builder(*item_ranks: int) -> RuleMaker:
     """Make a builder of rules `b s _ _, b s _ -> b s _`: batch dimensions can be sharded.
 
     Args:
@@ -69,13 +69,13 @@ def _make_batched_rule(*item_ranks: int) -> RuleMaker:
 
 
 for _item_ranks, _operators in LINEAR_ALGEBRA.items():
-    rule_for(*overloads(*_operators))(_make_batched_rule(*_item_ranks))
+    rule_for(*overloads(*_operators))(_make_batched_rule_builder(*_item_ranks))
 for _spatial_dims in (2, 3):
     rule_for(*overloads(f"fractional_max_pool{_spatial_dims}d"))(
-        _make_batched_rule(_spatial_dims, 1)
+        _make_batched_rule_builder(_spatial_dims, 1)
     )
     rule_for(*overloads(f"max_unpool{_spatial_dims}d"))(
-        _make_batched_rule(_spatial_dims, _spatial_dims)
+        _make_batched_rule_builder(_spatial_dims, _spatial_dims)
     )
 
 
@@ -86,7 +86,7 @@ def solve(op: Op) -> ShardingRule | None:
     The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
     """
     matrix, rhs = (value.shape for value in op.inputs)
-    return _make_batched_rule(2, 1 if len(rhs) == 1 or rhs == matrix[:-1] else 2)(op)
+    return _make_batched_rule_builder(2, 1 if len(rhs) == 1 or rhs == matrix[:-1] else 2)(op)
 
 
 @rule_for(*overloads("cdist"))

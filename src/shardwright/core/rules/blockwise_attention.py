@@ -1,9 +1,9 @@
 """Attention in a sliding window or under a computed mask, without a mask tensor of all pairs.
 
 With a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions needs its own
-keys and the keys of the window before the block. A device receives the latter from the device with
-the previous block instead of gathering all keys. All devices have equal work. If the window is
-wider than a block, devices forward received keys.
+keys and the keys of the window before the block. The device with the previous block sends these
+keys, so that no device gathers all keys, and all devices have equal work. If the window is wider
+than a block, devices forward received keys.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from shardwright.core.rules.rule import (
 def windowed_attention_rule(op: Op) -> ShardingRule:
     """Sliding window attention, `b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions
     can be sharded."""
-    return _attention_rule(
-        op, [_QUERIES] * 3, kernel=_windowed_attention_kernel, reductions=_window_transfers
+    return _build_blockwise_attention_rule(
+        op, [_QUERIES] * 3, kernel=_windowed_attention_kernel, reductions=_key_value_transfers
     )
 
 
@@ -55,8 +55,8 @@ def masked_attention_rule(op: Op) -> ShardingRule:
     keys: Dims = ("b", "h", None, None)
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
     causal = call_arguments(op)["causal"]
-    swaps = _causal_mask_swaps if causal else no_reductions
-    return _attention_rule(
+    swaps = _query_swaps_for_balance if causal else no_reductions
+    return _build_blockwise_attention_rule(
         op, [_QUERIES, keys, keys, *vectors], kernel=_masked_attention_kernel, reductions=swaps
     )
 
@@ -64,7 +64,9 @@ def masked_attention_rule(op: Op) -> ShardingRule:
 _QUERIES: Dims = ("b", "h", "s", None)
 
 
-def _attention_rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]) -> ShardingRule:
+def _build_blockwise_attention_rule(
+    op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]
+) -> ShardingRule:
     """Build the rule of windowed or masked attention; in grouped-query attention the number of
     shards of `h` must divide the number of key-value heads."""
     heads = op.inputs[1].shape[1]
@@ -73,7 +75,7 @@ def _attention_rule(op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOption
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
 
 
-def _causal_mask_swaps(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     """Return the swaps that balance causal masked attention: of half of the queries, of the mask
     vectors with one row per query, and of outputs."""
     query_vectors = [value for value in op.inputs[3:] if value.shape[-2] > 1]
@@ -136,7 +138,7 @@ def rows_before(op: Op, blocks: int) -> list[int]:
     return counts
 
 
-def _window_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     """Return one transfer of keys and values, concatenated, to the device with the next block, for
     each preceding block that the window reaches."""
     key, value = op.inputs[1:]

@@ -34,8 +34,10 @@ def linear(op: Op) -> ShardingRule:
     """Linear layer, `... k, j k -> ... j`; K cannot be sharded with a bias, which every shard would
     add."""
     if argument(op, "bias") is None:
-        return _as_main(from_notation("... k, j k -> ... j", op, reduced="k"), weight=1)
-    return _as_main(from_notation("... k, j k, j -> ... j", op), weight=1)
+        return _as_main_product_rule(
+            from_notation("... k, j k -> ... j", op, reduced="k"), weight=1
+        )
+    return _as_main_product_rule(from_notation("... k, j k, j -> ... j", op), weight=1)
 
 
 @rule_for(
@@ -56,19 +58,23 @@ def matmul(op: Op) -> ShardingRule:
     if second <= 2:
         rows: Dims = leading[: first - 1]
         columns: Dims = ("j",) if second == 2 else ()
-        return _as_main(
-            _matrix_product_rule(op, (*rows, "k"), ("k", *columns), (*rows, *columns)), weight=1
+        return _as_main_product_rule(
+            _build_matrix_product_rule(op, (*rows, "k"), ("k", *columns), (*rows, *columns)),
+            weight=1,
         )
     batch: Dims = leading[: max(first, second) - 2]
     rows = ("i",) if first > 1 else ()
     lhs = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
     rhs = (*batch[len(batch) - (second - 2) :], "k", "j")
-    return _as_main(_matrix_product_rule(op, lhs, rhs, (*batch, *rows, "j")), weight=None)
+    return _as_main_product_rule(
+        _build_matrix_product_rule(op, lhs, rhs, (*batch, *rows, "j")), weight=None
+    )
 
 
 @rule_for(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
 def addmm_rule(op: Op) -> ShardingRule:
-    """`i j, i _, _ j -> i j` for `beta * input + alpha * (a @ b)`; `baddbmm` adds a batch `b`.
+    """Matrix product plus input, `beta * input + alpha * (a @ b)`: `i j, i _, _ j -> i j`, with
+    batch dimension `b` in `baddbmm`.
 
     The contracted dimension cannot be sharded, as every shard would add the input.
     """
@@ -77,22 +83,24 @@ def addmm_rule(op: Op) -> ShardingRule:
     out = (*batch, "i", *columns)
     added = aligned(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
-    return _as_main(sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1)
+    return _as_main_product_rule(
+        sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1
+    )
 
 
 @rule_for(aten.addbmm.default)
 def addbmm(op: Op) -> ShardingRule:
-    """`i j, _ i _, _ _ j -> i j` for `input + sum over b of a[b] @ c[b]`.
+    """Sum of matrix products plus input, `input + Σ_b a[b] @ c[b]`: `i j, _ i _, _ _ j -> i j`.
 
     The summed batch `b` cannot be sharded, as every shard would add the input.
     """
     inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
-    return _as_main(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
+    return _as_main_product_rule(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
 
 @rule_for(aten.addr.default)
 def addr(op: Op) -> ShardingRule:
-    """`i j, i, j -> i j` for a matrix plus an outer product: both dimensions can be sharded."""
+    """Matrix plus outer product, `i j, i, j -> i j`: both dimensions can be sharded."""
     added = aligned(op, ("i", "j"))[0]
     return sharding_rule(op, (added, ("i",), ("j",)), (("i", "j"),))
 
@@ -119,19 +127,21 @@ def inner(op: Op) -> ShardingRule:
         dims = names(op.output)
         return sharding_rule(op, aligned(op, dims), (dims,))
     last = tuple(len(value.shape) - 1 for value in op.inputs)
-    return _tensor_product_rule(op, last[:1], last[1:])
+    return _build_contraction_rule(op, last[:1], last[1:])
 
 
 @rule_for(aten.tensordot.default)
 def tensordot(op: Op) -> ShardingRule:
     """Tensor contraction, `b s t, s t u -> b u`: all dimensions can be sharded, including
     contracted dimensions."""
-    return _tensor_product_rule(
+    return _build_contraction_rule(
         op, tuple(argument(op, "dims_self")), tuple(argument(op, "dims_other"))
     )
 
 
-def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]) -> ShardingRule:
+def _build_contraction_rule(
+    op: Op, first: tuple[int, ...], second: tuple[int, ...]
+) -> ShardingRule:
     """Build the rule that contracts dimension `first[i]` of the first input with dimension
     `second[i]` of the second, for each i."""
     unused = iter(NAMES)
@@ -140,14 +150,16 @@ def _tensor_product_rule(op: Op, first: tuple[int, ...], second: tuple[int, ...]
         rhs[j] = lhs[i]
     summed = set(lhs) & set(rhs)
     out = tuple(name for name in (*lhs, *rhs) if name not in summed)
-    return _as_main(sharding_rule(op, (tuple(lhs), tuple(rhs)), (out,), reduced=summed), weight=1)
+    return _as_main_product_rule(
+        sharding_rule(op, (tuple(lhs), tuple(rhs)), (out,), reduced=summed), weight=1
+    )
 
 
 @rule_for(aten.einsum.default)
 def einsum(op: Op) -> ShardingRule | None:
     """Einsum, whose equation is the rule; returns None if an operand repeats a label, as in
     `ii`."""
-    terms, out = _equation_labels(op)
+    terms, out = _einsum_labels(op)
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
     reduced = {label for term in terms for label in term if label not in out}
@@ -155,7 +167,7 @@ def einsum(op: Op) -> ShardingRule | None:
     if len(terms) != 2:
         return rule
     batched = any(label in terms[1] and label in out for label in terms[0])
-    return _as_main(rule, weight=None if batched else 1)
+    return _as_main_product_rule(rule, weight=None if batched else 1)
 
 
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
@@ -170,7 +182,9 @@ def grouped_mm(op: Op) -> ShardingRule | None:
     if ranks != [2, 3, 1] or call_arguments(op).get("bias") is not None:
         return None
     notation = "b k, _ k j, _ -> b j"
-    return _as_main(from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1)
+    return _as_main_product_rule(
+        from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1
+    )
 
 
 def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -190,7 +204,7 @@ def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return multiply
 
 
-def _equation_labels(op: Op) -> tuple[list[Dims], Dims]:
+def _einsum_labels(op: Op) -> tuple[list[Dims], Dims]:
     """Return the labels of the operands and of the result of an einsum; capitals replace `...`."""
     inputs, arrow, output = op.args[0].replace(" ", "").partition("->")
     operands = inputs.split(",")
@@ -215,12 +229,12 @@ def _equation_labels(op: Op) -> tuple[list[Dims], Dims]:
     return terms, expand(output, longest)
 
 
-def _matrix_product_rule(op: Op, lhs: Dims, rhs: Dims, out: Dims) -> ShardingRule:
+def _build_matrix_product_rule(op: Op, lhs: Dims, rhs: Dims, out: Dims) -> ShardingRule:
     """Build the rule of a matrix product that contracts factor `k` of `lhs` and `rhs`."""
     return sharding_rule(op, (lhs, rhs), (out,), reduced="k")
 
 
-def _as_main(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
+def _as_main_product_rule(rule: ShardingRule, weight: int | None, first: int = 0) -> ShardingRule:
     """Return `rule` as the rule of a main operator, whose cuts the search chooses: the product of
     inputs `first` and `first + 1`.
 

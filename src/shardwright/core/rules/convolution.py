@@ -19,20 +19,21 @@ from shardwright.core.rules.windowed import Windowed, sharded_space, spatial_win
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
 def convolution(op: Op) -> ShardingRule:
     """Convolution, `b k s t, j k _ _ -> b j s t`: batch, channels and space can be sharded."""
-    return _convolution_rule(op, transposed=False)
+    return _build_convolution_rule(op, transposed=False)
 
 
 @rule_for(*overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 def transposed_convolution(op: Op) -> ShardingRule:
     """Transposed convolution, `b k s t, k j _ _ -> b j s t`: the weight has its input channels
     first."""
-    return _convolution_rule(op, transposed=True)
+    return _build_convolution_rule(op, transposed=True)
 
 
 @rule_for(*overloads("convolution"))
 def general_convolution(op: Op) -> ShardingRule:
-    """`aten.convolution`: the rule of a convolution or, if `transposed`, of its transpose."""
-    return _convolution_rule(op, transposed=call_arguments(op)["transposed"])
+    """`aten.convolution`: a convolution or, if the argument `transposed` is true, a transposed
+    convolution."""
+    return _build_convolution_rule(op, transposed=call_arguments(op)["transposed"])
 
 
 @rule_for(*overloads("convolution_backward"))
@@ -56,10 +57,10 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
     )
 
 
-def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
+def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     """Build a rule that can shard batch `b`, output channels `j`, input channels `k` and spatial
-    dimensions: shards exchange the rows that their windows read or, in a transposed convolution,
-    write of their neighbors.
+    dimensions: neighboring shards exchange the rows that windows across their border read or, in a
+    transposed convolution, write.
 
     Sharding `k` makes the output a partial sum. With a bias, which every device would add, `k`
     cannot be sharded. A grouped (or depthwise) convolution is sharded between groups only, by one
@@ -75,13 +76,15 @@ def _convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     if transposed:
         counts = op.inputs[0].shape[-num_dims:]
         windows = spatial_windows(op, kernel_size, op.output.shape, counts)
-        sliding = Overlapped(windows, (*batch, j, *sharded_space(windows)), replace=_group_argument)
+        sliding = Overlapped(
+            windows, (*batch, j, *sharded_space(windows)), replace=_local_num_groups_argument
+        )
         filters: Dims = (k, j)
     else:
         windows = windows_of(op, kernel_size)
         pads_all = isinstance(arguments["padding"], str)
         dims = (*batch, k, *sharded_space(windows))
-        sliding = Windowed(windows, dims, pads_all=pads_all, replace=_group_argument)
+        sliding = Windowed(windows, dims, pads_all=pads_all, replace=_local_num_groups_argument)
         filters = (j, k)
     space, labels = sharded_space(windows), {"b": "I", j: "J", k: "K"}
     if groups > 1:
@@ -108,6 +111,6 @@ def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, 
     return input_dims(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 
-def _group_argument(op: Op, local: Local) -> dict[str, Any]:
+def _local_num_groups_argument(op: Op, local: Local) -> dict[str, Any]:
     shards = local.shard_counts.get("g", 1)
     return {"groups": call_arguments(op)["groups"] // shards} if shards > 1 else {}

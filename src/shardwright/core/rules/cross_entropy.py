@@ -99,7 +99,7 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
     first = local.index("v") * (logits.shape[-1] // local.shard_counts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce
     probabilities, bind = _has_probability_targets(op), binder(op)
-    terms = _probability_terms if probabilities else _class_index_terms
+    terms = _local_sums_for_class_probabilities if probabilities else _local_sums_for_class_indices
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
@@ -132,7 +132,7 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return run
 
 
-def _class_index_terms(
+def _local_sums_for_class_indices(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
     """Return this device's terms of the sums over classes, each with the shape of the targets:
@@ -166,12 +166,16 @@ def _class_index_terms(
     return product, total, target_weight
 
 
-def _probability_terms(
+def _local_sums_for_class_probabilities(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
     """Return this device's terms of Σ a z and W, for targets that are class probabilities.
 
-    See `_class_index_terms` for the arguments.
+    Args:
+        scores: logits minus their maximum over all classes, `[..., local classes]`.
+        arguments: arguments of the local call, by name.
+        first: index of the first local class, which class probabilities do not need.
+        classes: number of classes on all devices.
     """
     smoothing = arguments["label_smoothing"]
     weighted = arguments["target"].to(scores.dtype) * (1 - smoothing) + smoothing / classes

@@ -17,7 +17,7 @@ from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 @rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
 def dropout(op: Op) -> ShardingRule:
     """Dropout, `b s -> b s`: every dimension can be sharded."""
-    return _elementwise_random_rule(op, names(op.output), is_active_dropout(op))
+    return _build_elementwise_random_rule(op, names(op.output), is_active_dropout(op))
 
 
 @rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
@@ -28,7 +28,7 @@ def feature_dropout(op: Op) -> ShardingRule:
     With another dimension sharded, devices would drop different channels of one sample.
     """
     free = names(op.output)[:2]
-    return _elementwise_random_rule(
+    return _build_elementwise_random_rule(
         op, (*free, *(None,) * (len(op.output.shape) - len(free))), is_active_dropout(op)
     )
 
@@ -39,7 +39,7 @@ def feature_dropout(op: Op) -> ShardingRule:
 def random_like(op: Op) -> ShardingRule:
     """Random tensors in the shape of an input, `b s -> b s`: every device draws the numbers of its
     shard."""
-    return _elementwise_random_rule(op, names(op.output), random=True)
+    return _build_elementwise_random_rule(op, names(op.output), random=True)
 
 
 def is_active_dropout(op: Op) -> bool:
@@ -49,5 +49,5 @@ def is_active_dropout(op: Op) -> bool:
     return arguments["train"] is not False and arguments["p"] > 0
 
 
-def _elementwise_random_rule(op: Op, dims: Dims, random: bool) -> ShardingRule:
+def _build_elementwise_random_rule(op: Op, dims: Dims, random: bool) -> ShardingRule:
     return sharding_rule(op, aligned(op, dims), (dims,) * len(op.outputs), random=random)

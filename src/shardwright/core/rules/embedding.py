@@ -46,7 +46,7 @@ def embedding(op: Op) -> ShardingRule:
     )
 
 
-def _local_rows(op: Op, local: Local) -> tuple[Any, int, int]:
+def _local_table_rows(op: Op, local: Local) -> tuple[Any, int, int]:
     """Return the index of the first table row on this device, the number of local rows, and the
     number of rows of the full table."""
     total = op.inputs[0].shape[0]
@@ -59,7 +59,7 @@ def _embedding_kernel(op: Op, local: Local) -> Callable[..., Any]:
     up as zero, and the outputs are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, total = _local_rows(op, local)
+    first, size, total = _local_table_rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def _embedding_bag_kernel(op: Op, local: Local) -> Callable[..., Any]:
     0, and means are divided by the number of entries on all devices."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
-    first, size, total = _local_rows(op, local)
+    first, size, total = _local_table_rows(op, local)
     bind = binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:

@@ -59,8 +59,8 @@ class Combination:
     Args:
         local: returns the statistics of the local shard.
         combine: returns the outputs, given the local shard and the statistics of all shards.
-        num_values: number of statistics in the dtype of the input or, if it is not floating-point,
-            in that of the first output.
+        num_values: number of statistics in the dtype of the input or, for an integer input, in the
+            dtype of the first output.
         num_indices: number of further statistics that are indices (int64).
         keeps_dims: whether the outputs are sharded along `dims` like the input.
         statistic_dtype: dtype of the values; None for the default of `num_values`.
@@ -93,14 +93,16 @@ class Combination:
             inputs,
             outputs,
             complete=frozenset() if self.keeps_dims else frozenset(filter(None, worked_along)),
-            kernel=lambda op, local: self._gathered_kernel(op, local, dims),
-            reductions=lambda op, shard_counts: self._gather_reductions(op, shard_counts, dims),
+            kernel=lambda op, local: self._build_gathering_kernel(op, local, dims),
+            reductions=lambda op, shard_counts: self._statistics_all_gathers(
+                op, shard_counts, dims
+            ),
         )
 
-    def _gather_reductions(
+    def _statistics_all_gathers(
         self, op: Op, shard_counts: Mapping[str, int], dims: tuple[int, ...]
     ) -> tuple[Reduction, ...]:
-        x, factors = op.inputs[0], _sharded_factors(dims, shard_counts)
+        x, factors = op.inputs[0], _sharded_factors_of_dims(dims, shard_counts)
         if not factors:
             return ()
         rows = [
@@ -125,8 +127,10 @@ class Combination:
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         return op.outputs[0].dtype if is_integer else accumulation_dtype(dtype)
 
-    def _gathered_kernel(self, op: Op, local: Local, dims: tuple[int, ...]) -> Callable[..., Any]:
-        factors = _sharded_factors(dims, local.shard_counts)
+    def _build_gathering_kernel(
+        self, op: Op, local: Local, dims: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        factors = _sharded_factors_of_dims(dims, local.shard_counts)
         if not factors:
             return op.target
         shape, bind, dtype = op.inputs[0].shape, binder(op), self._statistics_dtype(op)
@@ -146,7 +150,7 @@ class Combination:
             x = next(iter(arguments.values()))
             x = x if self.statistic_dtype is not None else x.to(dtype)
             shard = InputShard(x, dims, shape, offsets, position, prod(counts), arguments)
-            gathered = self._gather_statistics(local, self.local(shard))
+            gathered = self._all_gather_statistics(local, self.local(shard))
             outputs = self.combine(shard, gathered)
             outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
             results = tuple(
@@ -158,7 +162,7 @@ class Combination:
 
         return run
 
-    def _gather_statistics(self, local: Local, statistics: Statistics) -> Statistics:
+    def _all_gather_statistics(self, local: Local, statistics: Statistics) -> Statistics:
         values = local.reduce[0](torch.stack(tuple(statistics[: self.num_values])).unsqueeze(0))
         gathered = list(values.unbind(1))
         if self.num_indices:
@@ -169,5 +173,7 @@ class Combination:
         return gathered
 
 
-def _sharded_factors(dims: tuple[int, ...], shard_counts: Mapping[str, int]) -> tuple[str, ...]:
+def _sharded_factors_of_dims(
+    dims: tuple[int, ...], shard_counts: Mapping[str, int]
+) -> tuple[str, ...]:
     return tuple(NAMES[dim] for dim in dims if shard_counts.get(NAMES[dim], 1) > 1)

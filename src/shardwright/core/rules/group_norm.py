@@ -36,7 +36,7 @@ def group_norm(op: Op) -> ShardingRule:
         (dims,),
         capacity={"c": call_arguments(op)["num_groups"]},
         kernel=_group_norm_kernel,
-        reductions=_gathered_moments,
+        reductions=_all_gather_of_moments,
     )
 
 
@@ -61,7 +61,7 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
     )
 
 
-def _gathered_moments(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _all_gather_of_moments(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     sharded = tuple(factor for factor in SPACE if shard_counts.get(factor, 1) > 1)
     if not sharded:
         return ()

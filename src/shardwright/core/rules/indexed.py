@@ -51,46 +51,56 @@ class Indexed:
 
     def read_kernel(self) -> Kernel:
         """Return the builder of a kernel that reads elements at the indices, such as `gather`."""
-        return lambda op, local: self._kernel(op, local, self._read_rows)
+        return lambda op, local: self._build_indexed_kernel(op, local, self._read_local_elements)
 
     def write_kernel(self) -> Kernel:
         """Return the builder of a kernel that writes elements at the indices, such as `scatter`; at
         most one indexed dimension can be sharded."""
-        return lambda op, local: self._kernel(op, local, self._write_rows)
+        return lambda op, local: self._build_indexed_kernel(op, local, self._write_local_elements)
 
-    def _kernel(self, op: Op, local: Local, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _build_indexed_kernel(
+        self, op: Op, local: Local, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         blocks = {}
         for dim, factor in self.factors.items():
             if local.shard_counts.get(factor, 1) > 1:
                 total = op.inputs[0].shape[dim]
                 size = total // local.shard_counts[factor]
-                blocks[dim] = _Block(local.index(factor) * size, size, total, wraps=self.is_list)
+                blocks[dim] = _LocalBlock(
+                    local.index(factor) * size, size, total, wraps=self.is_list
+                )
         if not blocks:
             return op.target
         bind = binder(op)
         # Bound by name: operators of ATen take their tensors by name, too.
         return lambda *args, **kwargs: function(op.target, blocks, bind(args, kwargs))
 
-    def _read_rows(
-        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
+    def _read_local_elements(
+        self,
+        target: Callable[..., Any],
+        blocks: Mapping[int, _LocalBlock],
+        arguments: dict[str, Any],
     ) -> Tensor:
         elsewhere: Tensor | None = None
         for dim, block in blocks.items():
-            index, is_elsewhere = block.localize(self._index_argument(arguments, dim))
+            index, is_elsewhere = block.localize(self._index_of_dim(arguments, dim))
             # Any valid row, since the result is masked.
-            self._replace_index(arguments, dim, index.masked_fill(is_elsewhere, 0))
+            self._replace_index_of_dim(arguments, dim, index.masked_fill(is_elsewhere, 0))
             elsewhere = is_elsewhere if elsewhere is None else elsewhere | is_elsewhere
         assert elsewhere is not None
         mask = elsewhere.reshape((*elsewhere.shape, *(1,) * self.trailing))
         out: Tensor = target(**arguments)
         return out.masked_fill(mask, 0)
 
-    def _write_rows(
-        self, target: Callable[..., Any], blocks: Mapping[int, _Block], arguments: dict[str, Any]
+    def _write_local_elements(
+        self,
+        target: Callable[..., Any],
+        blocks: Mapping[int, _LocalBlock],
+        arguments: dict[str, Any],
     ) -> Tensor:
         ((dim, block),) = blocks.items()
-        index, _ = block.localize(self._index_argument(arguments, dim))
-        self._replace_index(arguments, dim, index)
+        index, _ = block.localize(self._index_of_dim(arguments, dim))
+        self._replace_index_of_dim(arguments, dim, index)
         name = next(iter(arguments))
         x = arguments[name]
         # Ones, as a product with the row may be divided by it in the backward pass.
@@ -98,11 +108,11 @@ class Indexed:
         out: Tensor = target(**arguments)
         return out.narrow(dim, 0, block.size)
 
-    def _index_argument(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
+    def _index_of_dim(self, arguments: Mapping[str, Any], dim: int) -> Tensor:
         index: Tensor = arguments[self.argument][dim] if self.is_list else arguments[self.argument]
         return index
 
-    def _replace_index(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
+    def _replace_index_of_dim(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
         if self.is_list:
             indices = list(arguments[self.argument])
             indices[dim] = index
@@ -112,7 +122,7 @@ class Indexed:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _LocalBlock:
     """This device's block of a sharded dimension.
 
     Args:
@@ -152,7 +162,7 @@ def one_hot_kernel(factor: str) -> Kernel:
             return op.target
         classes = op.output.shape[-1]
         size = classes // count
-        block = _Block(local.index(factor) * size, size, classes)
+        block = _LocalBlock(local.index(factor) * size, size, classes)
 
         def run(x: Tensor, num_classes: int) -> Tensor:
             # One more class, which stands for those of other devices.

@@ -42,7 +42,7 @@ def stack(op: Op) -> ShardingRule:
     """Stacking, `b s, b s -> b _ s`: all but the new dimension can be sharded."""
     dim = argument(op, "dim") % len(op.output.shape)
     dims = without(names(op.output), dim)
-    return sharding_rule(op, [_without_dim(dims, dim)] * len(op.inputs), (dims,))
+    return sharding_rule(op, [_remove_dim(dims, dim)] * len(op.inputs), (dims,))
 
 
 @rule_for(*overloads("split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split"))
@@ -62,7 +62,7 @@ def unbind(op: Op) -> ShardingRule:
     x = op.inputs[0]
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
-    return sharding_rule(op, (dims,), (_without_dim(dims, dim),) * len(op.outputs))
+    return sharding_rule(op, (dims,), (_remove_dim(dims, dim),) * len(op.outputs))
 
 
 @rule_for(aten.slice.Tensor)
@@ -92,7 +92,7 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
     x, source = op.inputs
     dim = argument(op, "dim") % len(x.shape)
     dims = without(names(x), dim)
-    written = dims if len(source.shape) == len(x.shape) else _without_dim(dims, dim)
+    written = dims if len(source.shape) == len(x.shape) else _remove_dim(dims, dim)
     return sharding_rule(op, (dims, written), (dims,))
 
 
@@ -134,12 +134,14 @@ def gather(op: Op) -> ShardingRule | None:
     # Where the index is smaller than `x`, only the first elements of `x` are read: shards of `x`
     # and of the index would not be aligned.
     unequal = [
-        i for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True)) if _differ(sizes)
+        i
+        for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True))
+        if _have_different_sizes(sizes)
     ]
     dims = without(names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
     source = (*dims[:indexed_dim], "v", *dims[indexed_dim + 1 :])
     name = "index" if "index" in call_arguments(op) else "indices"
-    return _read_rule(op, (source, dims), dims, Indexed(name, {indexed_dim: "v"}))
+    return _build_indexed_read_rule(op, (source, dims), dims, Indexed(name, {indexed_dim: "v"}))
 
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
@@ -148,7 +150,9 @@ def scatter(op: Op) -> ShardingRule:
     sharded, and the indexed dimension `v` of the first tensor."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
-    unequal = [i for i, sizes in enumerate(zip(*shapes, strict=False)) if _differ(sizes)]
+    unequal = [
+        i for i, sizes in enumerate(zip(*shapes, strict=False)) if _have_different_sizes(sizes)
+    ]
     if not x.shape:
         return sharding_rule(op, ((),) * len(op.inputs), ((),))
     dim = argument(op, "dim") % len(x.shape)
@@ -180,7 +184,7 @@ def index_select(op: Op) -> ShardingRule:
     out = dims if index_dims else without(dims, dim)
     source = (*dims[:dim], "v", *dims[dim + 1 :])
     indexed = Indexed("index", {dim: "v"}, trailing=len(dims) - 1 - dim)
-    return _read_rule(op, (source, index_dims), out, indexed)
+    return _build_indexed_read_rule(op, (source, index_dims), out, indexed)
 
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
@@ -209,21 +213,21 @@ def index(op: Op) -> ShardingRule | None:
 
     Returns None for masks, as the shape of the result depends on the data.
     """
-    dims = _indexing_factors(op)
+    dims = _tensor_indexing_factors(op)
     if dims is None:
         return None
     _, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
     trailing = len(result) - len(at) - (result.index(at[0]) if at else 0)
     indexed = Indexed("indices", _indexed_factors(op), is_list=True, trailing=trailing)
-    return _read_rule(op, (names(op.inputs[0]), *indices), result, indexed)
+    return _build_indexed_read_rule(op, (names(op.inputs[0]), *indices), result, indexed)
 
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
     """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its block of the
     first indexed dimension; other indexed dimensions cannot be sharded. Returns None for masks."""
-    dims = _indexing_factors(op)
+    dims = _tensor_indexing_factors(op)
     if dims is None:
         return None
     source, at, result = dims
@@ -241,7 +245,9 @@ def index_put(op: Op) -> ShardingRule | None:
     )
 
 
-def _read_rule(op: Op, inputs: Sequence[Dims], output: Dims, indexed: Indexed) -> ShardingRule:
+def _build_indexed_read_rule(
+    op: Op, inputs: Sequence[Dims], output: Dims, indexed: Indexed
+) -> ShardingRule:
     """Return the rule of an operator that reads elements at indices; with sharded indexed
     dimensions the output is a partial sum."""
     # Truth values have no sum.
@@ -260,7 +266,7 @@ def _indexed_factors(op: Op) -> dict[int, str]:
     return {dim: str(dims[dim]) for dim, index in enumerate(op.args[1]) if index is not None}
 
 
-def _indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
+def _tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     """Return the factors of `x`, of the broadcast indices and of the output of `x[indices]`.
 
     As in NumPy, the dimensions of the indices replace the indexed dimensions, or come first if the
@@ -281,9 +287,9 @@ def _indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     return source, at, (*at, *remaining)
 
 
-def _differ(sizes: tuple[int, ...]) -> bool:
+def _have_different_sizes(sizes: tuple[int, ...]) -> bool:
     return len(set(sizes)) > 1
 
 
-def _without_dim(dims: Dims, dim: int) -> Dims:
+def _remove_dim(dims: Dims, dim: int) -> Dims:
     return (*dims[:dim], *dims[dim + 1 :])

@@ -74,7 +74,7 @@ class Resized:
             j: indices of the resized rows, in the dtype in which PyTorch computes positions.
         """
         if self.antialias:
-            return self._covered(j)
+            return self._antialias_rows_and_weights(j)
         position = j * self.step if self.from_corners else (j + 0.5) * self.step - 0.5
         if not self.cubic:
             position = position.clamp(min=0)
@@ -85,10 +85,10 @@ class Resized:
             row = position.floor()
             t = position - row
             rows = [row - 1, row, row + 1, row + 2]
-            weights = [_cubic(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
+            weights = [_cubic_weight(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
         return torch.stack(rows).long().clamp(0, self.size - 1), torch.stack(weights)
 
-    def _covered(self, j: Tensor) -> tuple[Tensor, Tensor]:
+    def _antialias_rows_and_weights(self, j: Tensor) -> tuple[Tensor, Tensor]:
         scale = max(self.step, 1.0)
         support = (2.0 if self.cubic else 1.0) * scale
         center = (j + 0.5) * self.step
@@ -96,12 +96,12 @@ class Resized:
         end = (center + support + 0.5).long().clamp(max=self.size)
         rows = first + torch.arange(2 * ceil(support) + 1, device=j.device).unsqueeze(1)
         x = ((rows - center + 0.5) / scale).abs()
-        weights = _cubic(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
+        weights = _cubic_weight(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
         weights = weights.masked_fill(rows >= end, 0)
         return torch.where(rows < end, rows, first), weights / weights.sum(0)
 
     @cached_property
-    def _reads(self) -> tuple[Tensor, Tensor]:
+    def _first_and_last_rows_read(self) -> tuple[Tensor, Tensor]:
         # In both dtypes, in which a position may be rounded to different rows.
         taps = [self.taps(torch.arange(self.count).to(d))[0] for d in _POSITION_DTYPES]
         rows = torch.cat(taps)
@@ -109,12 +109,12 @@ class Resized:
 
     def before(self, shards: int) -> int:
         """Return the number of rows that a shard reads of the previous shard."""
-        first = self._reads[0].view(shards, -1).amin(1)
+        first = self._first_and_last_rows_read[0].view(shards, -1).amin(1)
         return max(0, int((torch.arange(shards) * (self.size // shards) - first).max()))
 
     def after(self, shards: int) -> int:
         """Return the number of rows that a shard reads of the next shard."""
-        last = self._reads[1].view(shards, -1).amax(1)
+        last = self._first_and_last_rows_read[1].view(shards, -1).amax(1)
         end = (torch.arange(shards) + 1) * (self.size // shards)
         return max(0, int((last + 1 - end).max()))
 
@@ -153,7 +153,7 @@ class Resized:
 _POSITION_DTYPES = torch.float32, torch.float64
 
 
-def _cubic(x: Tensor, a: float) -> Tensor:
+def _cubic_weight(x: Tensor, a: float) -> Tensor:
     """Return the weight of a row at distance `x` ≥ 0 in cubic convolution (Keys, 1981)."""
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * a
@@ -165,7 +165,7 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
     exchange halos."""
 
     def rule(op: Op) -> ShardingRule:
-        axes = _axes_of(op, num_spatial)
+        axes = _resized_spatial_dims(op, num_spatial)
         dims: Dims = (*("b", "c")[: len(op.output.shape) - num_spatial], *sharded_space(axes))
         # No row beyond the image is read, so that shards at its ends have no padding.
         halos = Windowed(axes, dims, padding_value=None)
@@ -174,19 +174,21 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
             (dims,),
             (dims,),
             capacity=halos.capacity,
-            kernel=lambda op, local: _kernel(op, local, halos, axes),
+            kernel=lambda op, local: _build_resize_kernel(op, local, halos, axes),
             reductions=halos.reductions,
         )
 
     return rule
 
 
-def _axes_of(op: Op, num_spatial: int) -> tuple[Resized, ...]:
+def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[Resized, ...]:
     arguments, first = call_arguments(op), len(op.output.shape) - num_spatial
     sizes = zip(op.inputs[0].shape[first:], op.output.shape[first:], strict=True)
     from_corners = arguments["align_corners"]
     axes = []
-    for n, ((size, count), scale) in enumerate(zip(sizes, _scales(op, num_spatial), strict=True)):
+    for n, ((size, count), scale) in enumerate(
+        zip(sizes, _scale_arguments(op, num_spatial), strict=True)
+    ):
         if from_corners:
             step = (size - 1) / (count - 1) if count > 1 else 0.0
         else:
@@ -198,15 +200,17 @@ def _axes_of(op: Op, num_spatial: int) -> tuple[Resized, ...]:
     return tuple(axes)
 
 
-def _scales(op: Op, num_spatial: int) -> list[float | None]:
-    """Return the scale that the call gives for each spatial dimension, if any."""
+def _scale_arguments(op: Op, num_spatial: int) -> list[float | None]:
+    """Return the scale argument of each spatial dimension; None where the call passes no scale."""
     arguments = call_arguments(op)
     if "scale_factors" in arguments:
         return list(arguments["scale_factors"] or [None] * num_spatial)
     return [value for name, value in arguments.items() if name.startswith("scales")]
 
 
-def _kernel(op: Op, local: Local, halos: Windowed, axes: tuple[Resized, ...]) -> Callable[..., Any]:
+def _build_resize_kernel(
+    op: Op, local: Local, halos: Windowed, axes: tuple[Resized, ...]
+) -> Callable[..., Any]:
     borders, bind = halos.borders(local), binder(op)
     if not borders:
         return op.target
@@ -222,7 +226,7 @@ def _kernel(op: Op, local: Local, halos: Windowed, axes: tuple[Resized, ...]) ->
     # In sharded dimensions, which are resized before, the rest keeps the size.
     scales = [
         scale if n == 1 else 1.0
-        for scale, (_, n) in zip(_scales(op, len(axes)), sharded, strict=True)
+        for scale, (_, n) in zip(_scale_arguments(op, len(axes)), sharded, strict=True)
     ]
     native = getattr(torch.ops.aten, op.short_name).default
     output_size = list(local.output_shapes[0][-len(axes) :])
@@ -244,8 +248,8 @@ def _kernel(op: Op, local: Local, halos: Windowed, axes: tuple[Resized, ...]) ->
 
 
 def nearest_rule(num_spatial: int) -> RuleMaker:
-    """Make a builder of rules `b c s t -> b c s t` for resizing in which each pixel is repeated a
-    whole number of times in each sharded dimension."""
+    """Make a builder of rules `b c s t -> b c s t` for nearest-neighbor resizing; a dimension can
+    be sharded if its size grows by an integer factor."""
 
     def rule(op: Op) -> ShardingRule:
         x, count = op.inputs[0], len(op.output.shape) - num_spatial
@@ -258,12 +262,14 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
         }
         space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
         dims: Dims = (*("b", "c")[:count], *space)
-        return sharding_rule(op, (dims,), (dims,), capacity=multiples, kernel=_nearest_kernel)
+        return sharding_rule(
+            op, (dims,), (dims,), capacity=multiples, kernel=_build_nearest_resize_kernel
+        )
 
     return rule
 
 
-def _nearest_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_nearest_resize_kernel(op: Op, local: Local) -> Callable[..., Any]:
     if call_arguments(op)["output_size"] is None:
         return op.target
     return WithArguments(op, output_size=list(local.output_shapes[0][2:]))

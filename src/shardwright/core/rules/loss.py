@@ -60,7 +60,7 @@ def elementwise_loss(op: Op) -> ShardingRule:
     """
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
-    return _loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
+    return _build_loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
 
 
 def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
 
 
-def _loss_rule(
+def _build_loss_rule(
     op: Op, inputs: tuple[Dims, ...], rows: Dims, kernel: Kernel, reductions: Any = no_reductions
 ) -> ShardingRule:
     """Build the rule of a loss with one value per sample; a reduced loss is a partial sum.
@@ -96,7 +96,7 @@ def cosine_embedding_loss(op: Op) -> ShardingRule:
     cosine sums, cannot."""
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
-    return _loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
+    return _build_loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
 
 
 @rule_for(*overloads("multi_margin_loss", "multilabel_margin_loss"))
@@ -106,7 +106,7 @@ def margin_loss(op: Op) -> ShardingRule:
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
     inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
-    return _loss_rule(op, inputs, rows, mean_loss_kernel)
+    return _build_loss_rule(op, inputs, rows, mean_loss_kernel)
 
 
 @rule_for(*overloads("nll_loss_nd", "nll_loss", "nll_loss2d"))
@@ -117,12 +117,12 @@ def nll_loss(op: Op) -> ShardingRule:
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])
     inputs = input_dims(op, {"self": scores, "target": rows, "weight": (None,)})
-    return _loss_rule(op, inputs, rows, _nll_kernel, target_count_reduction)
+    return _build_loss_rule(op, inputs, rows, _build_nll_kernel, target_count_reduction)
 
 
 def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return the all-reduce of the count (or weight) of valid targets; () unless the samples of a
-    mean loss are sharded."""
+    """Return the all-reduce of the number (or total weight) of valid targets, or () unless the
+    samples of a mean loss are sharded."""
     sharded = tuple(name for name, count in shard_counts.items() if name != "v" and count > 1)
     if call_arguments(op)["reduction"] != MEAN or not sharded:
         return ()
@@ -130,7 +130,7 @@ def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     return (Reduction(sharded, "sum", (), dtype, differentiable=False),)
 
 
-def _nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
 
 

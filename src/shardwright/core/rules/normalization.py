@@ -74,7 +74,7 @@ def batch_norm(op: Op) -> ShardingRule | None:
     Returns None in training mode, in which the operator updates inputs in place; capture replaces
     it by `batch_norm_train`.
     """
-    return None if call_arguments(op)["training"] else _channel_norm_rule(op)
+    return None if call_arguments(op)["training"] else _build_channel_norm_rule(op)
 
 
 @rule_for(aten.instance_norm.default)
@@ -88,12 +88,12 @@ def instance_norm(op: Op) -> ShardingRule | None:
     arguments = call_arguments(op)
     if arguments["use_input_stats"] and arguments["running_mean"] is not None:
         return None
-    return _channel_norm_rule(
+    return _build_channel_norm_rule(
         op, replicated=range(2, len(op.output.shape)) if arguments["use_input_stats"] else ()
     )
 
 
-def _channel_norm_rule(op: Op, replicated: Any = ()) -> ShardingRule:
+def _build_channel_norm_rule(op: Op, replicated: Any = ()) -> ShardingRule:
     """Build the rule of a normalization with parameters per channel.
 
     Args:

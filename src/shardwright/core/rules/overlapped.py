@@ -26,7 +26,7 @@ from shardwright.core.rules.windowed import (
 )
 
 
-def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
+def _replace_no_arguments(op: Op, local: Local) -> dict[str, Any]:
     return {}
 
 
@@ -43,7 +43,7 @@ class Overlapped:
 
     windows: tuple[Window, ...]
     dims: Dims
-    replace: Callable[[Op, Local], dict[str, Any]] = _no_local_arguments
+    replace: Callable[[Op, Local], dict[str, Any]] = _replace_no_arguments
 
     @property
     def capacity(self) -> dict[str, int]:
@@ -70,10 +70,10 @@ class Overlapped:
         replaced = self.replace(op, local)
         if not sharded:
             return WithArguments(op, **replaced) if replaced else op.target
-        replaced |= self._without_padding(op, [window for window, _ in sharded])
+        replaced |= self._replace_padding_by_zero(op, [window for window, _ in sharded])
         exchanges = iter(local.reduce)
         borders = [
-            _WrittenHalo(
+            _WrittenHaloExchange(
                 *(window, shards, local.index(window.factor)),
                 following=next(exchanges) if window.before(shards) else None,
                 previous=next(exchanges) if window.after(shards) else None,
@@ -96,7 +96,7 @@ class Overlapped:
 
         return run
 
-    def _without_padding(self, op: Op, sharded: list[Window]) -> dict[str, Any]:
+    def _replace_padding_by_zero(self, op: Op, sharded: list[Window]) -> dict[str, Any]:
         replaced: dict[str, Any] = {}
         first = len(self.dims) - len(self.windows)
         for name in ("padding", "output_padding"):
@@ -109,7 +109,7 @@ class Overlapped:
 
 
 @dataclass(frozen=True)
-class _WrittenHalo:
+class _WrittenHaloExchange:
     """Exchange, in one sharded dimension, of the rows that a shard computes for its neighbors.
 
     Args:
@@ -144,14 +144,18 @@ class _WrittenHalo:
         before, after = window.before(self.shards), window.after(self.shards)
         out, trailing = x.narrow(dim, before, size), (0, 0) * (x.ndim - 1 - dim)
         if self.following is not None:
-            rows = self._zero_outermost(self.following(x.narrow(dim, 0, before)), self.shards - 1)
+            rows = self._zero_rows_at_outer_border(
+                self.following(x.narrow(dim, 0, before)), self.shards - 1
+            )
             out = out + functional.pad(rows, (*trailing, size - before, 0))
         if self.previous is not None:
-            rows = self._zero_outermost(self.previous(x.narrow(dim, before + size, after)), 0)
+            rows = self._zero_rows_at_outer_border(
+                self.previous(x.narrow(dim, before + size, after)), 0
+            )
             out = out + functional.pad(rows, (*trailing, 0, size - after))
         return out
 
-    def _zero_outermost(self, rows: Tensor, index: int) -> Tensor:
+    def _zero_rows_at_outer_border(self, rows: Tensor, index: int) -> Tensor:
         # The exchange is a cycle: the outermost shards get rows of each other's padding.
         is_outermost = torch.full((1,), index, device=rows.device) == self.index
         return rows.masked_fill(is_outermost, 0)

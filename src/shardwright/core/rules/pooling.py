@@ -57,12 +57,12 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
         dims = (*("b", "c")[-count:], *sharded_space(windows))
         is_max = op.short_name.startswith("max")
         windowed = Windowed(windows, dims, padding_value=-float("inf") if is_max else 0.0)
-        if not is_max and _counts_rows(arguments, windows):
+        if not is_max and _has_varying_divisor(arguments, windows):
             windowed = Windowed(
                 *(windows, dims),
                 pads_all=True,
-                replace=_whole_windows,
-                finish=partial(_mean_of_counted_rows, windows),
+                replace=_average_full_windows_arguments,
+                finish=partial(_build_divisor_correction, windows),
             )
         return sharding_rule(
             op,
@@ -76,40 +76,41 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _counted_rows(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
-    """Return the first row that an average counts, and the row after the last one."""
+def _averaged_row_range(arguments: Mapping[str, Any], window: Window) -> tuple[int, int]:
+    """Return the first row that an average includes and the row after the last, with negative
+    numbers for padding."""
     padding = window.padding if arguments["count_include_pad"] else 0
     return -padding, window.size + padding
 
 
-def _counts_rows(arguments: Mapping[str, Any], windows: Sequence[Window]) -> bool:
+def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]) -> bool:
     """Whether an average divides by a number of rows that differs between windows."""
     if arguments.get("divisor_override") is not None:
         return False
-    counted = [_counted_rows(arguments, window) for window in windows]
+    counted = [_averaged_row_range(arguments, window) for window in windows]
     return any(
         window.first_row(0, 1) < first or window.num_rows(1) - window.padding > end
         for window, (first, end) in zip(windows, counted, strict=True)
     )
 
 
-def _whole_windows(op: Op, local: Local) -> dict[str, Any]:
+def _average_full_windows_arguments(op: Op, local: Local) -> dict[str, Any]:
     if all(local.shard_counts.get(factor, 1) == 1 for factor in SPACE):
         return {}
     return {"ceil_mode": False, "count_include_pad": True}
 
 
-def _mean_of_counted_rows(
+def _build_divisor_correction(
     windows: Sequence[Window], op: Op, local: Local
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function from averages over whole windows to averages over the rows that each window
-    counts."""
+    """Return a function that rescales averages over full windows to averages over the rows that
+    each window includes."""
     arguments = call_arguments(op)
     bounds = []
     for window in windows:
         shards = local.shard_counts.get(window.factor, 1)
         first = window.first_row(local.index(window.factor) if shards > 1 else 0, shards)
-        bounds.append((window, first, _counted_rows(arguments, window)))
+        bounds.append((window, first, _averaged_row_range(arguments, window)))
 
     def divide(out: Tensor) -> Tensor:
         for window, first, (low, high) in bounds:

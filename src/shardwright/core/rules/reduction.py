@@ -32,7 +32,9 @@ aten = torch.ops.aten
 def sum_rule(op: Op) -> ShardingRule:
     """Sum, `b s -> b`: reduced dimensions can be sharded; the local sums are then partial sums."""
     dims = names(op.inputs[0])
-    return sharding_rule(op, (dims,), (_output_factors(op, dims),), reduced=_reduced_factors(op))
+    return sharding_rule(
+        op, (dims,), (_factors_of_output(op, dims),), reduced=_factors_of_reduced_dims(op)
+    )
 
 
 @rule_for(*overloads("mean"))
@@ -40,14 +42,14 @@ def mean(op: Op) -> ShardingRule:
     """Mean, `b s -> b`: reduced dimensions can be sharded; the local means, divided by the number
     of shards, are then partial sums."""
     dims = names(op.inputs[0])
-    reduced = _reduced_factors(op)
+    reduced = _factors_of_reduced_dims(op)
     return sharding_rule(
-        op, (dims,), (_output_factors(op, dims),), reduced=reduced, kernel=_local_mean_kernel
+        op, (dims,), (_factors_of_output(op, dims),), reduced=reduced, kernel=_local_mean_kernel
     )
 
 
 def _local_mean_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    num_shards = prod(local.shard_counts.get(name, 1) for name in _reduced_factors(op))
+    num_shards = prod(local.shard_counts.get(name, 1) for name in _factors_of_reduced_dims(op))
     if num_shards == 1:
         return op.target
     # Shards have equal sizes, so the mean of their means is the mean of all.
@@ -63,22 +65,22 @@ def combined_reduction(op: Op) -> ShardingRule:
     dimensions."""
     combination, dims = combination_of(op), names(op.inputs[0])
     if combination is None:
-        return _rule_of_unsharded_reduction(op, dims)
-    outputs = (_output_factors(op, dims),) * len(op.outputs)
+        return _build_unsharded_reduction_rule(op, dims)
+    outputs = (_factors_of_output(op, dims),) * len(op.outputs)
     return combination.rule(op, (dims,), outputs, _reduced_dims(op))
 
 
 @rule_for(*overloads("aminmax", "nanmean", "median", "nanmedian", "mode", "kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
     """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
-    return _rule_of_unsharded_reduction(op, names(op.inputs[0]))
+    return _build_unsharded_reduction_rule(op, names(op.inputs[0]))
 
 
-def _rule_of_unsharded_reduction(op: Op, dims: Dims) -> ShardingRule:
+def _build_unsharded_reduction_rule(op: Op, dims: Dims) -> ShardingRule:
     """Return the rule of a reduction whose input has the factors `dims` and whose reduced
     dimensions cannot be sharded."""
     dims = without(dims, *_reduced_dims(op))
-    return sharding_rule(op, (dims,), (_output_factors(op, dims),) * len(op.outputs))
+    return sharding_rule(op, (dims,), (_factors_of_output(op, dims),) * len(op.outputs))
 
 
 @rule_for(*overloads("cumsum", "cumprod"))
@@ -150,7 +152,7 @@ def cosine_similarity(op: Op) -> ShardingRule:
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
-    return sharding_rule(op, aligned(op, dims), (tuple(_without_dims(dims, {dim % ndim})),))
+    return sharding_rule(op, aligned(op, dims), (tuple(_remove_dims(dims, {dim % ndim})),))
 
 
 def _reduced_dims(op: Op) -> tuple[int, ...]:
@@ -164,18 +166,18 @@ def _reduced_dims(op: Op) -> tuple[int, ...]:
     return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
 
 
-def _reduced_factors(op: Op) -> tuple[str, ...]:
+def _factors_of_reduced_dims(op: Op) -> tuple[str, ...]:
     dims = names(op.inputs[0])
     return tuple(name for i in _reduced_dims(op) if (name := dims[i]) is not None)
 
 
-def _output_factors(op: Op, dims: Dims) -> Dims:
-    """Return the factors of the output, given the factors `dims` of the input: reduced dimensions
-    are removed or, with `keepdim`, None."""
+def _factors_of_output(op: Op, dims: Dims) -> Dims:
+    """Return the factors of the output, given the factors `dims` of the input, in which reduced
+    dimensions are removed or, with `keepdim`, set to None."""
     if argument(op, "keepdim", False):
         return without(dims, *_reduced_dims(op))
-    return _without_dims(dims, set(_reduced_dims(op)))
+    return _remove_dims(dims, set(_reduced_dims(op)))
 
 
-def _without_dims(dims: Dims, positions: set[int]) -> Dims:
+def _remove_dims(dims: Dims, positions: set[int]) -> Dims:
     return tuple(name for i, name in enumerate(dims) if i not in positions)

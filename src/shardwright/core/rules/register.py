@@ -92,7 +92,7 @@ def _check_rule_on_example(target: OpTarget, maker: RuleMaker, example: tuple[An
         )
     for factor in even_factors:
         try:
-            difference = _describe_difference(op, rule, factor, example, full_outputs)
+            difference = _describe_output_difference(op, rule, factor, example, full_outputs)
         # Users' operators raise anything on shapes that they do not support.
         except Exception as error:
             difference = f"the computation fails: {str(error).strip().splitlines()[0]}"
@@ -104,7 +104,7 @@ def _check_rule_on_example(target: OpTarget, maker: RuleMaker, example: tuple[An
             )
 
 
-def _describe_difference(
+def _describe_output_difference(
     op: Op, rule: ShardingRule, factor: str, example: tuple[Any, ...], full_outputs: list[Tensor]
 ) -> str:
     """Return how the joined outputs of two shards along `factor` differ from the full outputs; an

@@ -102,7 +102,7 @@ def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
     bind, full_arguments = binder(op), call_arguments(op)
     devices, num_splits = local.shard_counts["ring"], local.shard_counts.get("s", 1)
     swapped = _num_swapped_rows(full_arguments, devices, num_splits)
-    ring = _Ring(
+    ring = _AttentionRing(
         devices=devices,
         index=local.index("ring"),
         num_splits=num_splits,
@@ -139,7 +139,7 @@ mask."""
 
 
 @dataclass(frozen=True)
-class _Ring:
+class _AttentionRing:
     """Ring of one attention operator on one device.
 
     Args:
@@ -178,8 +178,8 @@ class _Ring:
         origin = (self.index - step) % self.devices
         key_blocks = origin, self.devices - 1 - origin
         query_blocks = [self.num_splits * n + self.split_index for n in own_blocks]
-        for rows, start in _row_ranges(query_blocks, queries, self.swapped[0]):
-            for key_rows, first in _row_ranges(key_blocks, keys, self.swapped[1]):
+        for rows, start in _consecutive_row_ranges(query_blocks, queries, self.swapped[0]):
+            for key_rows, first in _consecutive_row_ranges(key_blocks, keys, self.swapped[1]):
                 diagonal = start - first if self.causal else None
                 if isinstance(diagonal, int) and diagonal <= rows.start - rows.stop:
                     continue  # All these keys come after all these queries.
@@ -199,7 +199,7 @@ class _Ring:
         return pair_rows[..., : self.key_size], pair_rows[..., self.key_size :]
 
 
-def _row_ranges(
+def _consecutive_row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
     """Return the ranges of rows of a block that have consecutive positions, each with the position
@@ -219,10 +219,10 @@ def _row_ranges(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, pairs: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, query: Tensor, pairs: Tensor, ring: _AttentionRing) -> Tensor:
         # `call_site` is read by the runtime's errors, which name the line of the program.
         ctx.ring, ctx.call_site = ring, ring.send.call_site()
-        merged = _MergedOutput(query, pairs.shape[-1] - ring.key_size)
+        merged = _MergedAttention(query, pairs.shape[-1] - ring.key_size)
         receive: Callable[[], Tensor] | None = None
         current = pairs
         for step in range(ring.devices):
@@ -275,7 +275,7 @@ class _RingAttention(torch.autograd.Function):
         return grad_query.to(query.dtype), grad_own_pairs, None
 
 
-class _MergedOutput:
+class _MergedAttention:
     """Output and log-sum-exp of each query over the keys merged so far."""
 
     def __init__(self, query: Tensor, size: int) -> None:

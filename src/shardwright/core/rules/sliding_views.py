@@ -31,8 +31,8 @@ def unfold(op: Op) -> ShardingRule:
     if not x.shape:
         return sharding_rule(op, ((),), ((None,),))
     dim = argument(op, "dimension") % len(dims)
-    window = _window(op, dim, argument(op, "size"), argument(op, "step"), 0)
-    return _rule(op, Windowed((window,), dims), ((*dims, None),))
+    window = _window_of_dim(op, dim, argument(op, "size"), argument(op, "step"), 0)
+    return _build_sliding_window_rule(op, Windowed((window,), dims), ((*dims, None),))
 
 
 @rule_for(*overloads("constant_pad_nd", "pad"))
@@ -48,8 +48,8 @@ def constant_padding(op: Op) -> ShardingRule:
     dims, ndim = names(op.output), len(op.output.shape)
     padded = [ndim - i for i in befores if befores[i] or afters[i]]
     if argument(op, "mode", "constant") != "constant":
-        return _rule_without_dims(op, padded)
-    windows = [_window(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
+        return _build_rule_without_dims(op, padded)
+    windows = [_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
 
     def unpadded(op: Op, local: Local) -> dict[str, Any]:
         pads = list(amounts)
@@ -60,7 +60,9 @@ def constant_padding(op: Op) -> ShardingRule:
         return {"pad": pads}
 
     value = argument(op, "value") or 0
-    return _rule(op, Windowed(tuple(windows), dims, value, replace=unpadded), (dims,))
+    return _build_sliding_window_rule(
+        op, Windowed(tuple(windows), dims, value, replace=unpadded), (dims,)
+    )
 
 
 @rule_for(*overloads("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"))
@@ -68,7 +70,9 @@ def constant_padding(op: Op) -> ShardingRule:
 def padding_by_rows(op: Op) -> ShardingRule:
     """Padding with rows of the image, `b s _ -> b s _`: padded dimensions cannot be sharded."""
     amounts = argument(op, "padding")
-    return _rule_without_dims(op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0])
+    return _build_rule_without_dims(
+        op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
+    )
 
 
 @rule_for(*overloads("roll"))
@@ -78,7 +82,7 @@ def roll(op: Op) -> ShardingRule:
     dims, shifted = names(op.output), argument(op, "dims")
     shifts = argument(op, "shifts")
     if not shifted:
-        return _rule_without_dims(op, range(len(dims)))
+        return _build_rule_without_dims(op, range(len(dims)))
     total = dict.fromkeys((dim % len(dims) for dim in shifted), 0)
     for dim, shift in zip(shifted, shifts, strict=True):
         total[dim % len(dims)] += shift
@@ -86,13 +90,15 @@ def roll(op: Op) -> ShardingRule:
     for dim, shift in total.items():
         size = max(op.output.shape[dim], 1)
         # The shorter way around.
-        windows.append(_window(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
+        windows.append(_window_of_dim(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
 
     def unsharded(op: Op, local: Local) -> dict[str, Any]:
         counts = [local.shard_counts.get(dims[dim % len(dims)] or "", 1) for dim in shifted]
         return {"shifts": [0 if n > 1 else s for n, s in zip(counts, shifts, strict=True)]}
 
-    return _rule(op, Windowed(tuple(windows), dims, None, replace=unsharded), (dims,))
+    return _build_sliding_window_rule(
+        op, Windowed(tuple(windows), dims, None, replace=unsharded), (dims,)
+    )
 
 
 @rule_for(*overloads("im2col"))
@@ -100,7 +106,7 @@ def windows_of_images(op: Op) -> ShardingRule:
     """Image to windows, `b c s _ -> b c s`: channels, of which the windows are adjacent, and rows
     can be sharded."""
     image = op.inputs[0].shape
-    windows, dims, flat = _planes(op, image)
+    windows, dims, flat = _spatial_windows_and_factors(op, image)
     windowed = Windowed(windows, dims)
     capacity = {"c": image[-3], "s": windowed.capacity.get("s", 1)}
     return sharding_rule(
@@ -118,8 +124,8 @@ def images_of_windows(op: Op) -> ShardingRule:
     """Windows to image, `b c s -> b c s _`: channels and rows can be sharded; rows that a shard's
     windows write of a neighbor's block are sent to the neighbor and added."""
     image = op.output.shape
-    windows, dims, flat = _planes(op, image)
-    overlapped = Overlapped(windows, dims, replace=partial(_written_rows, windows[0]))
+    windows, dims, flat = _spatial_windows_and_factors(op, image)
+    overlapped = Overlapped(windows, dims, replace=partial(_local_output_size, windows[0]))
     capacity = {"c": image[-3], "s": overlapped.capacity.get("s", 1)}
     return sharding_rule(
         op,
@@ -131,7 +137,9 @@ def images_of_windows(op: Op) -> ShardingRule:
     )
 
 
-def _planes(op: Op, image: Sequence[int]) -> tuple[tuple[Window, ...], Dims, Dims]:
+def _spatial_windows_and_factors(
+    op: Op, image: Sequence[int]
+) -> tuple[tuple[Window, ...], Dims, Dims]:
     """Return the window of each spatial dimension, the factors of the image, and the factors of the
     tensor of windows."""
     sizes = call_arguments(op)["kernel_size"]
@@ -145,20 +153,20 @@ def _planes(op: Op, image: Sequence[int]) -> tuple[tuple[Window, ...], Dims, Dim
     return windows, (*batch, "c", rows, None), (*batch, "c", rows)
 
 
-def _written_rows(window: Window, op: Op, local: Local) -> dict[str, Any]:
+def _local_output_size(window: Window, op: Op, local: Local) -> dict[str, Any]:
     rows, columns = call_arguments(op)["output_size"]
     shards = local.shard_counts.get("s", 1)
     return {"output_size": [window.num_rows(shards) if shards > 1 else rows, columns]}
 
 
-def _window(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
+def _window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
     factor = names(op.inputs[0])[dim]
     assert factor is not None
     size, count = op.inputs[0].shape[dim], op.output.shape[dim]
     return Window(dim, factor, extent, stride, padding, size, count)
 
 
-def _rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
+def _build_rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
     """Return the rule of an operator that shards all dimensions but `dims`."""
     ndim = len(op.output.shape)
     unsharded = {dim % ndim for dim in dims}
@@ -166,9 +174,11 @@ def _rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
     return sharding_rule(op, (factors,), (factors,))
 
 
-def _rule(op: Op, windowed: Windowed, outputs: tuple[Dims, ...]) -> ShardingRule:
-    """Return the rule of an operator with sliding windows; each dimension with windows is sharded
-    if its window allows."""
+def _build_sliding_window_rule(
+    op: Op, windowed: Windowed, outputs: tuple[Dims, ...]
+) -> ShardingRule:
+    """Return the rule of an operator with sliding windows; a dimension cannot be sharded if the
+    capacity of its window is 1."""
     fixed = {window.factor for window in windowed.windows if window.capacity == 1}
 
     def shardable(dims: Dims) -> Dims:

@@ -16,13 +16,13 @@ from shardwright.core.rules.notation import call_arguments
 # Reductions of reductions
 
 
-def _product(x: Tensor, dims: Sequence[int]) -> Tensor:
+def _product_over_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
         x = x.prod(dim, keepdim=True)
     return x
 
 
-PRODUCT = Combination(lambda s: (_product(s.x, s.dims),), lambda s, all_: all_[0].prod(0))
+PRODUCT = Combination(lambda s: (_product_over_dims(s.x, s.dims),), lambda s, all_: all_[0].prod(0))
 ANY = Combination(
     lambda s: ((s.x != 0).any(s.dims, keepdim=True).to(torch.uint8),),
     lambda s, all_: all_[0].any(0),
@@ -47,7 +47,7 @@ def norm_of_order(order: float) -> Combination:
 # Exponentials
 
 
-def _sum_exponentials(shard: InputShard) -> Statistics:
+def _max_and_exponential_sum(shard: InputShard) -> Statistics:
     """Return the maximum m of the local elements, and the sum of exp(x - m)."""
     limits = torch.finfo(shard.x.dtype)
     # Without a gradient, as results do not depend on it. Clamped, since -inf - -inf is NaN where
@@ -56,31 +56,33 @@ def _sum_exponentials(shard: InputShard) -> Statistics:
     return maximum, (shard.x - maximum).exp().sum(shard.dims, keepdim=True)
 
 
-def _combine_exponentials(gathered: Statistics) -> tuple[Tensor, Tensor]:
+def _combine_exponential_sums(gathered: Statistics) -> tuple[Tensor, Tensor]:
     """Return the maximum m of the elements of all shards, and the sum of exp(x - m)."""
     peaks, sums = gathered[0].detach(), gathered[1]
     maximum = peaks.amax(0)
     return maximum, (sums * (peaks - maximum).exp()).sum(0)
 
 
-def _log_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
-    maximum, total = _combine_exponentials(gathered)
+def _log_sum_exp_of_shards(shard: InputShard, gathered: Statistics) -> Tensor:
+    maximum, total = _combine_exponential_sums(gathered)
     return maximum + total.log()
 
 
-def _softmax(shard: InputShard, gathered: Statistics) -> Tensor:
-    maximum, total = _combine_exponentials(gathered)
+def _softmax_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
+    maximum, total = _combine_exponential_sums(gathered)
     return (shard.x - maximum).exp() / total
 
 
-def _log_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
-    maximum, total = _combine_exponentials(gathered)
+def _log_softmax_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
+    maximum, total = _combine_exponential_sums(gathered)
     return shard.x - maximum - total.log()
 
 
-LOG_SUM_EXP = Combination(_sum_exponentials, _log_sum_exp, num_values=2)
-SOFTMAX = Combination(_sum_exponentials, _softmax, num_values=2, keeps_dims=True)
-LOG_SOFTMAX = Combination(_sum_exponentials, _log_softmax, num_values=2, keeps_dims=True)
+LOG_SUM_EXP = Combination(_max_and_exponential_sum, _log_sum_exp_of_shards, num_values=2)
+SOFTMAX = Combination(_max_and_exponential_sum, _softmax_of_shard, num_values=2, keeps_dims=True)
+LOG_SOFTMAX = Combination(
+    _max_and_exponential_sum, _log_softmax_of_shard, num_values=2, keeps_dims=True
+)
 
 # Moments
 
@@ -170,7 +172,8 @@ def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
 
 
 class _SplitGradientOverTies(torch.autograd.Function):
-    """Return `value`; distribute its gradient over shards in proportion to `weights`."""
+    """Return the result `value`; the backward pass distributes its gradient over `values` in
+    proportion to `weights`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, value: Tensor, weights: Tensor) -> Tensor:
@@ -188,7 +191,7 @@ def extreme_position(*, largest: bool, with_value: bool) -> Combination:
     or `min` along a dimension. The first of equal elements wins."""
 
     def local(shard: InputShard) -> Statistics:
-        rows, flat, shape = _flatten_dims(shard)
+        rows, flat, shape = _flatten_combined_dims(shard)
         value, index = flat.max(-1) if largest else flat.min(-1)
         return value.reshape(shape), _global_index(shard, index, rows).reshape(shape)
 
@@ -205,7 +208,7 @@ def extreme_position(*, largest: bool, with_value: bool) -> Combination:
     return Combination(local, combine, num_indices=1)
 
 
-def _flatten_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
+def _flatten_combined_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
     """Return the local sizes of the combined dimensions, the local shard with these dimensions
     flattened into the last, and the local shape with size 1 in these dimensions."""
     x, dims = shard.x, shard.dims
@@ -229,8 +232,9 @@ def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Ten
 # Outputs that are sharded like the input
 
 
-def _mask_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
-    """Replace the statistics of this shard and of later shards by `neutral`."""
+def _keep_earlier_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
+    """Return the gathered statistics with those of this shard and of later shards replaced by the
+    neutral element `neutral`."""
     numbers = torch.arange(shard.count, device=gathered.device)
     is_later = (numbers >= shard.number).view(-1, *(1,) * (gathered.ndim - 1))
     return gathered.masked_fill(is_later, neutral)
@@ -238,39 +242,39 @@ def _mask_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> T
 
 CUMULATIVE_SUM = Combination(
     lambda s: (s.x.sum(s.dims, keepdim=True),),
-    lambda s, all_: s.x.cumsum(s.dims[0]) + _mask_later_shards(s, all_[0], 0).sum(0),
+    lambda s, all_: s.x.cumsum(s.dims[0]) + _keep_earlier_shards(s, all_[0], 0).sum(0),
     keeps_dims=True,
 )
 CUMULATIVE_PRODUCT = Combination(
-    lambda s: (_product(s.x, s.dims),),
-    lambda s, all_: s.x.cumprod(s.dims[0]) * _mask_later_shards(s, all_[0], 1).prod(0),
+    lambda s: (_product_over_dims(s.x, s.dims),),
+    lambda s, all_: s.x.cumprod(s.dims[0]) * _keep_earlier_shards(s, all_[0], 1).prod(0),
     keeps_dims=True,
 )
 
 
-def _layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
+def _layer_norm_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
     mean, squares = _moments_of_all_shards(shard, gathered)
     variance = squares / prod(shard.shape[dim] for dim in shard.dims)
     normalized = (shard.x - mean) * torch.rsqrt(variance + shard.arguments["eps"])
-    return _affine(normalized, shard.arguments)
+    return _apply_weight_and_bias(normalized, shard.arguments)
 
 
-def _rms_norm(shard: InputShard, gathered: Statistics) -> Tensor:
+def _rms_norm_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
     eps = shard.arguments["eps"]
     if eps is None:
         eps = torch.finfo(shard.x.dtype).eps
-    return _affine(shard.x * torch.rsqrt(gathered[0].mean(0) + eps), shard.arguments)
+    return _apply_weight_and_bias(shard.x * torch.rsqrt(gathered[0].mean(0) + eps), shard.arguments)
 
 
-def _affine(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+def _apply_weight_and_bias(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     weight, bias = arguments["weight"], arguments.get("bias")
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
 
 
-LAYER_NORM = Combination(moments, _layer_norm, num_values=2, keeps_dims=True)
+LAYER_NORM = Combination(moments, _layer_norm_of_shard, num_values=2, keeps_dims=True)
 RMS_NORM = Combination(
-    lambda s: (s.x.square().mean(s.dims, keepdim=True),), _rms_norm, keeps_dims=True
+    lambda s: (s.x.square().mean(s.dims, keepdim=True),), _rms_norm_of_shard, keeps_dims=True
 )
 
 

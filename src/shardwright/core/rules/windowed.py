@@ -209,11 +209,11 @@ def halo_exchanges(
             )
 
 
-def _no_local_arguments(op: Op, local: Local) -> dict[str, Any]:
+def _replace_no_arguments(op: Op, local: Local) -> dict[str, Any]:
     return {}
 
 
-def _unchanged(op: Op, local: Local) -> Callable[[Tensor], Tensor]:
+def _build_identity(op: Op, local: Local) -> Callable[[Tensor], Tensor]:
     return lambda out: out
 
 
@@ -237,8 +237,8 @@ class Windowed:
     dims: Dims
     padding_value: float | None = 0.0
     pads_all: bool = False
-    replace: Callable[[Op, Local], dict[str, Any]] = _no_local_arguments
-    finish: Callable[[Op, Local], Callable[[Tensor], Tensor]] = _unchanged
+    replace: Callable[[Op, Local], dict[str, Any]] = _replace_no_arguments
+    finish: Callable[[Op, Local], Callable[[Tensor], Tensor]] = _build_identity
 
     @property
     def capacity(self) -> dict[str, int]:
@@ -263,10 +263,10 @@ class Windowed:
         replaced = self.replace(op, local)
         if not sharded:
             return WithArguments(op, **replaced) if replaced else op.target
-        replaced |= self._without_padding(op, [window for window, _ in sharded])
+        replaced |= self._remove_explicit_padding(op, [window for window, _ in sharded])
         borders, finish = self.borders(local), self.finish(op, local)
         unsharded = [
-            _Padding(window, self.padding_value)
+            _UnshardedPadding(window, self.padding_value)
             for window in self.windows
             if self.pads_all and local.shard_counts.get(window.factor, 1) == 1
         ]
@@ -294,7 +294,7 @@ class Windowed:
             for window, shards in sharded_windows(self.windows, local.shard_counts)
         ]
 
-    def _without_padding(self, op: Op, sharded: Sequence[Sliding]) -> dict[str, Any]:
+    def _remove_explicit_padding(self, op: Op, sharded: Sequence[Sliding]) -> dict[str, Any]:
         padding = call_arguments(op).get("padding")
         if padding is None:
             return {}
@@ -309,7 +309,7 @@ class Windowed:
 
 
 @dataclass(frozen=True)
-class _Padding:
+class _UnshardedPadding:
     """Padding of one dimension that is not sharded.
 
     Args:
@@ -354,17 +354,17 @@ class HaloExchange:
         before, after = window.before(shards), window.after(shards)
         if self.previous is not None:
             rows = self.previous(x.narrow(dim, size - before, before))
-            blocks.insert(0, self._pad_outermost(rows, 0))
+            blocks.insert(0, self._pad_rows_at_outer_border(rows, 0))
         if self.following is not None:
             rows = self.following(x.narrow(dim, 0, after))
-            blocks.append(self._pad_outermost(rows, shards - 1))
+            blocks.append(self._pad_rows_at_outer_border(rows, shards - 1))
         extended = torch.cat(blocks, dim) if len(blocks) > 1 else x
         if before + size + after == window.num_rows(shards):
             return extended
         start = window.halo_start(self.index, shards)
         return extended.narrow(dim, start, window.num_rows(shards))
 
-    def _pad_outermost(self, rows: Tensor, index: int) -> Tensor:
+    def _pad_rows_at_outer_border(self, rows: Tensor, index: int) -> Tensor:
         if self.padding_value is None:
             return rows
         # The exchange is a cycle: the outermost shards get each other's rows.

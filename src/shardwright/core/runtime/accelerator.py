@@ -85,7 +85,7 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
     if count >= local_size:
         return torch.device(accelerator.type, local_rank)
     # Some launchers make only its own device visible to each process, which is then number 0.
-    if count == 1 and _visible_devices():
+    if count == 1 and _visible_devices_of_environment():
         return torch.device(accelerator.type, 0)
     raise ConfigError(
         f"{local_size} ranks were started on this machine, which has {count} {accelerator.type}"
@@ -95,11 +95,15 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
 
 
 def hardware_of(device: torch.device) -> str | None:
-    """Return a name of the physical accelerator, equal for processes of one machine that share it.
+    """Return the name of a physical accelerator, equal for all processes that share the accelerator.
 
     Return None for the CPU, which processes may share.
     """
-    return None if device.type == "cpu" else f"{device} of {_visible_devices() or 'all'}"
+    return (
+        None
+        if device.type == "cpu"
+        else f"{device} of {_visible_devices_of_environment() or 'all'}"
+    )
 
 
 def device_of_group() -> torch.device:
@@ -189,7 +193,7 @@ def pinned(tensor: Tensor) -> Tensor:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the execution time of the operators that `work()` launches on `device`, in seconds of
+    """Return the execution time of the operators that `work()` launches on `device`, in seconds by
     the device's clock."""
     if device.type == "cpu":
         began = time.perf_counter()
@@ -317,5 +321,5 @@ def _has_communication_backend(accelerator: torch.device) -> bool:
         return False
 
 
-def _visible_devices() -> str:
+def _visible_devices_of_environment() -> str:
     return ",".join(os.environ[name] for name in VISIBLE if name in os.environ)

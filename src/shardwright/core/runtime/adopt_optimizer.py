@@ -1,8 +1,8 @@
 """Move optimizers from the parameters of a model to the DTensors that replace them.
 
 An optimizer created before `parallelize` would step, without an error, over parameters that get no
-gradients. `adopt` replaces them by the planned parameters; until then, a hook makes steps of the
-optimizer raise an error.
+gradients. `adopt` replaces these parameters by the planned parameters; until then, a hook makes
+steps of the optimizer raise an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ParameterOrigin:
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)
-            if isinstance(parameter, nn.Parameter) and _origin_of(parameter) is self:
+            if isinstance(parameter, nn.Parameter) and _origin_of_parameter(parameter) is self:
                 yield parameter
 
 
@@ -64,7 +64,7 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, ParameterOr
     for name, parameter in module.named_parameters():
         # A model that was planned before, with `copy=True`, keeps its origins, which all copies
         # share.
-        origins[name] = parameter.origin = _origin_of(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
+        origins[name] = parameter.origin = _origin_of_parameter(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
 
@@ -108,7 +108,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
             "optimizer before its first step, or create it from the parameters of the planned model"
         )
     planned = list(net.parameters())
-    planned_by_origin = {_origin_of(parameter): parameter for parameter in planned}
+    planned_by_origin = {_origin_of_parameter(parameter): parameter for parameter in planned}
     # Parameters that were registered after planning have no origin.
     planned_by_origin.pop(None, None)
     # Origins of all stages: parameters of other stages are removed, unknown parameters rejected.
@@ -119,7 +119,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     for number, group in enumerate(optimizer.param_groups):
         parameters = []
         for index, parameter in enumerate(group["params"]):
-            origin = _origin_of(parameter)
+            origin = _origin_of_parameter(parameter)
             if origin not in model_origins:
                 raise PlanError(
                     f"parameter {index} of group {number} of the optimizer, of shape "
@@ -138,16 +138,16 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
 
 
 def adopt_part(optimizer: Optimizer, net: nn.Module) -> None:
-    """Replace those parameters of an optimizer that are of one planned model, and keep others.
+    """Replace the parameters of one planned model in an optimizer, and keep all other parameters.
 
-    Unlike `adopt`, for optimizers over several models, of which some may not be planned, and for
-    optimizers with loaded state: full state tensors are sharded by the next step.
+    Unlike `adopt`, supports optimizers over several models, of which some may not be planned, and
+    optimizers with loaded state, whose full state tensors the next step shards.
 
     Args:
         optimizer: optimizer over parameters of models, before its first step.
         net: a planned model.
     """
-    planned = {_origin_of(parameter): parameter for parameter in net.parameters()}
+    planned = {_origin_of_parameter(parameter): parameter for parameter in net.parameters()}
     planned.pop(None, None)
     model_origins = frozenset[ParameterOrigin]().union(
         *(getattr(parameter, "model_origins", ()) for parameter in net.parameters())
@@ -155,7 +155,7 @@ def adopt_part(optimizer: Optimizer, net: nn.Module) -> None:
     for group in optimizer.param_groups:
         parameters = []
         for parameter in group["params"]:
-            origin = _origin_of(parameter)
+            origin = _origin_of_parameter(parameter)
             new = planned.get(origin) if origin in model_origins else parameter
             if new is not parameter and parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)
@@ -167,24 +167,24 @@ def adopt_part(optimizer: Optimizer, net: nn.Module) -> None:
         group["params"] = parameters
 
 
-def _origin_of(parameter: Tensor) -> ParameterOrigin | None:
+def _origin_of_parameter(parameter: Tensor) -> ParameterOrigin | None:
     return getattr(parameter, "origin", None)
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
     """Whether a parameter of the original model has a gradient, or was trained by an optimizer."""
-    origin = _origin_of(parameter)
+    origin = _origin_of_parameter(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
 
-def _is_planned(parameter: Tensor) -> bool:
+def _is_planned_parameter(parameter: Tensor) -> bool:
     return hasattr(parameter, "model_origins")
 
 
 @cache
 def _refuse_steps_without_gradients() -> None:
-    """Make optimizer steps raise `PlanError` if their parameters have no gradients, but the
-    corresponding parameters of the planned (or of the original) model have.
+    """Make optimizer steps raise `PlanError` if the optimizer's parameters have no gradients, but
+    the corresponding parameters of the planned (or of the original) model have gradients.
 
     Without the error the step would silently change no parameter.
     """
@@ -195,7 +195,7 @@ def _refuse_steps_without_gradients() -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
         # The hook runs for every optimizer of the process, also for those of other models.
-        if closure is not None or first is None or _origin_of(first) is None:
+        if closure is not None or first is None or _origin_of_parameter(first) is None:
             return
         _check_gradients(type(optimizer).__name__, [first, *parameters])
 
@@ -203,15 +203,17 @@ def _refuse_steps_without_gradients() -> None:
 
 
 def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    with_origin = [(p, origin) for p in parameters if (origin := _origin_of(p))]
-    is_planned = _is_planned(with_origin[0][0])
+    with_origin = [(p, origin) for p in parameters if (origin := _origin_of_parameter(p))]
+    is_planned = _is_planned_parameter(with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.
     if any(parameter.grad is not None for parameter, _ in with_origin):
         for parameter, origin in with_origin if not is_planned else ():
             origin.trained_in_original = origin.trained_in_original or parameter.grad is not None
         return
     for _, origin in with_origin:
-        counterparts = (p for p in origin.parameters_of_models() if _is_planned(p) != is_planned)
+        counterparts = (
+            p for p in origin.parameters_of_models() if _is_planned_parameter(p) != is_planned
+        )
         if any(parameter.grad is not None for parameter in counterparts):
             raise PlanError(_no_gradients_message(optimizer, origin.name, is_planned))
 

@@ -107,7 +107,7 @@ class FinishGather:
         tensors = self.bound.finish_gather(started.pending)
         if self.regather is not None:
             self.regather.record(self.bound, started.shards, tensors)
-        return _connect_to_token(self.bound, started, tensors)
+        return _connect_gradients_to_token(self.bound, started, tensors)
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class UseAsStored:
 
     def __call__(self, entered: EnteredBucket) -> tuple[Tensor, ...]:
         tensors = entered.shards if self.is_cached else self.bound.unsharded(entered.shards)
-        return _connect_to_token(self.bound, entered, tensors)
+        return _connect_gradients_to_token(self.bound, entered, tensors)
 
 
-def _connect_to_token(
+def _connect_gradients_to_token(
     bound: BoundBucket, bucket: EnteredBucket | StartedGather, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     return _FinishGatherFunction.apply(bound, bucket.without_gradient, bucket.token, *tensors)  # type: ignore[no-any-return,no-untyped-call]

@@ -54,7 +54,13 @@ class BoundBucket:
 
     def __post_init__(self) -> None:
         # Compute now, because torch.compile cannot trace the lock of a cached property.
-        _ = self.sizes, self.dtype, self.stored_dtype, self._num_blocks, self._needs_no_copy
+        _ = (
+            self.sizes,
+            self.dtype,
+            self.stored_dtype,
+            self._num_blocks_of_gathers,
+            self._is_flat_buffer_a_member,
+        )
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -106,10 +112,10 @@ class BoundBucket:
             if not gather.group.in_order:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
-        if self._needs_no_copy:
-            return [out.view(self._unsharded_shape(0))]
-        split = torch.split(out.view(*self._num_blocks, self.numel), self.sizes, -1)
-        return [self._join_blocks(number, piece) for number, piece in enumerate(split)]
+        if self._is_flat_buffer_a_member:
+            return [out.view(self._unsharded_shape_of_member(0))]
+        split = torch.split(out.view(*self._num_blocks_of_gathers, self.numel), self.sizes, -1)
+        return [self._join_blocks_of_member(number, piece) for number, piece in enumerate(split)]
 
     def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters of a bucket that needs no all-gather: the local `shards`, cast to
@@ -124,7 +130,7 @@ class BoundBucket:
         Args:
             gradients: gradient of each unsharded member; None for a member without gradient.
         """
-        flat = self._flat_gradient(gradients)
+        flat = self._flatten_gradients(gradients)
         is_pending = False
         # Backpropagate through the all-gathers in reverse.
         for gather in reversed(self.gathers):
@@ -141,22 +147,22 @@ class BoundBucket:
             name = gather.group.name
             unreduced = sendable(blocks.view(-1))
             flat = c10d.reduce_scatter_tensor(unreduced, "sum", gather.group.size, name)
-            flat = self._as_gradient(flat)
+            flat = self._complete_if_complex(flat)
             is_pending = True
         # After a reduce-scatter, `sum_replicas` all-reduces the shards instead, as in HSDP.
         if self.replicas is not None and not self._has_reduce_scatter:
-            return self._as_gradient(
-                _start_all_reduce(flat, self.replicas, owned=not self._needs_no_copy)
+            return self._complete_if_complex(
+                _start_all_reduce(flat, self.replicas, owned=not self._is_flat_buffer_a_member)
             )
         return flat
 
     def sum_replicas(self, flat: Tensor) -> Tensor:
-        """Wait for the reduce-scatter of `reduce`, if any, and start the all-reduce of its result
-        over replicas, if any; return the pending flat result, for `shard_gradients`."""
+        """If `reduce` started a reduce-scatter, wait for its result and start the all-reduce over
+        replicas, if there are any; return the pending flat result, for `shard_gradients`."""
         if self.replicas is None or not self._has_reduce_scatter:
             return self._wait_for_collective(flat) if self._has_reduce_scatter else flat
         flat = self._wait_for_collective(flat)
-        return self._as_gradient(_start_all_reduce(flat, self.replicas, owned=True))
+        return self._complete_if_complex(_start_all_reduce(flat, self.replicas, owned=True))
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         """Wait for the result of `sum_replicas`, and return the gradients of the local shards."""
@@ -175,7 +181,7 @@ class BoundBucket:
         assert group is not None
         return complete(pending, self.dtype, group)
 
-    def _as_gradient(self, flat: Tensor) -> Tensor:
+    def _complete_if_complex(self, flat: Tensor) -> Tensor:
         """Return `flat`, the pending result of a collective, in a form that autograd accepts as a
         gradient.
 
@@ -191,14 +197,14 @@ class BoundBucket:
         return any(gather.reduces for gather in self.gathers)
 
     @cached_property
-    def _num_blocks(self) -> tuple[int, ...]:
+    def _num_blocks_of_gathers(self) -> tuple[int, ...]:
         """Number of blocks of each all-gather, the last all-gather first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
     @cached_property
-    def _block_orders(self) -> list[tuple[int, ...]]:
-        """For each member, the permutation that moves each block dimension, in the order of
-        `_num_blocks`, before the dimension of the shard that the blocks divide."""
+    def _block_dim_permutations(self) -> list[tuple[int, ...]]:
+        """Permutation per member that moves each block dimension, in the order of
+        `_num_blocks_of_gathers`, before the dimension of the shard that the blocks divide."""
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
@@ -211,28 +217,28 @@ class BoundBucket:
         return orders
 
     @cached_property
-    def _needs_no_copy(self) -> bool:
-        """Whether the bucket has one member, of which the flat buffer is a view."""
-        order = self._block_orders[0]
+    def _is_flat_buffer_a_member(self) -> bool:
+        """Whether the flat buffer is a view of a single member, so that no copy is needed."""
+        order = self._block_dim_permutations[0]
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
-    def _unsharded_shape(self, number: int) -> tuple[int, ...]:
+    def _unsharded_shape_of_member(self, number: int) -> tuple[int, ...]:
         member = self.bucket.members[number]
         return member.used.shard_shape(member.value.shape)
 
-    def _join_blocks(self, number: int, piece: Tensor) -> Tensor:
-        """Return member `number` of the bucket, contiguous, joined from the blocks in its `piece`
-        of the flat buffer."""
-        blocks = _unflatten(piece, self.shapes[number])
+    def _join_blocks_of_member(self, number: int, piece: Tensor) -> Tensor:
+        """Return the contiguous member `number` of the bucket, joined from the blocks in `piece`,
+        its range of the flat buffer."""
+        blocks = _unflatten_last_dim(piece, self.shapes[number])
         return (
-            blocks.permute(self._block_orders[number])
-            .reshape(self._unsharded_shape(number))
+            blocks.permute(self._block_dim_permutations[number])
+            .reshape(self._unsharded_shape_of_member(number))
             .contiguous()
         )
 
-    def _flat_gradient(self, gradients: Sequence[Tensor | None]) -> Tensor:
+    def _flatten_gradients(self, gradients: Sequence[Tensor | None]) -> Tensor:
         example = next(gradient for gradient in gradients if gradient is not None)
-        if self._needs_no_copy:
+        if self._is_flat_buffer_a_member:
             return example.reshape(-1)
         if not self.gathers:
             pairs = zip(gradients, self.sizes, strict=True)
@@ -241,20 +247,20 @@ class BoundBucket:
             )
         # One copy per gradient, directly into its blocks of the buffer; permuting and concatenating
         # would copy twice.
-        flat = example.new_empty(*self._num_blocks, self.numel)
+        flat = example.new_empty(*self._num_blocks_of_gathers, self.numel)
         for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
             gradient, order, shape = (
                 gradients[number],
-                self._block_orders[number],
+                self._block_dim_permutations[number],
                 self.shapes[number],
             )
             if gradient is None:
                 piece.zero_()
                 continue
-            sizes = (*self._num_blocks, *shape)
+            sizes = (*self._num_blocks_of_gathers, *shape)
             blocks = gradient.reshape([sizes[dim] for dim in order])
             inverse = [order.index(dim) for dim in range(len(order))]
-            _unflatten(piece, shape).copy_(blocks.permute(inverse))
+            _unflatten_last_dim(piece, shape).copy_(blocks.permute(inverse))
         return flat.view(-1)
 
 
@@ -272,7 +278,7 @@ def bind_bucket(bucket: Bucket, devices: Devices) -> BoundBucket:
     )
 
 
-def _unflatten(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _unflatten_last_dim(piece: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a view of `piece` with the last dimension unflattened to `shape`."""
     return piece.view(*piece.shape[:-1], *shape)
 

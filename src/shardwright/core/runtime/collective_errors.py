@@ -23,7 +23,7 @@ PROGRAM = "<program>"
 """File name of compiled programs, by which their stack frames are recognized."""
 
 TEXT = "__program__"
-"""Name of the global variable of a program that holds its generated source."""
+"""Name of the global variable that holds the generated source of a compiled program."""
 
 MAX_NAMES = 4
 """Maximum number of a bucket's parameters that an error lists."""
@@ -106,7 +106,7 @@ def naming_redistributions() -> Iterator[None]:
         root_cause: BaseException = error
         while root_cause.__cause__ is not None:
             root_cause = root_cause.__cause__
-        description = _failed_collective(root_cause)
+        description = _describe_failed_collective(root_cause)
         if description is None:
             raise
         # Gloo's messages begin with a position in its own source.
@@ -117,7 +117,7 @@ def naming_redistributions() -> Iterator[None]:
         ) from error
 
 
-def _failed_collective(error: BaseException) -> str | None:
+def _describe_failed_collective(error: BaseException) -> str | None:
     """Describe the collective that failed; return None if `error` is not from a collective."""
     frames = list(walk_tb(error.__traceback__))
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
@@ -143,12 +143,12 @@ def _failed_collective(error: BaseException) -> str | None:
         descriptions = ["an exchange between pipeline stages"]
     # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
     if not descriptions and PEER_FAILURE.search(str(error)):
-        descriptions = [_describe_caller(frames)]
+        descriptions = [_describe_caller_of_collective(frames)]
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 
-def _describe_caller(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Describe the function that called torch.distributed, the innermost outside PyTorch."""
+def _describe_caller_of_collective(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """Describe the innermost function outside PyTorch that called `torch.distributed`."""
     for frame, line in reversed(frames):
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if module.startswith("shardwright.core.checkpoint.checkpoint"):

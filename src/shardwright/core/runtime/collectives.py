@@ -66,15 +66,16 @@ class Collective:
 
 
 def blocking(function: Function) -> Collective:
-    """Return a collective that completes in `start`: `function` does not communicate, or waits for
-    its own result."""
+    """Return a `Collective` whose `start` runs `function` to completion, and whose `finish` returns
+    the result."""
     return Collective(function, lambda out, dtype: out)
 
 
 def all_reduce(group: Group, operation: str = "sum") -> Collective:
     """Return an all-reduce over the group; `operation` is "sum" or "max"."""
     return Collective(
-        lambda x: c10d.all_reduce(sendable(x), operation, group.name), _finish_without_join(group)
+        lambda x: c10d.all_reduce(sendable(x), operation, group.name),
+        _make_finish_for_final_shape(group),
     )
 
 
@@ -85,7 +86,7 @@ def all_gather(dim: int, group: Group) -> Collective:
         out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
         return out
 
-    return Collective(start, _finish_and_join(dim, group), (dim, group.size))
+    return Collective(start, _make_finish_with_concatenation(dim, group), (dim, group.size))
 
 
 def reduce_scatter(dim: int, group: Group) -> Collective:
@@ -95,11 +96,11 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
     def start(x: Tensor) -> Tensor:
         # The collective splits along dimension 0, in the order of the group's ranks.
         if dim != 0 or not group.in_order:
-            x = torch.cat(_blocks_in_group_order(x.chunk(group.size, dim), group), 0)
+            x = torch.cat(_split_into_blocks_of_ranks(x.chunk(group.size, dim), group), 0)
         out: Tensor = c10d.reduce_scatter_tensor(sendable(x), "sum", group.size, group.name)
         return out
 
-    return Collective(start, _finish_without_join(group))
+    return Collective(start, _make_finish_for_final_shape(group))
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
@@ -107,20 +108,22 @@ def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
-        blocks = torch.cat(_blocks_in_group_order(x.chunk(group.size, to_dim), group), 0)
+        blocks = torch.cat(_split_into_blocks_of_ranks(x.chunk(group.size, to_dim), group), 0)
         sizes = [blocks.shape[0] // group.size] * group.size
         out: Tensor = c10d.all_to_all_single(sendable(blocks), sizes, sizes, group.name)
         return out
 
-    return Collective(start, _finish_and_join(dim, group), (dim, group.size))
+    return Collective(start, _make_finish_with_concatenation(dim, group), (dim, group.size))
 
 
-def _finish_without_join(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+def _make_finish_for_final_shape(group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
     """Return the `Collective.finish` of a collective whose pending result has its final shape."""
     return lambda pending, dtype: complete(pending, dtype, group)
 
 
-def _finish_and_join(dim: int, group: Group) -> Callable[[Tensor, torch.dtype], Tensor]:
+def _make_finish_with_concatenation(
+    dim: int, group: Group
+) -> Callable[[Tensor, torch.dtype], Tensor]:
     """Return the `Collective.finish` of a collective whose pending result has its blocks along
     dimension 0, which concatenates them along `dim`."""
 
@@ -179,7 +182,7 @@ def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
     return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
 
 
-def _blocks_in_group_order(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
+def _split_into_blocks_of_ranks(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     ordered = list(blocks)
     for block, position in zip(blocks, group.order, strict=True):
         ordered[position] = block
@@ -213,7 +216,7 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-class _Redistribute(torch.autograd.Function):
+class _RedistributeFunction(torch.autograd.Function):
     """Autograd function that applies collective `forward` to a tensor, and `backward` to the
     tensor's gradient."""
 
@@ -231,7 +234,7 @@ class _Redistribute(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class BoundCollective:
-    """A redistribution step bound to process groups; called on the local tensor."""
+    """A redistribution step bound to process groups, as a function of the local tensor."""
 
     forward: Collective
     backward: Collective
@@ -239,7 +242,7 @@ class BoundCollective:
     def __call__(self, x: Tensor) -> Tensor:
         # Without a gradient, the overhead of an autograd function is avoided.
         if x.requires_grad:
-            return _Redistribute.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
+            return _RedistributeFunction.apply(x, self.forward, self.backward)  # type: ignore[no-any-return,no-untyped-call]
         return self.forward(x)
 
 
@@ -250,10 +253,12 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
-    return BoundCollective(_slice_local_block(step, devices), all_gather(_step_dim(step), group))
+    return BoundCollective(
+        _bind_local_block_slice(step, devices), all_gather(_sharded_dim_of_step(step), group)
+    )
 
 
-def _bind_vary(step: RedistributionStep, devices: Devices) -> BoundCollective:
+def _bind_gradient_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
     return BoundCollective(blocking(identity), all_reduce(devices.group(step.axes)))
 
 
@@ -262,30 +267,34 @@ def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim = devices.group(step.axes), _step_dim(step)
+    group, dim = devices.group(step.axes), _sharded_dim_of_step(step)
     return BoundCollective(reduce_scatter(dim, group), all_gather(dim, group))
 
 
 def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim = devices.group(step.axes), _step_dim(step)
+    group, dim = devices.group(step.axes), _sharded_dim_of_step(step)
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
-    return BoundCollective(all_gather(dim, group), _slice_local_block(step, devices))
+    return BoundCollective(all_gather(dim, group), _bind_local_block_slice(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim, to_dim = devices.group(step.axes), _step_dim(step), step.to_dim
+    group, dim, to_dim = devices.group(step.axes), _sharded_dim_of_step(step), step.to_dim
     assert to_dim is not None
     return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
 
-def _slice_local_block(step: RedistributionStep, devices: Devices) -> Collective:
+def _bind_local_block_slice(step: RedistributionStep, devices: Devices) -> Collective:
     """Return a collective that keeps this rank's block along the step's dimension."""
-    dim, count, index = _step_dim(step), devices.matrix.size(step.axes), devices.index(step.axes)
+    dim, count, index = (
+        _sharded_dim_of_step(step),
+        devices.matrix.size(step.axes),
+        devices.index(step.axes),
+    )
     return blocking(lambda x: slice_block(x, dim, index, count))
 
 
-def _step_dim(step: RedistributionStep) -> int:
+def _sharded_dim_of_step(step: RedistributionStep) -> int:
     assert step.dim is not None
     return step.dim
 
@@ -298,10 +307,10 @@ def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    return _bind_permutation(step.permutation(), step.axes, devices)
+    return _bind_block_permutation(step.permutation(), step.axes, devices)
 
 
-def _bind_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
+def _bind_block_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
     """Bind a permutation of blocks: position i of the group over `axes`, in the order of the mesh,
     sends its block to position `to[i]`."""
     group, send, receive = _send_and_receive_counts(to, axes, devices)
@@ -325,8 +334,8 @@ def _send_and_receive_counts(
     group = devices.group(tuple(sorted(axes)))
     # The collective's splits are numbers of rows: 1 for the one partner, 0 for other ranks.
     sources = [to.index(position) for position in range(group.size)]
-    send = [_is_at_position(devices, group, source) for source in sources]
-    return group, send, [_is_at_position(devices, group, target) for target in to]
+    send = [_one_on_rank_at_position(devices, group, source) for source in sources]
+    return group, send, [_one_on_rank_at_position(devices, group, target) for target in to]
 
 
 def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -367,7 +376,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
     return exchange_cells
 
 
-def _is_at_position(devices: Devices, group: Group, position: int) -> Index:
+def _one_on_rank_at_position(devices: Devices, group: Group, position: int) -> Index:
     """Return 1 on the rank at `position` of the group, 0 on other ranks."""
     sizes = devices.matrix.device_matrix
     return devices.per_rank(
@@ -377,7 +386,7 @@ def _is_at_position(devices: Devices, group: Group, position: int) -> Index:
 
 BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = {
     "slice": _bind_slice,
-    "vary": _bind_vary,
+    "vary": _bind_gradient_all_reduce,
     "all_reduce": _bind_all_reduce,
     "reduce_scatter": _bind_reduce_scatter,
     "all_gather": _bind_all_gather,
@@ -401,7 +410,7 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
     """
     group = devices.group(axes)
     if operation == GATHER:
-        return _bound_gather(devices, axes, varying)
+        return _bind_kernel_all_gather(devices, axes, varying)
     if operation in (MIRROR, PREVIOUS, NEXT, RING):
         # Block i moves to block n-1-i, i-1 or i+1; `order` maps blocks to positions in the group.
         blocks = range(group.size)
@@ -410,7 +419,7 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
         to = dict(zip(blocks, moved.get(operation, following), strict=True))
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}
         targets = [target_of[position] for position in blocks]
-        permute = _bind_permutation(targets, axes, devices)
+        permute = _bind_block_permutation(targets, axes, devices)
         if operation != RING:
             return Reduce(permute, permute.forward.start, identity)
         group, send, receive = _send_and_receive_counts(targets, axes, devices)
@@ -438,7 +447,7 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
     return Reduce(BoundCollective(blocking(run), backward), start, finish)
 
 
-def _bound_gather(devices: Devices, axes: Axes, varying: bool) -> Reduce:
+def _bind_kernel_all_gather(devices: Devices, axes: Axes, varying: bool) -> Reduce:
     """Bind an all-gather along dimension 0 to the process group over `axes`."""
     group, index = devices.group(axes), devices.index(axes)
     gather = all_gather(0, group)

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from shardwright.core.runtime.accelerator import HOST_BACKEND
 
 FILE_DESCRIPTORS = Path("/dev/fd")
-"""Folder with an entry for each file descriptor of this process, on Linux and macOS."""
+"""Folder in which Linux and macOS list the file descriptors of this process."""
 
 
 def close_connections(store: Store) -> None:
@@ -30,10 +30,12 @@ def close_connections(store: Store) -> None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     server_port = getattr(store, "port", None)
-    with _sockets_of_process() as sockets:
-        listening = {_local_port(each) for each in sockets if _is_listening(each)} - {server_port}
+    with _duplicate_sockets_of_process() as sockets:
+        listening = {
+            _local_port_of_socket(each) for each in sockets if _is_listening_socket(each)
+        } - {server_port}
         for each in sockets:
-            if not _is_listening(each) and _local_port(each) in listening:
+            if not _is_listening_socket(each) and _local_port_of_socket(each) in listening:
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
     if dist.get_backend() != HOST_BACKEND and dist.group.WORLD is not None:
@@ -41,7 +43,7 @@ def close_connections(store: Store) -> None:
 
 
 @contextmanager
-def _sockets_of_process() -> Iterator[list[socket.socket]]:
+def _duplicate_sockets_of_process() -> Iterator[list[socket.socket]]:
     """Context with duplicates of all internet sockets of this process."""
     sockets = []
     for file in [*FILE_DESCRIPTORS.iterdir()]:
@@ -54,9 +56,9 @@ def _sockets_of_process() -> Iterator[list[socket.socket]]:
             each.close()
 
 
-def _is_listening(each: socket.socket) -> bool:
+def _is_listening_socket(each: socket.socket) -> bool:
     return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _local_port(each: socket.socket) -> int:
+def _local_port_of_socket(each: socket.socket) -> int:
     return int(each.getsockname()[1])

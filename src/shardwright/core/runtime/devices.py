@@ -31,8 +31,8 @@ from shardwright.core.torch_internals.distributed import (
 from shardwright.errors import PlanError
 
 Subgroups = dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None]
-"""This rank's process group, by the partition of the ranks into groups; None if the rank is in no
-group."""
+"""Process group of this rank by the partition of all ranks into groups; None if no group contains
+this rank."""
 
 Index = int | torch.SymInt
 """A number that depends on the rank; a `SymInt` if one process simulates many ranks."""
@@ -153,7 +153,7 @@ class Devices:
             devices.peers_of_stages(tuple(range(stages)))
         if mesh_axes is None:
             mesh_axes = tuple((axis,) for axis in range(len(matrix.device_matrix)))
-        return devices._with_mesh(mesh_axes)
+        return devices._copy_with_mesh(mesh_axes)
 
     @classmethod
     def of_rank(cls, matrix: DeviceMatrix, rank: int) -> Devices:
@@ -178,7 +178,7 @@ class Devices:
             return self
         if key not in self._by_matrix:
             self._by_matrix[key] = (
-                self._with_mesh(mesh_axes)
+                self._copy_with_mesh(mesh_axes)
                 if matrix == self.matrix
                 else replace(
                     Devices.of_process(
@@ -194,7 +194,7 @@ class Devices:
             )
         return self._by_matrix[key]
 
-    def _with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
+    def _copy_with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
         """Return a copy with a `DeviceMesh` of `mesh_axes`; both share their process groups."""
         if self.matrix.num_devices == 1:
             return self
@@ -209,7 +209,7 @@ class Devices:
             ranks + self.stage * self.matrix.num_devices,
             mesh_dim_names=joined.alias_names,
         )
-        _num_stages_by_mesh()[hash(mesh)] = self.stages
+        _num_stages_by_mesh_hash()[hash(mesh)] = self.stages
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_matrix=joined)
 
     def group(self, axes: Axes) -> Group:
@@ -220,7 +220,7 @@ class Devices:
         """
         key = tuple(sorted(axes))
         if key not in self._names:
-            self._names[key] = self._create_group(key)
+            self._names[key] = self._create_process_group_over_axes(key)
         # Groups over the same axes in any order share a process group; only block indices differ.
         order, sizes = [0] * self.matrix.size(axes), self.matrix.device_matrix
         for coordinates in all_coordinates(self.matrix):
@@ -271,7 +271,7 @@ class Devices:
         None with one stage."""
         return self.peers_of_stages(tuple(range(self.stages))) if self.stages > 1 else None
 
-    def _create_group(self, axes: Axes) -> str:
+    def _create_process_group_over_axes(self, axes: Axes) -> str:
         matrix = self.matrix
         if not self.connected:
             return f"over {matrix.named(axes)}"
@@ -290,7 +290,7 @@ class Devices:
 
     def _find_or_create_subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
         """Create or reuse a process group for each list of ranks, and return the group of this
-        rank; None if no list has it. Collective over the default process group."""
+        rank; None if no list contains this rank. Collective over the default process group."""
         key = tuple(sorted(map(tuple, ranks)))
         if key not in self._subgroups:
             self._subgroups[key] = _create_subgroup(ranks, self.device)
@@ -298,7 +298,7 @@ class Devices:
 
 
 @cache
-def _num_stages_by_mesh() -> dict[int, int]:
+def _num_stages_by_mesh_hash() -> dict[int, int]:
     """Return the number of pipeline stages of each planned `DeviceMesh` of this process, by
     hash."""
     return {}
@@ -310,7 +310,7 @@ def stages_of_plan(mesh: DeviceMesh) -> int | None:
     Meshes are compared by hash instead of identity, as DTensor's sharding cache may return an equal
     mesh of another DTensor.
     """
-    return _num_stages_by_mesh().get(hash(mesh))
+    return _num_stages_by_mesh_hash().get(hash(mesh))
 
 
 def all_coordinates(matrix: DeviceMatrix) -> Iterator[tuple[int, ...]]:
@@ -334,7 +334,7 @@ def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.Proce
     # NCCL splits a communicator at less cost than it creates one.
     if supports_split_group(world):
         return dist.split_group(world, ranks, timeout=world_timeout())
-    if sum(map(len, ranks)) == world.size() and _can_skip_other_groups(device):
+    if sum(map(len, ranks)) == world.size() and _can_create_only_own_group(device):
         # Each rank creates only its own group, instead of all groups one after another.
         own_ranks = next(each for each in ranks if world.rank() in each)
         return dist.new_group(own_ranks, timeout=world_timeout(), use_local_synchronization=True)  # type: ignore[no-any-return]
@@ -342,7 +342,7 @@ def _create_subgroup(ranks: list[list[int]], device: torch.device) -> dist.Proce
     return member  # type: ignore[no-any-return]
 
 
-def _can_skip_other_groups(device: torch.device) -> bool:
+def _can_create_only_own_group(device: torch.device) -> bool:
     """Whether each rank can create only its own group, with local synchronization.
 
     PyTorch names a group created with local synchronization by the number of groups that the rank

@@ -74,13 +74,13 @@ def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
         if not isinstance(parameter, DTensor) or not isinstance(full, Tensor):
             continue
         if isinstance(full, DTensor):
-            _check_coordinates(prefix + name, full, parameter)
+            _check_mesh_coordinates(prefix + name, full, parameter)
         elif full.shape == parameter.shape:
             shard = local_part_of(full.detach(), parameter).to(local_tensor(parameter), copy=True)
             state[prefix + name] = with_spec(shard.contiguous(), spec_of(parameter))
 
 
-def _check_coordinates(name: str, saved: DTensor, parameter: DTensor) -> None:
+def _check_mesh_coordinates(name: str, saved: DTensor, parameter: DTensor) -> None:
     """Check that a DTensor is loaded at the mesh coordinates at which it was saved.
 
     Args:
@@ -129,14 +129,14 @@ def _shard_full_states(optimizer: Optimizer) -> None:
             continue
         for key, full in state.items():
             if isinstance(full, DTensor):
-                _check_coordinates(key, full, parameter)
+                _check_mesh_coordinates(key, full, parameter)
             is_full = isinstance(full, Tensor) and not isinstance(full, DTensor)
             if is_full and full.ndim and full.shape == parameter.shape:
                 shard = local_part_of(full, parameter).clone(memory_format=torch.contiguous_format)
                 state[key] = with_spec(shard, spec_of(parameter))
 
 
-class _LocalShards(torch.autograd.Function):
+class _LocalShardsFunction(torch.autograd.Function):
     """Return the local shards of DTensors; in the backward pass, wrap the gradients of the shards
     as DTensors."""
 
@@ -157,7 +157,7 @@ def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict
     parameters."""
     if layout.num_devices == 1:
         return dict(parameters)
-    shards = _LocalShards.apply(*parameters.values())  # type: ignore[no-untyped-call]
+    shards = _LocalShardsFunction.apply(*parameters.values())  # type: ignore[no-untyped-call]
     return dict(zip(parameters, shards, strict=True))
 
 
@@ -212,7 +212,7 @@ def placements(tensor_layout: TensorLayout) -> tuple[Placement, ...]:
 def from_placements(
     placements: Sequence[Placement], layout: DeviceMatrix, ndim: int
 ) -> TensorLayout:
-    """Return the layout of a DTensor with these placements.
+    """Convert DTensor placements to a layout.
 
     Args:
         placements: one placement for each axis of `layout`.
@@ -234,8 +234,8 @@ def from_placements(
     # From right to left, as the axes that shard a dimension before `axis` are to its right.
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Shard | StridedShard):
-            dim = _checked_dim(placement, ndim)
-            dims[dim] = _insert_axis(dims[dim], axis, placement, layout)
+            dim = _nonnegative_dim(placement, ndim)
+            dims[dim] = _insert_axis_by_split_factor(dims[dim], axis, placement, layout)
         elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.add(axis)
         elif not isinstance(placement, Replicate):
@@ -247,7 +247,7 @@ def from_placements(
     return TensorLayout(layout, tuple(dims), frozenset(partial))
 
 
-def _checked_dim(placement: Shard | StridedShard, ndim: int) -> int:
+def _nonnegative_dim(placement: Shard | StridedShard, ndim: int) -> int:
     dim = placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(
@@ -257,9 +257,11 @@ def _checked_dim(placement: Shard | StridedShard, ndim: int) -> int:
     return dim % ndim
 
 
-def _insert_axis(axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix) -> Axes:
-    """Insert `axis` into `axes` after the axes whose sizes multiply to the `split_factor` of its
-    placement; first if the placement has none.
+def _insert_axis_by_split_factor(
+    axes: Axes, axis: int, placement: Placement, layout: DeviceMatrix
+) -> Axes:
+    """Insert `axis` into `axes` after the axes whose sizes multiply to the `split_factor` of
+    `placement`, or first if `placement` has no `split_factor`.
 
     Args:
         axes: the axes to the right of `axis` that shard the same dimension.

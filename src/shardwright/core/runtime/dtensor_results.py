@@ -34,7 +34,7 @@ DRAWS_FROM_VALUES = (
     *(aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor, aten.bernoulli_.Tensor),
     aten.native_dropout.default,
 )
-"""Random operators that read their argument, and that DTensor supports."""
+"""Random operators whose result depends on the values of an argument, and that DTensor supports."""
 
 
 def correct_results() -> None:
@@ -82,7 +82,8 @@ def _draw_from_full_tensor(
 
 
 def _draws_as_one_device(tensor: DTensor) -> bool:
-    """Whether PyTorch draws the numbers of one device for the shards of `tensor`."""
+    """Whether PyTorch draws the same numbers for the shards of `tensor` as one device for the full
+    tensor."""
     # Generators of accelerators are counter-based (Philox), and DTensor sets their offset for each
     # shard. The generator of CPUs (Mersenne Twister) has no offset.
     return tensor.device_mesh.device_type != "cpu" or type(local_tensor(tensor)) is not Tensor

@@ -46,7 +46,7 @@ def broadcast_from_first_rank(tensor: Tensor, mesh: DeviceMesh) -> None:
 
 
 def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run an in-place operator on local tensors if that gives the result of full tensors.
+    """Run an in-place operator on local tensors if the result equals that of the full tensors.
 
     Returns:
         Whether the operator has run.
@@ -63,11 +63,11 @@ def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
     if not written_arguments(operator) or draws(operator):
         return False
     if name == "index_put_":
-        return _assigns_by_mask(*args)
+        return _assigns_scalar_by_mask(*args)
     return torch.Tag.pointwise in operator.tags or name.startswith(("_foreach_", "_fused_"))
 
 
-def _assigns_by_mask(
+def _assigns_scalar_by_mask(
     tensor: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False
 ) -> bool:
     """Whether `tensor[indices] = value` is elementwise: assigns a scalar by a mask of the tensor's
@@ -81,13 +81,16 @@ def _have_equal_layouts(arguments: Sequence[Any]) -> bool:
     """Whether the DTensors that an operator combines have equal layouts without partial sums, and
     all ordinary tensors have one element.
 
-    An operator combines tensors at equal positions of its lists, and the tensors outside lists.
+    An operator combines the tensors at equal positions of list arguments with each other, and with
+    the tensors outside lists.
     """
     lists = [list(each) for each in arguments if isinstance(each, list | tuple)]
     if lists and all(isinstance(tensor, DTensor) for tensor in arguments[:1]):
         # The indices of `index_put_`: they belong to the tensor itself.
-        return _can_combine([*arguments, *(leaf for each in lists for leaf in each)])
-    return _can_combine(arguments) and all(map(_can_combine, _tensors_by_position(lists)))
+        return _have_combinable_layouts([*arguments, *(leaf for each in lists for leaf in each)])
+    return _have_combinable_layouts(arguments) and all(
+        map(_have_combinable_layouts, _tensors_by_position(lists))
+    )
 
 
 def _tensors_by_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
@@ -95,7 +98,7 @@ def _tensors_by_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
         yield [each[index] for each in lists if index < len(each)]
 
 
-def _can_combine(tensors: Sequence[Any]) -> bool:
+def _have_combinable_layouts(tensors: Sequence[Any]) -> bool:
     specs = [spec_of(leaf) for leaf in tensors if isinstance(leaf, DTensor)]
     ordinary = (x for x in tensors if isinstance(x, Tensor) and not isinstance(x, DTensor))
     return (
@@ -118,7 +121,7 @@ def compute_on_full_tensors(
 
     def gather(tensor: DTensor) -> Tensor:
         if id(tensor) not in gathered:
-            gathered[id(tensor)] = tensor, _full_copy(tensor)
+            gathered[id(tensor)] = tensor, _copy_full_tensor(tensor)
         return gathered[id(tensor)][1]
 
     full_args, full_kwargs = pytree.tree_map_only(DTensor, gather, (args, kwargs))
@@ -133,7 +136,7 @@ def compute_on_full_tensors(
     for tensor in pytree.tree_leaves(written):
         if isinstance(tensor, DTensor):
             by_id[id(gather(tensor))] = tensor
-            _write_to_shards(tensor, gather(tensor))
+            _write_full_tensor_to_shards(tensor, gather(tensor))
         elif isinstance(tensor, Tensor):
             by_id[id(tensor)] = tensor
     replicated = (Replicate(),) * mesh.ndim
@@ -146,13 +149,13 @@ def compute_on_full_tensors(
     return pytree.tree_map_only(Tensor, as_result, results)
 
 
-def _full_copy(tensor: DTensor) -> Tensor:
+def _copy_full_tensor(tensor: DTensor) -> Tensor:
     """Return the full tensor as a copy that shares no memory with the DTensor."""
     full: Tensor = tensor.full_tensor().detach()
     return full.clone() if full.data_ptr() == local_tensor(tensor).data_ptr() else full
 
 
-def _write_to_shards(tensor: DTensor, full: Tensor) -> None:
+def _write_full_tensor_to_shards(tensor: DTensor, full: Tensor) -> None:
     """Write `full`, equal on all ranks, into the shards of a DTensor."""
     mesh = tensor.device_mesh
     replicated = DTensor.from_local(full, mesh, (Replicate(),) * mesh.ndim, run_check=False)

@@ -26,16 +26,16 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
         count: number of samples, or sum of weights, of the local batch; no gradient flows into it.
 
     Returns:
-        The sum of `total` over all ranks, divided by that of `count`; NaN if the counts of all
-        ranks are 0. The shape is that of `total`.
+        The sum of `total` over all ranks divided by the sum of `count` over all ranks, in the shape
+        of `total`; NaN if the counts of all ranks are 0.
     """
     if not has_other_ranks():
         return total / count
-    mean: Tensor = _GlobalMean.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
+    mean: Tensor = _GlobalMeanFunction.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
     return mean
 
 
-class _GlobalMean(torch.autograd.Function):
+class _GlobalMeanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
         # One collective, in at least float32, in which a sum of counts is accurate enough.

@@ -3,7 +3,7 @@
 Inside the model gradients are those of the loss of the global batch. Outside, each rank computes
 the loss of its local batch, and trains the mean of these losses over all ranks, as under
 `DistributedDataParallel`. So the gradient of a local output is divided by the number of local
-batches, and that of a local input multiplied by it.
+batches, and the gradient of a local input is multiplied by this number.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     """
     if factor == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
-    scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    scaled: Tensor = _ScaleGradientFunction.apply(tensor, factor)  # type: ignore[no-untyped-call]
     return scaled
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ScaleGradientFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -3,8 +3,9 @@
 Orthogonalization needs full matrices, and rounds to bfloat16 in each product, so products of shards
 would give other numbers. So n ranks with shards of the same matrices process n matrices at a time:
 each rank receives the shards of one matrix, orthogonalizes it, and sends the shards back. For n
-matrices of N elements a rank sends 4 N (n - 1) / n bytes, where all-gathers send 2 N (n - 1), and
-each matrix is orthogonalized once. Replicas orthogonalize the same matrices, without communication.
+matrices of N elements the communication volume of a rank is 4 N (n - 1) / n bytes, instead of
+2 N (n - 1) with all-gathers, and each matrix is orthogonalized once. Replicas orthogonalize the
+same matrices, without communication.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def orthogonalize_full_matrices() -> None:
 
 
 @dataclass(frozen=True)
-class _ShardOwners:
+class _RanksOfMatrix:
     """The ranks over which a matrix is sharded.
 
     Args:
@@ -66,28 +67,28 @@ def _step_on_full_matrices(
     """Replace a step of `Muon`: call `original` for matrices that are not sharded, and update local
     shards from full orthogonalized matrices."""
     matrices = list(zip(params, grads, muon_momentum_bufs, strict=True))
-    sharded = [each for each in matrices if _is_sharded(*each)]
+    sharded = [each for each in matrices if _are_shards_of_matrix(*each)]
     sharded_ids = {id(param) for param, *_ in sharded}
     # Replicated matrices need no communication.
     others = [
-        tuple(map(detached_local, each)) if _is_replicated(*each) else each
+        tuple(map(detached_local, each)) if _are_replicated_dtensors(*each) else each
         for each in matrices
         if id(each[0]) not in sharded_ids
     ]
     original(*map(list, zip(*others, strict=True)) if others else ([], [], []), **options)
     if sharded:
-        _update_shards(sharded, **options)
+        _update_shards_of_matrices(sharded, **options)
 
 
-def _is_sharded(*matrix: Tensor) -> bool:
+def _are_shards_of_matrix(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and any(
-        _is_shard(placement) for placement in _placements_of(matrix[0])
+        _is_shard_placement(placement) for placement in _placements_of_tensor(matrix[0])
     )
 
 
-def _is_replicated(*matrix: Tensor) -> bool:
+def _are_replicated_dtensors(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and all(
-        placement.is_replicate() for placement in _placements_of(matrix[0])
+        placement.is_replicate() for placement in _placements_of_tensor(matrix[0])
     )
 
 
@@ -95,21 +96,21 @@ def _have_equal_placements(matrix: Sequence[Tensor]) -> bool:
     """Whether a parameter, its gradient and its momentum are DTensors of real ranks with equal
     shards."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
-        len({_placements_of(tensor) for tensor in matrix}) == 1
-        and not any(placement.is_partial() for placement in _placements_of(matrix[0]))
+        len({_placements_of_tensor(tensor) for tensor in matrix}) == 1
+        and not any(placement.is_partial() for placement in _placements_of_tensor(matrix[0]))
     )
 
 
-def _placements_of(tensor: Tensor) -> tuple[Placement, ...]:
+def _placements_of_tensor(tensor: Tensor) -> tuple[Placement, ...]:
     assert isinstance(tensor, DTensor)
     return tuple(tensor.placements)
 
 
-def _is_shard(placement: Placement) -> bool:
+def _is_shard_placement(placement: Placement) -> bool:
     return isinstance(placement, Shard | StridedShard)
 
 
-def _update_shards(
+def _update_shards_of_matrices(
     matrices: Sequence[tuple[Tensor, ...]],
     *,
     lr: float,
@@ -123,13 +124,15 @@ def _update_shards(
     **_: Any,
 ) -> None:
     rate = float(lr)
-    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _ShardOwners]]] = {}
+    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _RanksOfMatrix]]] = {}
     for param, grad, buffer in matrices:
         local_grad, local_buffer = detached_local(grad), detached_local(buffer)
         local_buffer.lerp_(local_grad, 1 - momentum)
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
-        owners = _find_shard_owners(param.device_mesh, _placements_of(param), tuple(param.shape))
+        owners = _find_ranks_of_matrix(
+            param.device_mesh, _placements_of_tensor(param), tuple(param.shape)
+        )
         by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
     for group, of_group in by_group.items():
         # Matrices of similar sizes take equally long.
@@ -148,13 +151,13 @@ def _update_shards(
 
 
 def _orthogonalize_shards(
-    matrices: Sequence[tuple[Tensor, _ShardOwners]], options: tuple[Any, ...]
+    matrices: Sequence[tuple[Tensor, _RanksOfMatrix]], options: tuple[Any, ...]
 ) -> list[Tensor]:
     """Return this rank's shards of orthogonalized matrices; each rank orthogonalizes one matrix.
 
     Args:
-        matrices: this rank's shard of each matrix, and the ranks over which the matrix is sharded;
-            at most one matrix per rank.
+        matrices: (this rank's shard, ranks over which the matrix is sharded) of each matrix, at
+            most one matrix per rank.
         options: arguments of `orthogonalize`.
     """
     owners = matrices[0][1]
@@ -172,7 +175,7 @@ def _orthogonalize_shards(
 
 
 def _orthogonalize_blocks(
-    blocks: Tensor, shard: Tensor, owners: _ShardOwners, options: tuple[Any, ...]
+    blocks: Tensor, shard: Tensor, owners: _RanksOfMatrix, options: tuple[Any, ...]
 ) -> Tensor:
     """Orthogonalize a matrix given as blocks in the order of ranks; return the blocks of the
     result."""
@@ -200,9 +203,9 @@ def _exchange_elements(
 
 
 @cache
-def _find_shard_owners(
+def _find_ranks_of_matrix(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> _ShardOwners:
+) -> _RanksOfMatrix:
     """Return the ranks over which a matrix is sharded. Collective for these ranks at the first
     call."""
     sizes = tuple(mesh.shape)
@@ -211,7 +214,7 @@ def _find_shard_owners(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     ranges = [
-        range(size) if _is_shard(placement) else (index,)
+        range(size) if _is_shard_placement(placement) else (index,)
         for size, placement, index in zip(sizes, placements, coordinate, strict=True)
     ]
     coordinates = list(product(*ranges))
@@ -220,9 +223,9 @@ def _find_shard_owners(
         sum(c * prod(sizes[dim + 1 :]) for dim, c in enumerate(each)) for each in coordinates
     )
     slices = tuple(layout.slices(position, shape) for position in positions)
-    dims = [dim for dim, placement in enumerate(placements) if _is_shard(placement)]
+    dims = [dim for dim, placement in enumerate(placements) if _is_shard_placement(placement)]
     group = mesh.get_group(dims[0]) if len(dims) == 1 else _create_process_group(ranks)
-    return _ShardOwners(group, dist.get_group_rank(group, dist.get_rank()), slices)
+    return _RanksOfMatrix(group, dist.get_group_rank(group, dist.get_rank()), slices)
 
 
 @cache

@@ -182,28 +182,28 @@ class RangedBucket(BoundBucket):
         return CollectiveRange.of(name, tuple({a for each in axes for a in each}), self.matrix)
 
     @property
-    def _shard_bytes(self) -> int:
+    def _num_bytes_of_shards(self) -> int:
         return self.numel * self.dtype.itemsize
 
     @property
-    def _bucket_range(self) -> record_function:
+    def _range_of_bucket(self) -> record_function:
         return record_function(f"bucket {self.bucket.number}")
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
-        with self._bucket_range, self._all_gather_range.send(self._shard_bytes):
+        with self._range_of_bucket, self._all_gather_range.send(self._num_bytes_of_shards):
             return super().start_gather(shards)
 
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
-        with self._bucket_range, self._all_gather_range.wait():
+        with self._range_of_bucket, self._all_gather_range.wait():
             return super().finish_gather(pending)
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        with self._bucket_range:
+        with self._range_of_bucket:
             if self._has_reduce_scatter:
-                with self._scatter_range.send(self._shard_bytes * self._scatter_range.size):
+                with self._scatter_range.send(self._num_bytes_of_shards * self._scatter_range.size):
                     return super().reduce(gradients)
             if self.replicas is not None:
-                with self._all_reduce_range.send(self._shard_bytes):
+                with self._all_reduce_range.send(self._num_bytes_of_shards):
                     return super().reduce(gradients)
             return super().reduce(gradients)
 
@@ -211,7 +211,7 @@ class RangedBucket(BoundBucket):
         if not self._has_reduce_scatter:
             return super().sum_replicas(flat)
         # Wait here, so that the range covers only the wait; the wait in `super()` returns at once.
-        with self._bucket_range:
+        with self._range_of_bucket:
             with self._scatter_range.wait():
                 flat = self._wait_for_collective(flat)
             if self.replicas is None:
@@ -222,5 +222,5 @@ class RangedBucket(BoundBucket):
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         if self.replicas is None:
             return super().shard_gradients(flat)
-        with self._bucket_range, self._all_reduce_range.wait():
+        with self._range_of_bucket, self._all_reduce_range.wait():
             return super().shard_gradients(flat)

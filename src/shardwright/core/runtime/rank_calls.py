@@ -76,7 +76,7 @@ MAX_CALLS = 64
 """Maximum number of recent calls in the state of a rank."""
 
 BACKWARD = "backward pass"
-"""Name of a backward pass through a model among the counted calls."""
+"""Name under which a backward pass through a model is counted as a call."""
 
 
 class RankCalls:
@@ -104,15 +104,17 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_meeting = ""
         self._has_differed = self._is_again = False
-        """Whether the last call, and the call before, raised an error on this rank although other
-        ranks may still wait in that call."""
+        """Whether each of the last two calls raised an error on this rank, while other ranks may
+        still wait in the call."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of rank 0's latest request for current states of all ranks; 0 without a
         request."""
         self._thread_id = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch_calls, args=(ref(world),), daemon=True)
+        self._thread = threading.Thread(
+            target=self._exchange_states_until_end, args=(ref(world),), daemon=True
+        )
         self._thread.start()
         # Not `atexit`, whose functions processes of `multiprocessing` do not call.
         Finalize(None, self.end, exitpriority=0)
@@ -123,7 +125,9 @@ class RankCalls:
         self._thread.join(FAREWELL)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             if not self.error:
-                state = replace(self._local_state(), is_inside=False, exception=last_exception())
+                state = replace(
+                    self._state_of_this_rank(), is_inside=False, exception=last_exception()
+                )
                 self._store.set(f"ended {self._rank}", state.to_json())
                 self._store.set("a rank has ended", "")
 
@@ -147,14 +151,14 @@ class RankCalls:
             yield
             return
         self._thread_id = threading.get_ident()
-        is_expected = self._begin_call(name)
+        is_expected = self._count_call(name)
         try:
             with self.explaining_errors():
                 if always_meets or not is_expected:
-                    self._meet_other_ranks(max_wait)
+                    self._wait_until_all_begin_call(max_wait)
                 yield
         except BaseException as error:
-            self._undo_call(name, error)
+            self._remove_last_call(name, error)
             raise
         finally:
             self._depth, self._changed = 0, time.monotonic()
@@ -168,7 +172,7 @@ class RankCalls:
                 yield
         except BaseException as error:
             if self._in_backward:
-                self._undo_call(BACKWARD, error)
+                self._remove_last_call(BACKWARD, error)
             raise
         finally:
             if self._in_backward:
@@ -178,38 +182,39 @@ class RankCalls:
     def begin_backward(self) -> None:
         """Count the running backward pass, unless it is nested in a call or already counted."""
         if not self._depth:
-            is_expected = self._begin_call(BACKWARD)
+            is_expected = self._count_call(BACKWARD)
             self._in_backward = True
             if not is_expected:
-                self._meet_other_ranks()
+                self._wait_until_all_begin_call()
 
     def number_of(self, name: str) -> int:
         """Return how many calls named `name` have begun."""
         return self._counts[name]
 
-    def _begin_call(self, name: str) -> bool:
+    def _count_call(self, name: str) -> bool:
         """Count a call, and return whether the call history predicted it."""
         if self.error:
-            raise self._make_exception()
+            raise self._make_exception_from_error()
         self._counts[name] += 1
         self._calls.append(f"{name} {self._counts[name]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
         self._is_again, self._has_differed = self._has_differed, False
         return self._expected.begin(name) and not self._is_again
 
-    def _undo_call(self, name: str, error: BaseException) -> None:
+    def _remove_last_call(self, name: str, error: BaseException) -> None:
         """Remove the last call, which raised `error`, from the counts."""
         self._count, self._counts[name] = self._count - 1, self._counts[name] - 1
         self._calls.pop()
         self._expected.undo()
         self._has_differed = isinstance(error, DataError)
 
-    def _make_exception(self) -> Exception:
+    def _make_exception_from_error(self) -> Exception:
         is_of_all = self.error.startswith(WAITING)
         return DataError(self.error) if is_of_all else CommunicationError(self.error)
 
-    def _meet_other_ranks(self, max_wait: float = math.inf) -> None:
-        """Report that this rank has begun the current call, and wait until all ranks have."""
+    def _wait_until_all_begin_call(self, max_wait: float = math.inf) -> None:
+        """Report that this rank has begun the current call, and wait until all ranks have begun the
+        call."""
         key = f"begun {self._count} {self._calls[-1]}"
         if self._meetings.add(key, 1) >= self._world_size:
             self._meetings.set(f"all have {key}", "")
@@ -217,9 +222,9 @@ class RankCalls:
                 self._meetings.delete_key(self._last_meeting)
                 self._meetings.delete_key(f"all have {self._last_meeting}")
         self._last_meeting = key
-        self._wait_for_all(key, max_wait)
+        self._wait_for_store_key(key, max_wait)
 
-    def _wait_for_all(self, key: str, max_wait: float) -> None:
+    def _wait_for_store_key(self, key: str, max_wait: float) -> None:
         pause, begun = POLL / 512, time.monotonic()
         warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
@@ -234,7 +239,7 @@ class RankCalls:
                     " ranks, or pass a longer `timeout` to `init_process_group`"
                 )
             if pause == POLL:
-                self._check_ended_ranks()
+                self._read_or_set_common_error()
             if warns_at is not None and time.monotonic() > warns_at:
                 log.warning(
                     "rank %d has waited %.0f s for other ranks in %s: make this call on all ranks",
@@ -243,11 +248,12 @@ class RankCalls:
                 warns_at = None
             time.sleep(pause)
             pause = min(2 * pause, POLL)
-        raise self._make_exception()
+        raise self._make_exception_from_error()
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Replace errors of closed connections by the common error of all ranks, if any."""
+        """Context that replaces errors of closed connections by the common error of all ranks, if
+        that is set."""
         try:
             yield
         except (ShardwrightError, CommunicationError):
@@ -261,17 +267,17 @@ class RankCalls:
             while not self.error and time.monotonic() < deadline:
                 # Another rank may have closed the connection first, knowing the reason.
                 with suppress(RuntimeError):  # The store may be gone.
-                    self._check_ended_ranks()
+                    self._read_or_set_common_error()
                 self._ended.wait(POLL / 8)
             if not self.error and isinstance(error, dist.DistNetworkError):
-                raise CommunicationError(store_has_ended(self._local_state())) from error
+                raise CommunicationError(store_has_ended(self._state_of_this_rank())) from error
             if not self.error:
                 with naming_redistributions():
                     raise
             time.sleep(FAREWELL)
-            raise self._make_exception() from error
+            raise self._make_exception_from_error() from error
 
-    def _check_ended_ranks(self) -> None:
+    def _read_or_set_common_error(self) -> None:
         """Read the common error of all ranks, or set it if a rank has ended before this call."""
         if self._meetings.check(["error"]):
             self.error = self._meetings.get("error").decode()
@@ -279,32 +285,32 @@ class RankCalls:
             keys = [f"ended {rank}" for rank in range(self._world_size)]
             ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
             states = [RankState.from_json(content.decode()) for content in ended]
-            self.error = ended_too_early(self._local_state(), states)
+            self.error = ended_too_early(self._state_of_this_rank(), states)
             if self.error:
                 self._meetings.set("error", self.error)
 
-    def _watch_calls(self, world: ref[dist.ProcessGroup]) -> None:
+    def _exchange_states_until_end(self, world: ref[dist.ProcessGroup]) -> None:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             while not (self._ended.wait(POLL) or self.error) and world() is dist.group.WORLD:
-                self._exchange_states()
+                self._exchange_states_with_store()
 
-    def _exchange_states(self) -> None:
+    def _exchange_states_with_store(self) -> None:
         """Write the state of an idle rank to the store, and read the common error of all ranks."""
         is_idle = time.monotonic() - self._changed > PATIENCE
         request = self._store.add("requests", 0) if is_idle else 0
-        content = f"{request} {self._local_state().to_json()}" if is_idle else ""
+        content = f"{request} {self._state_of_this_rank().to_json()}" if is_idle else ""
         if content != self._written:
             self._store.set(f"rank {self._rank}", content)
             self._store.add("changes", 1)
             self._written = content
         if self._rank == 0:
-            self._compare_states()
+            self._set_error_if_deadlocked()
         if (is_idle or self._rank == 0) and self._store.check(["error"]):
             self.error = self._store.get("error").decode()
             log.error("%s", self.error)
             close_connections(self._store)
 
-    def _compare_states(self) -> None:
+    def _set_error_if_deadlocked(self) -> None:
         """Set the common error if the ranks are deadlocked.
 
         Requests current states first, as the thread of a rank may have been suspended since it
@@ -326,7 +332,7 @@ class RankCalls:
         elif all(int(request) >= self._request for request, _, _ in answers):
             self._store.set("error", error)
 
-    def _local_state(self) -> RankState:
+    def _state_of_this_rank(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
         waits_in, line = place_of(frame)
         is_inside = self._depth > 0

@@ -75,7 +75,7 @@ class PackedBucket:
 
 @dataclass(eq=False)
 class RegatherRun:
-    """Saved-tensor hooks of one run of a program.
+    """Saved-tensor hooks for one run of a program, which replace gathered parameters by references.
 
     Args:
         order: the buckets with references, in the order of their last use in the forward pass.
@@ -109,7 +109,8 @@ class RegatherRun:
         return GatheredView(packed, member, *geometry)
 
     def unpack(self, saved: Tensor | GatheredView) -> Tensor:
-        """Return the tensor that `pack` replaced by `saved`, and gather its bucket if needed.
+        """Return the tensor that `pack` replaced by `saved`; gather the bucket of the tensor if it
+        was freed.
 
         Raises:
             RuntimeError: if the parameter was modified in place since the forward pass.
@@ -127,7 +128,7 @@ class RegatherRun:
             )
         with torch.no_grad():
             if packed.tensors is None:
-                self._gather_bucket(packed)
+                self._gather_members_of_bucket(packed)
             assert packed.tensors is not None
             member = packed.tensors[saved.member]
             view = member.as_strided(saved.size, saved.stride, saved.offset)
@@ -136,7 +137,7 @@ class RegatherRun:
             packed.free()
         return view
 
-    def _gather_bucket(self, packed: PackedBucket) -> None:
+    def _gather_members_of_bucket(self, packed: PackedBucket) -> None:
         if packed.is_resolved:
             # This is another backward pass through the same graph (`retain_graph=True`).
             for bucket in self.order:

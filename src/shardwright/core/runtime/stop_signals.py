@@ -77,10 +77,10 @@ class StopSignals:
         one number, on the CPU if the process group has a backend for CPU tensors.
         """
         if self.stopped_by is None:
-            self.stopped_by = self._signal_of_any_rank()
+            self.stopped_by = self._find_signal_of_any_rank()
         return self.stopped_by is not None
 
-    def _signal_of_any_rank(self) -> tuple[int, signal.Signals] | None:
+    def _find_signal_of_any_rank(self) -> tuple[int, signal.Signals] | None:
         """Return the highest rank that has received a signal, and its signal; None if no rank has.
         Collective."""
         if not has_other_ranks():

@@ -65,7 +65,7 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def own_memory(self) -> dict[Hashable, bool]:
-        """Return, by `_memory_id` of each parameter and gradient, whether this stage includes it in
+        """Return, by `_memory_key_of_tensor` of each parameter and gradient, whether this stage includes it in
         norms.
 
         The first of the stages that own a parameter includes it.
@@ -73,9 +73,9 @@ class StageParameters:
         result: dict[Hashable, bool] = {}
         for name, parameter in self.parameters.items():
             counts = min(self.stages[name]) == self.devices.stage
-            result[_memory_id(parameter)] = counts
+            result[_memory_key_of_tensor(parameter)] = counts
             if parameter.grad is not None:
-                result[_memory_id(parameter.grad)] = counts
+                result[_memory_key_of_tensor(parameter.grad)] = counts
         return result
 
     def stages_below(self, path: str) -> set[int]:
@@ -127,7 +127,7 @@ class TotalNorms:
         Raises:
             PlanError: if the order is not positive, or a tensor is a local shard of a stage.
         """
-        models = _models_in_call(listed, source)
+        models = _models_in_norm_call(listed, source)
         groups = self.groups(measured)
         if not models and len(groups) < 2:
             return None
@@ -138,7 +138,7 @@ class TotalNorms:
                 "`math.inf`"
             )
         counts = {key: n for model in models for key, n in model.own_memory().items()}
-        in_stages = [tensor for tensor in measured if _memory_id(tensor) in counts]
+        in_stages = [tensor for tensor in measured if _memory_key_of_tensor(tensor) in counts]
         for tensor in in_stages:
             if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
                 raise PlanError(
@@ -146,11 +146,11 @@ class TotalNorms:
                     " pipeline stages\npass the DTensors of parameters or gradients, whose norm is"
                     " computed over all devices and stages"
                 )
-        others = [tensor for tensor in measured if _memory_id(tensor) not in counts]
-        norms = [_norm_on_one_mesh(group, norm_type) for group in self.groups(others)]
+        others = [tensor for tensor in measured if _memory_key_of_tensor(tensor) not in counts]
+        norms = [_norm_of_tensors_on_one_mesh(group, norm_type) for group in self.groups(others)]
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
-            counted = [tensor for tensor in in_stages if counts[_memory_id(tensor)]]
+            counted = [tensor for tensor in in_stages if counts[_memory_key_of_tensor(tensor)]]
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
         joined = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
         norm: Tensor = torch.linalg.vector_norm(joined, norm_type)
@@ -165,7 +165,9 @@ class TotalNorms:
         return list(groups.values())
 
 
-def _models_in_call(listed: Sequence[Tensor], source: nn.Module | None) -> list[StageParameters]:
+def _models_in_norm_call(
+    listed: Sequence[Tensor], source: nn.Module | None
+) -> list[StageParameters]:
     """Return the models over whose stages the norm of a call is computed.
 
     Args:
@@ -182,16 +184,16 @@ def _models_in_call(listed: Sequence[Tensor], source: nn.Module | None) -> list[
         return [model for module, model in models.items() if module in inside]
     if not listed:
         return list(models.values())[:1]
-    memory = {_memory_id(tensor) for tensor in listed}
+    memory = {_memory_key_of_tensor(tensor) for tensor in listed}
     return [model for model in models.values() if not memory.isdisjoint(model.own_memory())]
 
 
-def _norm_on_one_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
+def _norm_of_tensors_on_one_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
     norm = nn.utils.get_total_norm(tensors, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _memory_id(tensor: Tensor) -> Hashable:
+def _memory_key_of_tensor(tensor: Tensor) -> Hashable:
     """Return a key that is equal for tensors with the same memory."""
     local = detached_local(tensor)
     if local.layout is not torch.strided:

@@ -17,9 +17,9 @@ from shardwright.core.torch_internals.distributed import functional_collectives
 
 
 def apply_workarounds() -> None:
-    """Apply both workarounds to this process; further calls do nothing."""
+    """Apply both workarounds to this process; repeated calls have no effect."""
     _wait_for_threads_at_exit()
-    _install_short_named_gather()
+    _replace_cpu_all_gather_kernels()
 
 
 @cache
@@ -34,7 +34,7 @@ def _wait_for_threads_at_exit() -> None:
 
 
 @cache
-def _install_short_named_gather() -> Library:
+def _replace_cpu_all_gather_kernels() -> Library:
     """Replace the CPU kernels of functional all-gathers by kernels that gloo names `ALLGATHER`.
 
     After each collective, a worker thread assigns its name to a string that both worker threads
@@ -46,20 +46,22 @@ def _install_short_named_gather() -> Library:
     # The registration lasts as long as the library object, which `cache` keeps alive.
     kernels = Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in (
-        ("all_gather_into_tensor", _cpu_gather),
-        ("all_gather_into_tensor_coalesced", _cpu_gather_list),
+        ("all_gather_into_tensor", _all_gather_on_cpu),
+        ("all_gather_into_tensor_coalesced", _all_gather_list_on_cpu),
     ):
         kernels.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
     return kernels
 
 
-def _cpu_gather(x: Tensor, size: int, name: str) -> Tensor:
+def _all_gather_on_cpu(x: Tensor, size: int, name: str) -> Tensor:
     if x.is_complex():  # gloo supports no complex numbers; PyTorch's kernel does the same
-        return torch.view_as_complex(_cpu_gather(torch.view_as_real(x.resolve_conj()), size, name))
+        return torch.view_as_complex(
+            _all_gather_on_cpu(torch.view_as_real(x.resolve_conj()), size, name)
+        )
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
     gathered: Tensor = functional_collectives.all_gather_into_tensor_out(x, size, name, out=out)
     return gathered
 
 
-def _cpu_gather_list(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
-    return [_cpu_gather(x, size, name) for x in tensors]
+def _all_gather_list_on_cpu(tensors: list[Tensor], size: int, name: str) -> list[Tensor]:
+    return [_all_gather_on_cpu(x, size, name) for x in tensors]
