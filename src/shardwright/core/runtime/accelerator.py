@@ -95,7 +95,7 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
 
 
 def hardware_of(device: torch.device) -> str | None:
-    """Return the name of a physical accelerator, equal for all processes that share the accelerator.
+    """Return the name of the physical accelerator, equal for all processes that share it.
 
     Return None for the CPU, which processes may share.
     """

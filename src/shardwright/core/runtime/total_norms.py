@@ -65,8 +65,8 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def own_memory(self) -> dict[Hashable, bool]:
-        """Return, by `_memory_key_of_tensor` of each parameter and gradient, whether this stage includes it in
-        norms.
+        """Return whether this stage includes each parameter and gradient in norms, by
+        `_memory_key_of_tensor` of the tensor.
 
         The first of the stages that own a parameter includes it.
         """

@@ -34,7 +34,8 @@ Objective, where the cluster is known (seconds of a step plus weighted parameter
 
     implemented in: by_time/objective.py: Objective.cost, ObjectiveCost.total
 
-Objective, without a cluster (elements sent and stored, as in MindSpore's recursive programming):
+Objective, without a cluster (numbers of communicated and stored elements, as in MindSpore's
+recursive programming):
 
     (2)  sum over o, axis by axis, of  min over f of  cut_cost(o, f) + redistribution(o, f)
 

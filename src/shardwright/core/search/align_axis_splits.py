@@ -56,23 +56,23 @@ def align_axis_splits(
         yield aligned
 
 
-def _axes_in_group(cuts: Cuts, group: Axes) -> dict[str, Axes]:
+def _group_axes_by_factor(cuts: Cuts, group: Axes) -> dict[str, Axes]:
     """Return the axes of `group` that cut each factor, with the factors sorted by their axes."""
     group_axes = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
     return dict(sorted(((f, axes) for f, axes in group_axes.items() if axes), key=itemgetter(1)))
 
 
 def _split_position(cuts: Cuts, group: Axes) -> int:
-    """Return the number of leading axes of `group` that cut the first of two factors; 0 unless the
-    remaining axes cut the second."""
-    splits = list(_axes_in_group(cuts, group).values())
+    """Return the number of leading axes of `group` that cut the first of two factors, or 0 unless
+    the remaining axes cut the second factor."""
+    splits = list(_group_axes_by_factor(cuts, group).values())
     return len(splits[0]) if len(splits) == 2 and splits[0] + splits[1] == group else 0
 
 
 def _split_group_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
     """Return `cuts` with `group` split at `position`: its first `position` axes cut the first of
     the two factors that share `group`, and the remaining axes cut the second."""
-    first, second = _axes_in_group(cuts, group)
+    first, second = _group_axes_by_factor(cuts, group)
     split = {first: group[:position], second: group[position:]}
     return {
         factor: tuple(sorted({*axes} - {*group} | {*split[factor]})) if factor in split else axes

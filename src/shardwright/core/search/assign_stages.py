@@ -2,7 +2,7 @@
 
 The work of a chunk is the multiply-adds of its main operators plus the elements of its parameters,
 or seconds if these are known. Among the divisions whose largest chunk is within a tolerance of the
-smallest possible, the division that sends the fewest bytes between chunks is chosen. In a
+smallest possible, the division with the least communication volume between chunks is chosen. In a
 transformer, one value crosses a boundary between layers, but two cross a boundary within a layer.
 """
 
@@ -25,13 +25,13 @@ from shardwright.core.rules import rule_of
 from shardwright.errors import StrategyError
 
 TOLERANCE = 0.1
-"""Fraction by which the work of the largest chunk may exceed its minimum, in order to send fewer
-bytes between chunks."""
+"""Fraction by which the work of the largest chunk may exceed its minimum, in order to decrease the
+communication volume between chunks."""
 
 SECONDS_TOLERANCE = 0.01
-"""Fraction by which the seconds of the slowest chunk may exceed their minimum, in order to send
-fewer bytes between chunks. Smaller than `TOLERANCE`, as every micro-batch waits for the slowest
-chunk and sending takes comparatively little time."""
+"""Fraction by which the seconds of the slowest chunk may exceed their minimum, in order to decrease
+the communication volume between chunks. Smaller than `TOLERANCE`, as every micro-batch waits for
+the slowest chunk and communication between chunks takes comparatively little time."""
 
 
 def balanced_stages(
@@ -47,7 +47,7 @@ def balanced_stages(
         StrategyError: if fewer than `count` operators have work.
     """
     op_work = list(work) if work is not None else operator_work(graph)
-    positions = _chunk_boundaries(graph)
+    positions = _valid_chunk_boundaries(graph)
     weights = [sum(op_work[start:end]) for start, end in pairwise(positions)]
     usable = sum(weight > 0 for weight in weights)
     if usable < count:
@@ -60,8 +60,8 @@ def balanced_stages(
     for weight in weights:
         total.append(total[-1] + weight)
     tolerance = TOLERANCE if work is None else SECONDS_TOLERANCE
-    limit = (1 + tolerance) * _min_largest_chunk(total, weights, count)
-    crossing = _crossing_bytes(graph)
+    limit = (1 + tolerance) * _min_work_of_largest_chunk(total, weights, count)
+    crossing = _bytes_crossing_positions(graph)
     ends = _cheapest_chunk_ends(total, [crossing[position] for position in positions], count, limit)
     # Operator `index` ends at position `index + 1`, so that the first chunk that ends there or
     # later has it.
@@ -69,7 +69,7 @@ def balanced_stages(
     return {op.name: bisect_left(chunk_ends, index + 1) for index, op in enumerate(graph.ops)}
 
 
-def _chunk_boundaries(graph: Graph) -> list[int]:
+def _valid_chunk_boundaries(graph: Graph) -> list[int]:
     """Return the positions where a chunk may end; position `i` is in front of operator `i`.
 
     No chunk ends between the operators that read a buffer and the operator that updates it: other
@@ -98,11 +98,11 @@ def operator_work(graph: Graph) -> list[float]:
             v for v in op.inputs if v.origin is Origin.PARAMETER and v not in counted_parameters
         }
         counted_parameters |= new_parameters
-        work.append(float(_multiply_adds(op) + sum(value.numel for value in new_parameters)))
+        work.append(float(_num_multiply_adds(op) + sum(value.numel for value in new_parameters)))
     return work
 
 
-def _multiply_adds(op: Op) -> int:
+def _num_multiply_adds(op: Op) -> int:
     """Return the product of the sizes of all factors of a main operator; 0 for other operators.
 
     Tokens are assumed to be spread evenly over the experts, as each token passes through only some
@@ -122,7 +122,9 @@ def _multiply_adds(op: Op) -> int:
     return prod(sizes.values())
 
 
-def _min_largest_chunk(total: Sequence[float], weights: Sequence[float], count: int) -> float:
+def _min_work_of_largest_chunk(
+    total: Sequence[float], weights: Sequence[float], count: int
+) -> float:
     """Return the minimum, over all divisions into `count` chunks, of the largest chunk's work.
 
     Bisects to a relative precision of 1e-6.
@@ -144,7 +146,7 @@ def _min_largest_chunk(total: Sequence[float], weights: Sequence[float], count: 
     return high
 
 
-def _crossing_bytes(graph: Graph) -> list[int]:
+def _bytes_crossing_positions(graph: Graph) -> list[int]:
     """Return for each position the bytes of values computed before the position and read after it.
 
     Position `i` is in front of operator `i`.
@@ -260,27 +262,27 @@ def named_stages(
         StrategyError: if a name is not the name of a module, a module with parameters is left out,
             or stages are not in the order that the schedule requires.
     """
-    _check_names(graph, stage_config, modules)
-    stages = _num_stages(stage_config)
+    _check_module_names(graph, stage_config, modules)
+    stages = _num_configured_stages(stage_config)
     stage_of_op = {op.name: _stage_of_module(op.module, stage_config) for op in graph.ops}
-    _check_parameters(graph, stage_config)
+    _check_all_parameters_have_stage(graph, stage_config)
     named_ops = [op for op in graph.ops if stage_of_op[op.name] is not None]
     runs = [
         (stage, list(ops))
         for stage, ops in groupby(named_ops, key=lambda op: stage_of_op[op.name] or 0)
     ]
     if SCHEDULES[schedule].chunked:
-        chunk_of_named, chunks = _assign_chunks(graph, runs, stages, SCHEDULES[schedule])
+        chunk_of_named, chunks = _assign_ops_to_chunks(graph, runs, stages, SCHEDULES[schedule])
     else:
         chunk_of_named, chunks = {op.name: stage_of_op[op.name] or 0 for op in named_ops}, 1
     # Operators such as a residual addition belong to a module outside of the named ones; they
     # follow their neighbors, so that no value crosses more often than necessary.
     chunk_of = assign_neighbors(graph, chunk_of_named)
-    _check_ascending(graph, chunk_of, PipelineSpec(stages, 1, schedule, chunks))
+    _check_chunks_ascend(graph, chunk_of, PipelineSpec(stages, 1, schedule, chunks))
     return stages, chunks, chunk_of
 
 
-def _check_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]) -> None:
+def _check_module_names(graph: Graph, stage_config: StageConfig, modules: Iterable[str]) -> None:
     valid_names = dict.fromkeys(modules)
     owners = (value.name.rpartition(".")[0] for value in graph.parameters)
     for path in (*(op.module for op in graph.ops), *owners):
@@ -303,7 +305,7 @@ def _abbreviate_names(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _num_stages(stage_config: StageConfig) -> int:
+def _num_configured_stages(stage_config: StageConfig) -> int:
     for name, stage in stage_config.items():
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
@@ -337,7 +339,7 @@ def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
     return None
 
 
-def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
+def _check_all_parameters_have_stage(graph: Graph, stage_config: StageConfig) -> None:
     tied_names: dict[str, list[str]] = {}
     for alias, first_name in graph.tied.items():
         tied_names.setdefault(first_name, []).append(alias)
@@ -355,7 +357,7 @@ def _check_parameters(graph: Graph, stage_config: StageConfig) -> None:
         )
 
 
-def _assign_chunks(
+def _assign_ops_to_chunks(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int, schedule: ScheduleSpec
 ) -> tuple[dict[str, int], int]:
     """Return the chunk index of each operator in `runs`, by name, and the chunks per stage.
@@ -365,7 +367,7 @@ def _assign_chunks(
             of execution.
     """
     if schedule.v_shaped:
-        runs = _split_last_stage(graph, runs, stages)
+        runs = _split_last_stage_into_chunks(graph, runs, stages)
     chunks = schedule.max_chunks or max(1, len(runs) // stages)
     required = [schedule.stage_of(chunk, stages) for chunk in range(stages * chunks)]
     order = [stage for stage, _ in runs]
@@ -384,7 +386,7 @@ def _abbreviate_stages(order: Sequence[int]) -> str:
     return ", ".join(map(str, order[:16])) + (", …" if len(order) > 16 else "")
 
 
-def _split_last_stage(
+def _split_last_stage_into_chunks(
     graph: Graph, runs: list[tuple[int, list[Op]]], stages: int
 ) -> list[tuple[int, list[Op]]]:
     """Split the operators of the last stage of a V-shaped schedule into its two chunks.
@@ -415,7 +417,7 @@ def _repeated_stages_hint() -> str:
     return f"stages may repeat in the order {', or '.join(schedules)}"
 
 
-def _check_ascending(graph: Graph, chunk_of: Mapping[str, int], pipeline: PipelineSpec) -> None:
+def _check_chunks_ascend(graph: Graph, chunk_of: Mapping[str, int], pipeline: PipelineSpec) -> None:
     for op in graph.ops:
         for value in op.inputs:
             producer = graph.producer.get(value)

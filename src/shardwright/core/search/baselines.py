@@ -72,9 +72,11 @@ def _data_parallel_cuts(graph: Graph, mesh: DeviceMatrix) -> tuple[IndexedGraph,
     if _shards_all_batch_ops(*best, mesh):
         return best
     for dims in JoinedDims(graph).candidates(mesh.num_devices):
-        batched = _with_batch_dims(indexed, graph, dims)
+        batched = _set_batch_dims(indexed, graph, dims)
         cuts = _cuts_along_batch(batched, mesh)
-        if _sharded_elements(graph, mesh, cuts) > _sharded_elements(graph, mesh, best[1]):
+        if _num_elements_saved_by_sharding(graph, mesh, cuts) > _num_elements_saved_by_sharding(
+            graph, mesh, best[1]
+        ):
             best = batched, cuts
     return best
 
@@ -91,7 +93,7 @@ def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: Device
     return True
 
 
-def _with_batch_dims(
+def _set_batch_dims(
     indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None]
 ) -> IndexedGraph:
     """Return the graph with `dims` as batch dims, one per leaf of the call; None for a leaf without
@@ -106,7 +108,7 @@ def _with_batch_dims(
     return replace(indexed, batch_dims=batch_dims, batch_size=size)
 
 
-def _sharded_elements(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
+def _num_elements_saved_by_sharding(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
     """Return the number of activation elements that sharding saves a device, over all operators."""
     return sum(
         value.numel * (1 - 1 / _num_shards(cuts.get(op.name, {}), mesh))

@@ -91,8 +91,8 @@ def choices(
         mem_coeff: weight of the memory of parameters.
     """
     if pricing is None:
-        return tuple(_symbolic_choices(graph, mesh, decisions, mem_coeff))
-    return tuple(_choices_by_time(graph, mesh, decisions, pricing, mem_coeff))
+        return tuple(_axis_choices_by_symbolic_cost(graph, mesh, decisions, mem_coeff))
+    return tuple(_axis_choices_by_time(graph, mesh, decisions, pricing, mem_coeff))
 
 
 def _build_axis_choice(
@@ -166,7 +166,7 @@ def _alternative_cuts(
             yield factor, cuts if current_factors.get(axis) == factor else new_cuts
 
 
-def _choices_by_time(
+def _axis_choices_by_time(
     graph: Graph, mesh: DeviceMatrix, decisions: Decisions, pricing: Pricing, mem_coeff: float
 ) -> Iterator[AxisChoice]:
     all_cuts = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
@@ -246,7 +246,7 @@ def _scale_cost(
     )
 
 
-def _symbolic_choices(
+def _axis_choices_by_symbolic_cost(
     graph: Graph, mesh: DeviceMatrix, decisions: Decisions, mem_coeff: float
 ) -> Iterator[AxisChoice]:
     indexed = index_graph(graph)
@@ -280,7 +280,7 @@ def _symbolic_choices(
             equal_ops.setdefault(key, []).append(op)
         for ops in equal_ops.values():
             first, factors = ops[0], indexed.op_types[ops[0]].factors
-            level.choice = _choices_with_undecided(level, choice, first)
+            level.choice = _choices_before_deciding_op(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
             op_costs = costs(first, 1.0)
             if chosen not in op_costs:
@@ -294,8 +294,8 @@ def _symbolic_choices(
             yield _build_axis_choice(names, name, chosen, other_factors, cost, symbolic=True)
 
 
-def _choices_with_undecided(level: AxisLevel, choice: list[int], op: int) -> list[int]:
-    """Return the choices on one axis with `op` undecided, as if it were decided last.
+def _choices_before_deciding_op(level: AxisLevel, choice: list[int], op: int) -> list[int]:
+    """Return the choices on one axis before `op` is decided, as if it were decided last.
 
     Operators that would follow `op` are undecided too, unless they follow another main operator at
     the border of their region.

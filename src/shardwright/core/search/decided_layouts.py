@@ -1,4 +1,4 @@
-"""Layouts of values at operators with decided cuts, and bytes of redistributing between them."""
+"""Layouts of values at operators with decided cuts, and communication volume between layouts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TensorContext:
     def redistribution_bytes(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the bytes that a device sends to redistribute from `source` to `target`.
+        """Return the communication volume per device of a redistribution from `source` to `target`.
 
         Bytes are the sum of forward and backward. Reductions of partial sums and their gradients
         do not count, as they follow from the cuts of a single operator. Steps that redistributions
@@ -68,7 +68,7 @@ class TensorContext:
     def communication_volume(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> int:
-        """Return the bytes that a device sends to redistribute from `source` to `target`.
+        """Return the communication volume per device of a redistribution from `source` to `target`.
 
         Bytes are the sum of forward and backward, without steps that redistributions to
         `other_targets` share.
@@ -78,7 +78,7 @@ class TensorContext:
     def steps(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> list[tuple[RedistributionStep, int]]:
-        """Return the steps from `source` to `target`, each with the bytes that a device sends.
+        """Return the steps from `source` to `target`, each with its communication volume per device.
 
         Bytes are the sum of forward and backward. The leading steps that a redistribution to one of
         `other_targets` also runs are omitted.
@@ -88,7 +88,10 @@ class TensorContext:
             return []
         # A program runs leading steps that several redistributions of a value share only once.
         num_shared = max(
-            (_num_common_steps(path, self._steps_and_bytes(source, o)[0]) for o in other_targets),
+            (
+                _num_steps_shared_with_other_targets(path, self._steps_and_bytes(source, o)[0])
+                for o in other_targets
+            ),
             default=0,
         )
         return list(zip(path, sizes, strict=True))[num_shared:]
@@ -116,7 +119,7 @@ def _steps_and_bytes(
     itemsize: int,
     differentiable: bool,
 ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-    """Return the steps of a redistribution, and the bytes that a device sends for each step,
+    """Return the steps of a redistribution, each with its communication volume in bytes per device,
     forward plus backward."""
     path = redistribution_steps(source, target, shape, differentiable)
     return path, tuple(
@@ -126,7 +129,7 @@ def _steps_and_bytes(
     )
 
 
-def _num_common_steps(
+def _num_steps_shared_with_other_targets(
     first: Sequence[RedistributionStep], second: Sequence[RedistributionStep]
 ) -> int:
     length = 0
@@ -232,7 +235,7 @@ class DecidedLayouts:
 def inner_reductions(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
-    """Yield each collective inside the operator's kernel with the bytes that a device sends,
+    """Yield each collective inside the operator's kernel with its communication volume in bytes,
     forward plus backward."""
     differentiable = any(value.requires_grad for value in op.outputs)
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):

@@ -119,8 +119,7 @@ class OpType:
 
 
 def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
-    """Return the type of operators with `rule`; if it is None, the type of an operator without
-    factors."""
+    """Return the `OpType` of operators with `rule`; without a rule, an `OpType` without factors."""
     if rule is None:
         rule = ShardingRule(
             tuple((None,) * len(value.shape) for value in op.inputs),
@@ -153,10 +152,12 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         inputs=tuple(numbered(dims) for dims in rule.inputs),
         outputs=tuple(numbered(dims) for dims in rule.outputs),
         input_dims=tuple(
-            tuple(_dim_cut_by(rule, f, dims) for dims in rule.inputs) for f in factors_and_none
+            tuple(_first_dim_cut_by_factor(rule, f, dims) for dims in rule.inputs)
+            for f in factors_and_none
         ),
         output_dims=tuple(
-            tuple(_dim_cut_by(rule, f, dims) for dims in rule.outputs) for f in factors_and_none
+            tuple(_first_dim_cut_by_factor(rule, f, dims) for dims in rule.outputs)
+            for f in factors_and_none
         ),
         tensors=tensors,
         choices=tuple(index[f] for f in labels),
@@ -165,11 +166,11 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         exclusive=tuple(tuple(factors_of_one) for factors_of_one in excluded),
         joined=tuple((index[f], index[o]) for f, o in rule.joined.items() if {f, o} <= {*index}),
         is_main=main is not None,
-        priced=_priced_tensors(rule, tensors, index),
+        priced=_tensors_in_symbolic_cost(rule, tensors, index),
     )
 
 
-def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
+def _first_dim_cut_by_factor(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
     """Return the index of the first dim that cutting `factor` shards, or `NO_CUT`.
 
     Args:
@@ -179,7 +180,7 @@ def _dim_cut_by(rule: ShardingRule, factor: str | None, dims: Dims) -> int:
     return next(cut, NO_CUT)
 
 
-def _priced_tensors(
+def _tensors_in_symbolic_cost(
     rule: ShardingRule, tensors: tuple[PricedTensor, ...], index: Mapping[str, int]
 ) -> tuple[PricedTensor, ...]:
     """Return the sizes of `tensors` in the symbolic cost (see `OpType.priced`); () if the operator
@@ -308,7 +309,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
         for index, v in enumerate(written):
             producer[v] = (op, index)
             data[v] = depends
-    op_types = _op_types(graph)
+    op_types = _op_type_of_each_op(graph)
     return IndexedGraph(
         names=tuple(op.name for op in graph.ops),
         op_types=op_types,
@@ -324,8 +325,8 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
     )
 
 
-def _op_types(graph: Graph) -> tuple[OpType, ...]:
-    """Return the type of each operator: one per rule object, and one per operator without a
+def _op_type_of_each_op(graph: Graph) -> tuple[OpType, ...]:
+    """Return the `OpType` of each operator: one per rule object, and one per operator without a
     rule."""
     rules = [rule_of(op) for op in graph.ops]
     by_rule: dict[int, OpType] = {}

@@ -114,8 +114,8 @@ class NearbyCuts:
 def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
     """Return the largest number of shards of each factor, except joined factors such as `ring`.
 
-    Used by searches that compare bytes: ring attention sends more bytes than a gather of keys and
-    values, but overlaps them with computation, which bytes do not show.
+    Used by searches that compare communication volumes: the volume of ring attention exceeds that
+    of a gather of keys and values, but overlaps computation, which the volume does not show.
     """
     return {f: rule.capacity[f] for f in rule.factors if f not in rule.joined}
 

@@ -41,7 +41,7 @@ def sharded_storage(
         StrategyError: if a parameter is replicated over at least `shard_size` devices, but no
             combination of these axes has `shard_size` devices.
     """
-    cut_axes = _axes_sharded_by_uses(graph, mesh, cuts)
+    cut_axes = _sharding_axes_by_parameter(graph, mesh, cuts)
     storage = dict(used)
     cached: dict[object, CutAxes] = {}
     for value in graph.parameters:
@@ -61,10 +61,10 @@ def sharded_storage(
     return storage
 
 
-def _axes_sharded_by_uses(
+def _sharding_axes_by_parameter(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]
 ) -> dict[Value, frozenset[int]]:
-    """Return for each parameter the axes over which at least one operator reads it sharded."""
+    """Return for each parameter the axes over which at least one operator reads a shard of it."""
     cut_axes: dict[Value, frozenset[int]] = {value: frozenset() for value in graph.parameters}
     for value in graph.parameters:
         for op, index in graph.consumers[value]:

@@ -21,7 +21,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
 
 RankedAxis = tuple[int, int]
-"""Rank and axis: the rank is 0 if the axis shards the batch, 1 for sequence positions, else 2."""
+"""(rank, axis): rank 0 if the axis shards the batch, 1 for sequence positions, else 2."""
 
 
 def reassign_equal_axes(
@@ -38,7 +38,7 @@ def reassign_equal_axes(
     for size in set(mesh.device_matrix):
         equal_axes = tuple(axis for axis, each in enumerate(mesh.device_matrix) if each == size)
         ranked = {name: _ranked_axes(cuts[name], factors[name], equal_axes) for name in new_axes}
-        orders = _axis_orders(equal_axes, list(ranked.values()))
+        orders = _order_axes_of_each_rank(equal_axes, list(ranked.values()))
         for name, ranked_axes in ranked.items():
             new_axes[name].update(_axis_replacements(ranked_axes, orders))
     return {
@@ -63,7 +63,7 @@ def _ranked_axes(cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes) 
     )
 
 
-def _axis_orders(
+def _order_axes_of_each_rank(
     equal_axes: Axes, axes_of_ops: Sequence[list[RankedAxis]]
 ) -> tuple[Axes, Axes, Axes]:
     """Return the order in which each rank (batch, position, other) takes axes.

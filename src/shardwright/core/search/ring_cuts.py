@@ -1,8 +1,8 @@
 """Replace gathered keys and values by ring attention, which needs less memory.
 
 In attention that is cut along the sequence, gathering keys and values is mostly predicted to be
-faster, since ring attention sends more bytes. But in ring attention a device stores only a few
-shards of keys and values at a time.
+faster, since the communication volume of ring attention is larger. But in ring attention a device
+stores only a few shards of keys and values at a time.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def ring_cuts(
             # The ring also cuts the keys and values, whose length may not be divisible.
             if not axes or rule.capacity[ring] % mesh.size(axes):
                 continue
-            if _gathered_bytes(op, rule, mesh, op_cuts, ring) >= MIN_MEMORY_SHARE * limit:
+            if _num_gathered_bytes(op, rule, mesh, op_cuts, ring) >= MIN_MEMORY_SHARE * limit:
                 changed[op.name] = {ring if f == sequence else f: a for f, a in op_cuts.items()}
     return {**cuts, **changed} if changed else None
 
 
-def _gathered_bytes(op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str) -> int:
+def _num_gathered_bytes(
+    op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts, factor: str
+) -> int:
     """Return the bytes on a device, with `cuts`, of the inputs of `op` that have a dim with
     `factor`."""
     layouts, _ = rule.layouts(mesh, cuts)

@@ -97,7 +97,10 @@ class _UncostedOps(DecidedLayouts):
         for op in self.graph.ops:
             self.decide(op, cuts.get(op.name, {}))
         self.axes = tuple(axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1)
-        self.existing_gradient_axes = {frozenset(), *self._gradient_axes(self.graph.ops)}
+        self.existing_gradient_axes = {
+            frozenset(),
+            *self._axes_of_gradient_reductions(self.graph.ops),
+        }
 
     def _neighbor_names(self, op: Op) -> Iterator[str]:
         """Yield names of the producers and consumers of `op`, and of other consumers of its
@@ -176,10 +179,10 @@ class _UncostedOps(DecidedLayouts):
     def _apply_if_cheaper(self, ops: Sequence[Op], change: Callable[[], None]) -> bool:
         """Call `change`, and restore the cuts of `ops` if communication grows.
 
-        The change remains only if all of these hold: redistributions of activations send no more
-        bytes, also with each message counted as `BYTES_PER_MESSAGE`; gradients are reduced over
-        groups of axes that already exist, so that they share buckets; and additional gradient bytes
-        cost less than the activation memory that is saved.
+        The change remains only if all of these hold: the communication volume of redistributing
+        activations does not grow, also with each message counted as `BYTES_PER_MESSAGE`; gradients
+        are reduced over groups of axes that already exist, so that they share buckets; and
+        additional gradient bytes cost less than the activation memory that is saved.
 
         Args:
             ops: operators whose cuts `change` may replace.
@@ -197,7 +200,7 @@ class _UncostedOps(DecidedLayouts):
         sends_more = (
             sent_bytes > 0
             or sent_bytes + BYTES_PER_MESSAGE * messages > 0
-            or self._gradient_axes(ops) - self.existing_gradient_axes
+            or self._axes_of_gradient_reductions(ops) - self.existing_gradient_axes
         )
         if sends_more or gradient_bytes * REDISTRIBUTION_PER_ELEMENT + activation_bytes > 0:
             for op, cuts in previous_cuts.items():
@@ -208,9 +211,9 @@ class _UncostedOps(DecidedLayouts):
         """Return the communication and the activation memory of `ops` on one device.
 
         Returns:
-            The number of consecutive messages that redistribute activations, the bytes sent in
-            these messages, the bytes sent to reduce gradients of parameters, and the bytes of the
-            operators' inputs and outputs.
+            (number of consecutive messages that redistribute activations, communication volume of
+            these messages, communication volume of reducing gradients of parameters, bytes of the
+            operators' inputs and outputs).
         """
         calls: list[tuple[str, int]] = []
         sent_bytes = gradient_bytes = activation_bytes = 0
@@ -248,7 +251,7 @@ class _UncostedOps(DecidedLayouts):
         )
         return messages, sent_bytes, gradient_bytes, activation_bytes
 
-    def _gradient_axes(self, ops: Sequence[Op]) -> set[frozenset[int]]:
+    def _axes_of_gradient_reductions(self, ops: Sequence[Op]) -> set[frozenset[int]]:
         """Return the groups of axes over which gradients of the parameters that `ops` read are
         reduced."""
         return {
@@ -272,7 +275,7 @@ class _UncostedOps(DecidedLayouts):
         if rule is None or not free_axes:
             return
         limits = unjoined_limits(rule)
-        for tensor in self._shared_tensors(op, rule):
+        for tensor in self._tensors_shared_with_neighbors(op, rule):
             nearby = NearbyCuts(self.mesh, limits, (tensor,))
             (factors,) = nearby.matching_neighbors()
             added = {axis: factor for axis, factor in factors.items() if axis in free_axes}
@@ -283,7 +286,7 @@ class _UncostedOps(DecidedLayouts):
             if sum(map(len, more_cuts.values())) > len(own_factors):
                 yield more_cuts
 
-    def _shared_tensors(self, op: Op, rule: ShardingRule) -> Iterator[SharedTensor]:
+    def _tensors_shared_with_neighbors(self, op: Op, rule: ShardingRule) -> Iterator[SharedTensor]:
         """Yield the inputs and outputs of `op`, each in every layout that it has at a neighbor."""
         tensors = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
         for value, dims in zip(*tensors, strict=True):

@@ -74,7 +74,7 @@ def enumerate_cut_counts(
     cut_counts = np.zeros((1, len(limits), 0), dtype=np.int64)
     for num_groups, group in enumerate(axis_groups, start=1):
         distributions = np.array(
-            list(_axis_distributions(len(group.axes), len(limits))), dtype=np.int64
+            list(_distribute_axes_over_factors(len(group.axes), len(limits))), dtype=np.int64
         )
         # Checked before invalid cuts, of which there may be many, are filtered out: the factor of
         # 20 only limits memory.
@@ -88,14 +88,14 @@ def enumerate_cut_counts(
     return cut_counts if len(cut_counts) <= max_cuts else None
 
 
-def _axis_distributions(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
+def _distribute_axes_over_factors(axes: int, factors: int) -> Iterator[tuple[int, ...]]:
     """Yield the numbers of axes of each factor, for all ways to distribute at most `axes` equal
     axes over `factors` factors."""
     if not factors:
         yield ()
         return
     for first in range(axes + 1):
-        for later_counts in _axis_distributions(axes - first, factors - 1):
+        for later_counts in _distribute_axes_over_factors(axes - first, factors - 1):
             yield (first, *later_counts)
 
 
@@ -163,11 +163,11 @@ class CountedRedistributionBound:
     ) -> tuple[LayoutTable, LayoutTable]:
         """Return two tables over source (row) and target (column): seconds per byte of the full
         value, and seconds of latency."""
-        received_share = self._received_share(source, target, self._level >= 0)
+        received_share = self._min_received_fractions(source, target, self._level >= 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received_share
         for level, added in enumerate(self._added_seconds_per_byte[1:], start=1):
             if added and (self._level >= level).any():
-                seconds_per_byte += added * self._received_share(
+                seconds_per_byte += added * self._min_received_fractions(
                     source, target, self._level >= level
                 )
         # A sum of p terms and p copies of a shard take log2 p messages in a row each, at least.
@@ -181,7 +181,7 @@ class CountedRedistributionBound:
         )
         return seconds_per_byte, latency.astype(np.float32)
 
-    def _received_share(
+    def _min_received_fractions(
         self, source: Counts, target: Counts, crossed: npt.NDArray[np.bool_]
     ) -> LayoutTable:
         """Return a lower bound on the fraction of the full value that a device receives over the

@@ -85,7 +85,7 @@ class AxisTables:
 
     Args:
         axis: the axis of the device matrix to decide.
-        choices: choices on all axes; those on `axis` are read only for variables that are fixed.
+        choices: choices on all axes; choices on `axis` are read only for variables that are fixed.
         tables: cache of tables that all axes share; a key contains all that its table depends on.
 
     Attributes:
@@ -116,7 +116,7 @@ class AxisTables:
             for variable, row in zip(problem.variables, choices, strict=True)
         ]
         self.options = [
-            self._valid_choices(n, variable) for n, variable in enumerate(problem.variables)
+            self._valid_choices_on_axis(n, variable) for n, variable in enumerate(problem.variables)
         ]
 
     def decide(self, eliminations: dict[object, Elimination]) -> list[int]:
@@ -148,8 +148,8 @@ class AxisTables:
             ]
 
     def _fix_most_connected_variables(self, scopes: Sequence[Sequence[int]]) -> None:
-        """Fix the choice of the `FIXED_PER_RETRY` variables that share tables with the most other
-        variables."""
+        """Fix the choices of the `FIXED_PER_RETRY` variables that share tables with the largest
+        number of other variables."""
         degree = [0] * len(self.options)
         for scope in scopes:
             for variable in scope:
@@ -160,7 +160,7 @@ class AxisTables:
             choice = self.choices[variable][self.axis]
             self.options[variable] = (choice if choice in self.options[variable] else NO_CUT,)
 
-    def _valid_choices(self, index: int, variable: OpVariable) -> tuple[int, ...]:
+    def _valid_choices_on_axis(self, index: int, variable: OpVariable) -> tuple[int, ...]:
         if variable.pinned is not None:
             return (self.choices[index][self.axis],)
         op_type, shard_counts = variable.op_type, self.shard_counts[index]
@@ -288,7 +288,7 @@ class AxisTables:
     ) -> _ProducedLayouts:
         matrix = self.model.mesh.device_matrix
         if edge.is_shared_parameter:
-            return self._storage_layouts(edge, sizes, factors)
+            return self._add_storage_variable(edge, sizes, factors)
         if edge.fixed_axes is not None:
             dim_of_axis = {axis: dim for dim, axes in enumerate(edge.fixed_axes) for axis in axes}
             num_shards = prod(matrix[a] for a in dim_of_axis if a != self.axis)
@@ -313,7 +313,7 @@ class AxisTables:
             layouts.append(dim)
         return _ProducedLayouts(num_shards, index, tuple(layouts))
 
-    def _storage_layouts(
+    def _add_storage_variable(
         self, edge: TensorEdge, sizes: list[int], factors: list[Factor]
     ) -> _ProducedLayouts:
         """Add a variable for the storage of a parameter that several operators read.

@@ -50,7 +50,7 @@ def lower_bound(
     best = messages.run(on_share)
     if tables.problem is unfolded:
         return best
-    return _unfolded_bound(tables, unfolded, messages.sent_costs())
+    return _bound_of_unfolded_problem(tables, unfolded, messages.sent_costs())
 
 
 class _MessagePassing:
@@ -149,7 +149,7 @@ class _MessagePassing:
         return sent_costs
 
 
-def _unfolded_bound(
+def _bound_of_unfolded_problem(
     tables: CountTables, unfolded: SearchProblem, sent_costs: list[CostsByEnd]
 ) -> float:
     """Return the bound in seconds of the unfolded problem, in which each block gets the messages of
@@ -163,7 +163,7 @@ def _unfolded_bound(
         sent_costs: for each edge table the costs that it passes to its two ends.
     """
     problem, edge_tables = tables.problem, tables.edge_tables
-    edges = {_edge_key(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
+    edges = {_key_of_edge(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
     tables_of_consumer: dict[tuple[int, tuple[int, int] | None], list[int]] = defaultdict(list)
     for table_index, table in enumerate(edge_tables):
         tables_of_consumer[id(table.edge), table.consumer].append(table_index)
@@ -174,7 +174,7 @@ def _unfolded_bound(
         producer = (
             None if edge.producer is None else (variable_of[edge.producer[0]], edge.producer[1])
         )
-        folded_edge = edges[_edge_key(edge, tuple(sorted(consumers)), producer)]
+        folded_edge = edges[_key_of_edge(edge, tuple(sorted(consumers)), producer)]
         # Consumers that share a variable divide the message to it.
         for consumer, count in consumers.items():
             for table_index in tables_of_consumer[id(folded_edge), consumer]:
@@ -201,7 +201,7 @@ def _unfolded_bound(
     return bound
 
 
-def _edge_key(
+def _key_of_edge(
     edge: TensorEdge, consumers: tuple[tuple[int, int], ...], producer: tuple[int, int] | None
 ) -> Hashable:
     """Return a key that is equal for edges of equal values between equal variables.

@@ -83,7 +83,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
         try:
             # Every λ proves a bound; the largest is the closest to the objective.
             bound = max(
-                _bound_of_model(
+                _lower_bound_of_model(
                     search,
                     unfolded,
                     model,
@@ -99,7 +99,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     return CertifiedCuts(_copy_cuts(cuts), total, 0.0)
 
 
-def _bound_of_model(
+def _lower_bound_of_model(
     search: TimedSearch,
     unfolded: TimedSearch,
     model: TimeModel,

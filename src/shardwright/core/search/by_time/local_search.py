@@ -23,8 +23,8 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_PRICES = 250
-"""Maximum number of (edge, layouts) combinations that one local search prices; searching for their
-redistribution steps takes nearly all of its time."""
+"""Maximum number of (edge, layouts) combinations that one local search prices; the search for
+redistribution steps of each combination takes nearly all of the time."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
 """Minimum share of the objective that redistributing an operator's inputs and outputs must take for
@@ -50,7 +50,7 @@ def local_search(
     """
     edges = objective.problem.edges_around()
     neighborhoods = [
-        _Neighborhood(objective, index, variable, edges[index])
+        _OperatorWithEdges(objective, index, variable, edges[index])
         for index, variable in enumerate(objective.problem.variables)
         if variable.pinned is None and variable.op_type.factors
     ]
@@ -87,7 +87,7 @@ def local_search(
 
 
 @dataclass(frozen=True)
-class _Neighborhood:
+class _OperatorWithEdges:
     """One operator, with the edges of its inputs and outputs.
 
     Args:
@@ -102,7 +102,7 @@ class _Neighborhood:
 
     def cost(self, cuts: list[Cuts]) -> ObjectiveCost:
         """Return the cost of the operator plus the cost of its edges."""
-        cost = self._add_operator(cuts, ObjectiveCost())
+        cost = self._add_cost_without_edges(cuts, ObjectiveCost())
         for edge in self.edges:
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
         return cost
@@ -113,10 +113,10 @@ class _Neighborhood:
         """Return `other_cost` plus the cost of the operator and its edges under `cuts`; None if the
         objective is not below `bound` seconds."""
         return self.objective.add_edges(
-            self._add_operator(cuts, other_cost), self.edges, cuts, total, bound
+            self._add_cost_without_edges(cuts, other_cost), self.edges, cuts, total, bound
         )
 
-    def _add_operator(self, cuts: list[Cuts], cost: ObjectiveCost) -> ObjectiveCost:
+    def _add_cost_without_edges(self, cuts: list[Cuts], cost: ObjectiveCost) -> ObjectiveCost:
         """Return `cost` plus the cost of the operator without its edges."""
         op_cost = self.objective.operator(self.variable, cuts[self.index])
         return cost.plus(op_cost, self.variable.count)
@@ -131,7 +131,10 @@ class _Neighborhood:
 
         An axis is omitted from the cuts of a factor whose size it does not divide.
         """
-        nearby, current_factors = self._cut_generator(cuts), factor_of_axis(cuts[self.index])
+        nearby, current_factors = (
+            self._nearby_cuts_generator(cuts),
+            factor_of_axis(cuts[self.index]),
+        )
         yielded = [current_factors]
         for factors in chain(
             nearby.matching_neighbors(),
@@ -156,7 +159,7 @@ class _Neighborhood:
         properties += [factor_of_axis(cuts[variable]) for variable in sorted(variables)]
         return sorted(group[-1] for group in group_equal_axes(model.mesh, properties))
 
-    def _cut_generator(self, cuts: list[Cuts]) -> NearbyCuts:
+    def _nearby_cuts_generator(self, cuts: list[Cuts]) -> NearbyCuts:
         shared = [
             SharedTensor(self._dims_at_edge_end(own_end), self._layout_at_edge_end(other_end, cuts))
             for edge in self.edges

@@ -187,7 +187,8 @@ def _build_problem(
     indexed = index_graph(graph)
     works = [work_of(op) for op in graph.ops]
     op_keys = [
-        _op_key(op, work, pinned, outputs) for op, work in zip(graph.ops, works, strict=True)
+        _op_folding_key(op, work, pinned, outputs)
+        for op, work in zip(graph.ops, works, strict=True)
     ]
     decided_by = representatives(indexed, op_keys) if fold else list(range(len(graph.ops)))
     # Sorted, so that variables are in graph order.
@@ -214,7 +215,7 @@ def _build_problem(
     return SearchProblem(variables, edges, variable_of, indexed)
 
 
-def _op_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
+def _op_folding_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Outputs) -> Hashable:
     """Return a key that is equal for operators that may share a variable, given that their
     `OpType`s are equal."""
     cuts = pinned.get(op.name)
@@ -368,7 +369,10 @@ def _longest_repeated_run(
     # Equal operators may be connected differently, so inputs are compared only now: in Python, for
     # the operators of one run.
     reads_equal = np.array(
-        [_reads_equal_values(indexed, op, period) for op in range(first_op, first_op + length)]
+        [
+            _reads_corresponding_inputs(indexed, op, period)
+            for op in range(first_op, first_op + length)
+        ]
     )
     offset, size = _longest_true_run(reads_equal)
     blocks = size // period + 1
@@ -386,7 +390,7 @@ def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tupl
     return int(edges[2 * longest]), int(lengths[longest])
 
 
-def _reads_equal_values(indexed: IndexedGraph, op: int, period: int) -> bool:
+def _reads_corresponding_inputs(indexed: IndexedGraph, op: int, period: int) -> bool:
     """Whether the operator one period after `op` reads inputs that correspond to the inputs of
     `op`.
 

@@ -86,16 +86,16 @@ class RedistributionBound:
     ) -> tuple[float, float]:
         """Return lower bounds for one pass (forward or backward): seconds per byte of the full
         value, and seconds of latency."""
-        received = self._received_share(source, partial_axes, target, 0)
+        received = self._min_received_fraction(source, partial_axes, target, 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received
         for crossed, added in enumerate(self._added_seconds_per_byte[1:], start=1):
             if added and self._devices_inside[crossed] < self._devices_inside[-1]:
-                seconds_per_byte += added * self._received_share(
+                seconds_per_byte += added * self._min_received_fraction(
                     source, partial_axes, target, crossed
                 )
         return seconds_per_byte, self._latency if received > ROUNDING else 0.0
 
-    def _received_share(
+    def _min_received_fraction(
         self, source: Placement, partial_axes: Collection[int], target: Placement, crossed: int
     ) -> float:
         """Return the least fraction of the full value that a device receives over links of level
@@ -107,13 +107,13 @@ class RedistributionBound:
             self._devices_inside[crossed],
             self._devices_inside[-1] / self._devices_inside[crossed],
         )
-        num_terms = self._num_devices(self._crossing_axes(partial_axes, crossed))
+        num_terms = self._num_devices(self._axes_crossing_level(partial_axes, crossed))
         read_share = common_share = 1.0
         paired_axes: set[int] = set()
         for source_axes, target_axes in zip(source, target, strict=True):
             source_rest, target_rest = (
-                self._crossing_axes(source_axes, crossed),
-                self._crossing_axes(target_axes, crossed),
+                self._axes_crossing_level(source_axes, crossed),
+                self._axes_crossing_level(target_axes, crossed),
             )
             read_share /= self._num_devices(target_rest)
             num_common = sum(1 for _ in takewhile(bool, map(eq, source_rest, target_rest)))
@@ -139,7 +139,7 @@ class RedistributionBound:
         )
         return received / devices_inside
 
-    def _crossing_axes(self, axes: Collection[int], crossed: int) -> Axes:
+    def _axes_crossing_level(self, axes: Collection[int], crossed: int) -> Axes:
         return tuple(axis for axis in axes if self._level[axis] >= crossed)
 
     def _num_devices(self, axes: Axes) -> int:

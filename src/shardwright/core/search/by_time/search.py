@@ -158,7 +158,7 @@ class TimedSearch:
             if all(cuts != earlier_cuts for _, earlier_cuts in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
         totals.sort(key=itemgetter(0))
-        self._swap_axes(totals[0][1], swap_part)
+        self._swap_axes_and_improve(totals[0][1], swap_part)
         on_share(1.0)
         return [cuts for _, cuts in totals]
 
@@ -192,7 +192,7 @@ class TimedSearch:
         is_near = other_cuts != best_cuts and other_total < MAX_COST_RATIO * least_total
         return [list(best_cuts), list(other_cuts)] if is_near else [list(best_cuts)]
 
-    def _swap_axes(self, cuts: list[Cuts], on_share: OnShare) -> None:
+    def _swap_axes_and_improve(self, cuts: list[Cuts], on_share: OnShare) -> None:
         """Swap axes in `cuts`, in place, and improve single operators after a swap (step 5)."""
         is_exposed = self.objective.cost(cuts).exposed > 0
         # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
@@ -233,7 +233,7 @@ class TimedSearch:
             choices, exposed_share, total, refine_part, up_to_date={*order[-1:]}
         )
         results = [self._cuts_of_choices(choices)]
-        if self._copy_axis_choices(choices, best, copy_part):
+        if self._copy_choices_between_axes(choices, best, copy_part):
             self._redecide_axes(
                 choices,
                 exposed_share,
@@ -269,14 +269,16 @@ class TimedSearch:
                 if axis in up_to_date or properties in decided_properties:
                     continue
                 decided_properties.add(properties)
-                total = self._redecide_if_cheaper(choices, axis, exposed_share, best_total)
+                total = self._redecide_axis_if_cheaper(choices, axis, exposed_share, best_total)
                 up_to_date = {axis} if total < best_total else up_to_date | {axis}
                 best_total = total
             if best_total >= previous_total * (1 - MIN_GAIN):
                 break
         return best_total
 
-    def _copy_axis_choices(self, choices: Choices, best_total: float, on_share: OnShare) -> bool:
+    def _copy_choices_between_axes(
+        self, choices: Choices, best_total: float, on_share: OnShare
+    ) -> bool:
         """Replace the choices on an axis by those on another axis, by data parallelism or by no
         cuts, where that decreases the objective (step 3).
 
@@ -301,13 +303,13 @@ class TimedSearch:
             # Sorted, since the order of a set differs between runs, and each change is the start of
             # the next.
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
-                changed = self._with_axis_choices(choices, axis, column)
-                cost = self._cost_below(changed, best_total)
+                changed = self._replace_choices_on_axis(choices, axis, column)
+                cost = self._cost_if_below(changed, best_total)
                 if cost is not None:
                     choices[:], best_total = changed, self.total(cost)
         return best_total < initial_total
 
-    def _with_axis_choices(
+    def _replace_choices_on_axis(
         self, choices: Choices, axis: int, axis_choices: Sequence[int]
     ) -> Choices:
         """Return `choices` with the choices on `axis` replaced by `axis_choices`.
@@ -348,7 +350,7 @@ class TimedSearch:
         for row, choice in zip(choices, decisions, strict=True):
             row[axis] = choice
 
-    def _redecide_if_cheaper(
+    def _redecide_axis_if_cheaper(
         self, choices: Choices, axis: int, exposed_share: float, best_total: float
     ) -> float:
         """Decide one axis again, restore its choices unless the objective decreases, and return the
@@ -360,7 +362,7 @@ class TimedSearch:
         self._decide_axis(choices, axis, exposed_share)
         if [row[axis] for row in choices] == previous_choices:
             return best_total
-        cost = self._cost_below(choices, best_total)
+        cost = self._cost_if_below(choices, best_total)
         if cost is not None:
             return self.total(cost)
         for row, choice in zip(choices, previous_choices, strict=True):
@@ -404,7 +406,7 @@ class TimedSearch:
     def _cost_of_choices(self, choices: Choices) -> ObjectiveCost:
         return self.objective.cost(self._cuts_of_choices(choices))
 
-    def _cost_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
+    def _cost_if_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
         """Return the cost of `choices`, or None if the objective is not below `best_total`
         seconds."""
         return self.objective.cost_below(

@@ -188,7 +188,7 @@ class _AxisSwap:
             if minimum.cost >= cost_without_swap - MIN_GAIN * bound:
                 return None
             num_priced = self.objective.num_priced
-            self._set_choices(self.changed, minimum.choices)
+            self._select_combination(self.changed, minimum.choices)
             cost = self._cost_of_combination(total, bound)
             if cost is not None:
                 return list(self._cuts), cost
@@ -201,7 +201,7 @@ class _AxisSwap:
                 )
         return None
 
-    def _set_choices(self, variables: Sequence[int], choices: Sequence[int]) -> None:
+    def _select_combination(self, variables: Sequence[int], choices: Sequence[int]) -> None:
         for variable, choice in zip(variables, choices, strict=True):
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
@@ -228,9 +228,9 @@ class _AxisSwap:
         choices of `ops`."""
         table = np.zeros((2,) * len(ops))
         for choices in product((0, 1), repeat=len(ops)):
-            self._set_choices(ops, choices)
+            self._select_combination(ops, choices)
             table[choices] = self._lower_bound(edge)
-        self._set_choices(ops, (0,) * len(ops))
+        self._select_combination(ops, (0,) * len(ops))
         return table
 
     def _lower_bound(self, edge: TensorEdge) -> float:

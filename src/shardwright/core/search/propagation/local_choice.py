@@ -40,8 +40,9 @@ MAX_CUTS = 512
 a time."""
 
 LocalCost = tuple[int, int, int]
-"""Bytes sent for redistributions, bytes sent to reduce the operator's own partial sums, and bytes
-of its inputs and outputs on a device; compared in this order."""
+"""Cost of an operator's cuts, compared in this order: communication volume of redistributions,
+communication volume of reducing the operator's own partial sums, and bytes of the operator's inputs
+and outputs on a device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,13 +69,15 @@ class LocalProblem:
         while True:
             # `best` is the first candidate and wins ties, so that every round but the last
             # decreases the cost.
-            improved = self._cheapest_candidate(chain((best,), self._one_axis_changes(best)))
+            improved = self._cheapest_candidate(
+                chain((best,), self._cuts_with_one_axis_changed(best))
+            )
             if improved == best:
                 return best
             best = improved
 
     def cuts_given_neighbors(self, cuts: dict[str, Axes], forward: bool) -> dict[str, Axes]:
-        """Return cuts that send at most the redistribution bytes of `cuts`, given all neighbors.
+        """Return cuts with at most the redistribution volume of `cuts`, given all neighbors.
 
         Ties go to cuts that match the inputs (or the outputs, if not `forward`). So redistributions
         move along tensors of equal size, to where they may become cheaper.
@@ -98,7 +101,7 @@ class LocalProblem:
             return sum(context.redistribution_bytes(*layouts) for context, layouts in tensors)
 
         best, least_cost = cuts, (current_cost[0], mismatched_bytes(cuts), *current_cost[1:])
-        for changed in chain(self.enumerate_cuts(), self._one_axis_changes(cuts)):
+        for changed in chain(self.enumerate_cuts(), self._cuts_with_one_axis_changed(cuts)):
             cost = self.cost(changed, current_cost)
             if cost is None:
                 continue
@@ -146,8 +149,8 @@ class LocalProblem:
         return redistribution_bytes, reduction_bytes, memory
 
     def communication_volume(self, cuts: Cuts) -> int:
-        """Return all bytes that a device sends with `cuts`, including the bytes for gradients of
-        parameters and for collectives inside the kernel."""
+        """Return the communication volume per device with `cuts`, in bytes, including gradients of
+        parameters and collectives inside the kernel."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
         inner = inner_reductions(self.op, self.rule, self.mesh, cuts)
         sent_bytes = sum(size for _, size in inner)
@@ -186,7 +189,7 @@ class LocalProblem:
         # Axes that all neighbors use equally are interchangeable; one choice for the group keeps
         # the number of combinations independent of the number of devices.
         groups = group_equal_axes(self.mesh, [_placements_by_axis(layout) for layout in layouts])
-        neighbor_factors = [self._neighbor_factors(group) for group in groups]
+        neighbor_factors = [self._factors_cut_by_neighbors(group) for group in groups]
         all_factors = [
             (*f, *(n for n in self.nearby.limits if n not in f)) for f in neighbor_factors
         ]
@@ -216,7 +219,7 @@ class LocalProblem:
         )
         return NearbyCuts(self.mesh, unjoined_limits(self.rule), shared)
 
-    def _neighbor_factors(self, group: Axes) -> tuple[str | None, ...]:
+    def _factors_cut_by_neighbors(self, group: Axes) -> tuple[str | None, ...]:
         """Return the factors that neighbors cut over the axes of `group`, then None for no cut."""
         matching = [factors for factors in self.nearby.matching_neighbors() if group[0] in factors]
         return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
@@ -235,7 +238,7 @@ class LocalProblem:
                 orders.append(order)
         return orders
 
-    def _one_axis_changes(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
+    def _cuts_with_one_axis_changed(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
         """Yield `cuts` with one axis changed to another factor, or to none."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
         for factors in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):

@@ -45,7 +45,7 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
             "pin operators with `sw.shard(module, strategy)`, or use"
             ' mode="recursive_programming", which needs no pins'
         )
-    propagation = _Propagation(graph, request.mesh, request.outputs)
+    propagation = _CutsPropagation(graph, request.mesh, request.outputs)
     for op in graph.ops:
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
@@ -77,7 +77,7 @@ MAX_ROUNDS = 4
 operators."""
 
 
-class _Propagation(DecidedLayouts):
+class _CutsPropagation(DecidedLayouts):
     """Cuts and layouts of the decided operators, to which propagation adds further operators."""
 
     def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
@@ -88,22 +88,22 @@ class _Propagation(DecidedLayouts):
     def propagate(self) -> None:
         """Decide operators breadth first, starting at the operators decided so far (step 1).
 
-        Propagation prefers values that have gradients: a mask or a table of positions that all
-        layers share must not be a short cut from the first layer to the last.
+        Operators connected by values with gradients come first; otherwise cuts would pass from the
+        first layer to the last through a mask or a table of positions that all layers share.
         """
         gradient_queue: deque[Op] = deque()
         other_queue: deque[Op] = deque()
         for op in self.graph.ops:
             if op.name in self.cuts:
-                self._enqueue(op, gradient_queue, other_queue)
+                self._enqueue_neighbors(op, gradient_queue, other_queue)
         while gradient_queue or other_queue:
             # An operator may be queued by several neighbors; the first visit decides it.
             op = (gradient_queue or other_queue).popleft()
             if op.name not in self.cuts:
                 self.decide(op, self._cheapest_cuts(op))
-                self._enqueue(op, gradient_queue, other_queue)
+                self._enqueue_neighbors(op, gradient_queue, other_queue)
 
-    def _enqueue(self, op: Op, gradient_queue: deque[Op], other_queue: deque[Op]) -> None:
+    def _enqueue_neighbors(self, op: Op, gradient_queue: deque[Op], other_queue: deque[Op]) -> None:
         for value, neighbor in self.neighbors(op):
             if neighbor.name not in self.cuts:
                 has_gradient = value.requires_grad and value in self.data_values
@@ -137,19 +137,19 @@ class _Propagation(DecidedLayouts):
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
         problem = self._local_problem(op)
-        return {} if problem is None else self._decide_cached(problem, (), problem.cheapest)
+        return {} if problem is None else self._decide_with_cache(problem, (), problem.cheapest)
 
     def _cuts_given_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
         problem, cuts = self._local_problem(op), self.cuts[op.name]
         if problem is None:
             return {}
-        return self._decide_cached(
+        return self._decide_with_cache(
             problem,
             (tuple(cuts.items()), forward),
             lambda: problem.cuts_given_neighbors(cuts, forward),
         )
 
-    def _decide_cached(
+    def _decide_with_cache(
         self,
         problem: LocalProblem,
         extra_key: tuple[object, ...],

@@ -7,8 +7,8 @@ are recomputed; large blocks save fewer inputs. Each block has up to four option
 |---|---|---|
 | `lean` | as `cheap`, without biases, views and sums at the start of a segment | saved |
 | `cheap` | operators without matrix products | saved |
-| `block` | the whole block | saved |
-| `block_and_communication` | the whole block | repeated |
+| `block` | all operators of the block | saved |
+| `block_and_communication` | all operators of the block | repeated |
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RecomputeBlocks:
         Operators that the user recomputes belong to no block.
         """
         if depth not in self._cached_blocks:
-            self._cached_blocks[depth] = self._blocks_with_options(self._block_of_ops(depth))
+            self._cached_blocks[depth] = self._blocks_with_options(self._block_by_op(depth))
         return self._cached_blocks[depth]
 
     @cached_property
@@ -155,7 +155,7 @@ class RecomputeBlocks:
         """Bytes that each operator saves if no block is recomputed."""
         return self._saved_bytes_with_recompute({})
 
-    def _block_of_ops(self, depth: int) -> dict[str, tuple[int, str]]:
+    def _block_by_op(self, depth: int) -> dict[str, tuple[int, str]]:
         """Return (stage, module call) of each operator at a depth of the module tree, by name.
 
         The module call is "" for an operator outside of modules at this depth.
@@ -169,20 +169,20 @@ class RecomputeBlocks:
         """Return the bytes saved on a device if all blocks at a depth are recomputed."""
         return sum(
             self._saved_bytes_with_recompute(
-                self._recompute_whole_blocks(self._block_of_ops(depth), True)
+                self._recompute_full_blocks(self._block_by_op(depth), True)
             ).values()
         )
 
     def _largest_block_bytes(self, depth: int) -> int:
         """Return the bytes that the largest block at a depth saves for its backward pass."""
-        block_of = self._block_of_ops(depth)
+        block_of = self._block_by_op(depth)
         saved: dict[tuple[int, str], int] = {}
         for name, size in self.saved_without_blocks.items():
             if block_of.get(name, (0, ""))[1]:
                 saved[block_of[name]] = saved.get(block_of[name], 0) + size
         return max(saved.values(), default=0)
 
-    def _recompute_whole_blocks(
+    def _recompute_full_blocks(
         self, block_of: Mapping[str, tuple[int, str]], communication: bool
     ) -> dict[str, Recompute]:
         return {
@@ -226,7 +226,7 @@ class RecomputeBlocks:
             block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
-        for option, recompute in self._alternatives(block_of).items():
+        for option, recompute in self._decisions_by_option(block_of).items():
             flow = self._communication_with_recompute(recompute)
             freed = self._freed_by_block(flow, block_of)
             recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
@@ -250,9 +250,9 @@ class RecomputeBlocks:
             Pairs of the bytes that an option frees and the names of the operators that it
             recomputes.
         """
-        block_of = self._block_of_ops(depth)
+        block_of = self._block_by_op(depth)
         options: dict[tuple[int, str], list[tuple[int, list[str]]]] = {}
-        for option, recompute in self._alternatives(block_of).items():
+        for option, recompute in self._decisions_by_option(block_of).items():
             if option == "block_and_communication":
                 continue
             flow = self._communication_with_recompute(recompute)
@@ -266,15 +266,15 @@ class RecomputeBlocks:
                     options.setdefault(block, []).append((size, recomputed.get(block, [])))
         return options
 
-    def _alternatives(
+    def _decisions_by_option(
         self, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[str, dict[str, Recompute]]:
         """Return the decisions of each option, taken in all blocks, by name of the option."""
         return {
             "lean": self._recompute_cheap_ops(block_of, lean=True),
             "cheap": self._recompute_cheap_ops(block_of),
-            "block": self._recompute_whole_blocks(block_of, False),
-            "block_and_communication": self._recompute_whole_blocks(block_of, True),
+            "block": self._recompute_full_blocks(block_of, False),
+            "block_and_communication": self._recompute_full_blocks(block_of, True),
         }
 
     def _freed_by_block(
@@ -402,17 +402,21 @@ class ActivationEstimate:
     def _saved_tensors(self, flow: Communication) -> Iterator[tuple[str, object, int]]:
         """Yield (operator name, key, bytes on a device) for each saved tensor; tensors that share
         memory have equal keys."""
-        first_ops = _first_consumers(self.graph, flow)
+        first_ops = _first_consumer_by_transfer(self.graph, flow)
         for op in self.graph.ops:
             segment = flow.segment_of.get(op.name)
             if segment is None:
                 saved = self.saved[op.name]
                 for index in saved.inputs:
-                    yield from self._saved_input(op, index, flow, first_ops)
+                    yield from self._saved_tensor_of_input(op, index, flow, first_ops)
                 for index in saved.outputs:
-                    yield self._saved_result(op.outputs[index], flow)
+                    yield self._saved_tensor_of_result(op.outputs[index], flow)
                 for index, (shape, dtype) in enumerate(saved.others):
-                    size = prod(shape) * dtype.itemsize * self._local_share(op, shape, flow)
+                    size = (
+                        prod(shape)
+                        * dtype.itemsize
+                        * self._local_fraction_of_saved_tensor(op, shape, flow)
+                    )
                     yield op.name, (op.name, index), int(size)
                 continue
             # Checkpointing saves the inputs of a segment, and within it the results of
@@ -423,9 +427,11 @@ class ActivationEstimate:
                 route = flow.routes[op.name, index]
                 is_repeated = any(transfer.segment == segment.name for transfer in route)
                 if not is_inside or (route and not is_repeated):
-                    yield from self._saved_input(op, index, flow, first_ops, segment.name)
+                    yield from self._saved_tensor_of_input(op, index, flow, first_ops, segment.name)
 
-    def _local_share(self, op: Op, shape: Sequence[int], flow: Communication) -> float:
+    def _local_fraction_of_saved_tensor(
+        self, op: Op, shape: Sequence[int], flow: Communication
+    ) -> float:
         """Return the fraction on a device of a tensor that `op` saves besides inputs and outputs.
 
         A tensor is sharded like the output or an input of equal shape, such as the softmax that a
@@ -447,7 +453,7 @@ class ActivationEstimate:
             return 1 / prod(map(self._mesh.size, self._cuts.get(op.name, {}).values()))
         return _local_numel(value, layout) / max(value.numel, 1)
 
-    def _saved_input(
+    def _saved_tensor_of_input(
         self,
         op: Op,
         index: int,
@@ -475,9 +481,9 @@ class ActivationEstimate:
             )
 
         elif value.origin is Origin.ACTIVATION:
-            yield self._saved_result(value, flow)
+            yield self._saved_tensor_of_result(value, flow)
 
-    def _saved_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
+    def _saved_tensor_of_result(self, value: Value, flow: Communication) -> tuple[str, object, int]:
         """Return (operator name, key, bytes) of the tensor that is saved for an activation.
 
         For a view, the saved tensor is the base of the view.
@@ -489,7 +495,7 @@ class ActivationEstimate:
         return producer.name, root, _local_numel(root, flow.initial_layouts[root]) * root.itemsize
 
 
-def _first_consumers(graph: Graph, flow: Communication) -> dict[Transfer, str]:
+def _first_consumer_by_transfer(graph: Graph, flow: Communication) -> dict[Transfer, str]:
     """Return the name of the first operator that needs the result of each transfer."""
     first_ops: dict[Transfer, str] = {}
     for op in graph.ops:

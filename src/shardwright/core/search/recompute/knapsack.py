@@ -31,7 +31,7 @@ class KnapsackItem:
     cost: float
 
 
-class _Frontier(NamedTuple):
+class _ParetoFrontier(NamedTuple):
     """Pareto-optimal choices of options for the first blocks, by freed bytes, descending.
 
     Args:
@@ -65,9 +65,9 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     if freeable < needed:
         return None
     no_choice = np.full(1, -1)
-    states = [_Frontier(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
+    states = [_ParetoFrontier(np.zeros(1, np.int64), np.zeros(1), no_choice, no_choice)]
     for block in blocks:
-        states.append(_states_with_block(states[-1], block, needed))
+        states.append(_add_block_to_frontier(states[-1], block, needed))
         # The number of states multiplies with each different block; equal blocks give few distinct
         # sums.
         if len(states[-1].freed) > MAX_STATES:
@@ -80,7 +80,9 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
     return chosen[::-1]
 
 
-def _states_with_block(states: _Frontier, block: Sequence[KnapsackItem], needed: int) -> _Frontier:
+def _add_block_to_frontier(
+    states: _ParetoFrontier, block: Sequence[KnapsackItem], needed: int
+) -> _ParetoFrontier:
     """Return the undominated states of `states` combined with the options of one more block."""
     freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
@@ -93,7 +95,7 @@ def _states_with_block(states: _Frontier, block: Sequence[KnapsackItem], needed:
     undominated = np.flatnonzero(cost < least_cost_before)
     # Row 0 of the sums is no option, hence `options - 1`.
     options, previous = np.divmod(order[undominated], len(states.freed))
-    return _Frontier(freed[undominated], cost[undominated], previous, options - 1)
+    return _ParetoFrontier(freed[undominated], cost[undominated], previous, options - 1)
 
 
 def _choose_greedily(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]:

@@ -303,13 +303,13 @@ def micro_batches_in_flight(pipeline: PipelineSpec) -> tuple[int, ...]:
     """Return for each stage the maximum number of micro-batches whose activations exist at the same
     time, as a mean over the chunks of the stage."""
     # Assignments of operators to chunks are neither hashable nor needed.
-    return _counts_in_flight(
+    return _max_micro_batches_in_flight(
         pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks
     )
 
 
 @cache
-def _counts_in_flight(
+def _max_micro_batches_in_flight(
     stages: int, micro_batches: int, schedule: str, chunks: int
 ) -> tuple[int, ...]:
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)

@@ -27,8 +27,8 @@ def max_peak_ratio(measured_ratio: float | None) -> float:
     """Return the maximum expected ratio of the peak memory in a dry run to its estimate.
 
     Args:
-        measured_ratio: ratio of another plan with equal stages, schedule and ZeRO level; None if no
-            plan with these was measured.
+        measured_ratio: ratio that was measured for another plan with equal stages, schedule and
+            ZeRO level; None if no other plan was measured.
     """
     return (
         MAX_PEAK_RATIO
@@ -156,7 +156,9 @@ class RecomputeSearch:
     def expected_decisions(self) -> Decisions:
         """Return decisions with the lowest recomputation level at which each stage is expected to
         fit into memory."""
-        return self._decisions_at_levels(tuple(map(self._next_level, range(len(self._stages)))))
+        return self._decisions_at_levels(
+            tuple(map(self._next_level_to_measure, range(len(self._stages))))
+        )
 
     def run(self) -> MeasuredDecisions:
         """Return decisions with their memory, at the lowest recomputation level at which each stage
@@ -166,7 +168,7 @@ class RecomputeSearch:
             # A stage that does not fit at its last level fits at no level.
             if any(peaks.get(last_level, 0) > self._limit for last_level, peaks in measured):
                 return self.fully_recomputed
-            levels = tuple(map(self._next_level, range(len(self._stages))))
+            levels = tuple(map(self._next_level_to_measure, range(len(self._stages))))
             # One dry run measures all stages, but the level of each stage is searched separately.
             # The dry run of the final combination comes from the cache.
             if all(level in peaks for level, peaks in zip(levels, self._peaks, strict=True)):
@@ -182,7 +184,7 @@ class RecomputeSearch:
             self._measured_levels[self._stages[stage_index].key].add(level)
         return MeasuredDecisions(decisions, memory)
 
-    def _next_level(self, stage_index: int) -> int:
+    def _next_level_to_measure(self, stage_index: int) -> int:
         """Return the recomputation level of a stage to measure next; the lowest level that fits
         once it has been measured."""
         stage, peaks = self._stages[stage_index], self._peaks[stage_index]

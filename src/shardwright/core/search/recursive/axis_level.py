@@ -57,9 +57,9 @@ class AxisLevel:
                 self._propagate_to_consumers(value, dim, queue)
             for value, dim in zip(graph.inputs[op], op_type.input_dims[choice[op]], strict=True):
                 producer = graph.producer[value]
-                if producer is not None and self._can_copy_choice(producer[0]):
+                if producer is not None and self._is_undecided_follower(producer[0]):
                     choice[producer[0]] = self.choice_from_output(*producer, dim)
-                    self._enqueue(producer[0], dim, queue)
+                    self._enqueue_op(producer[0], dim, queue)
                 # Only where the value depends on the inputs: consumers of a table that all layers
                 # share, such as rotary positions, need not agree.
                 elif graph.data[value] and (producer is None or choice[producer[0]] == UNDECIDED):
@@ -69,14 +69,14 @@ class AxisLevel:
         """Decide undecided consumers of a value that is sharded along `dim`, except main
         operators."""
         for consumer, input_index in self.graph.consumers[value]:
-            if self._can_copy_choice(consumer):
+            if self._is_undecided_follower(consumer):
                 self.choice[consumer] = self.choice_from_input(consumer, input_index, dim)
-                self._enqueue(consumer, dim, queue)
+                self._enqueue_op(consumer, dim, queue)
 
-    def _can_copy_choice(self, op: int) -> bool:
+    def _is_undecided_follower(self, op: int) -> bool:
         return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
-    def _enqueue(self, op: int, dim: int, queue: deque[int]) -> None:
+    def _enqueue_op(self, op: int, dim: int, queue: deque[int]) -> None:
         """Add `op` to `queue`, unless `op` is replicated because a size is not divisible."""
         # The other neighbors of an operator that is replicated because its size is not divisible
         # may still be cut.
@@ -91,7 +91,7 @@ class AxisLevel:
             `UNDECIDED` for a replicated input that does not determine the choice, such as a
             broadcast operand.
         """
-        factor = self._factor_on_dim(op, self.graph.op_types[op].inputs[input_index], dim)
+        factor = self._factor_of_tensor_dim(op, self.graph.op_types[op].inputs[input_index], dim)
         # A mask or a rotary table that lacks the batch is always replicated; it must not replicate
         # the activations that it is combined with.
         if factor == NO_CUT and not self.graph.replicates_op[op][input_index]:
@@ -101,9 +101,9 @@ class AxisLevel:
     def choice_from_output(self, op: int, output_index: int, dim: int) -> int:
         """Return the choice of `op` if an output is read sharded along `dim`, or replicated if
         `dim` is `NO_CUT`."""
-        return self._factor_on_dim(op, self.graph.op_types[op].outputs[output_index], dim)
+        return self._factor_of_tensor_dim(op, self.graph.op_types[op].outputs[output_index], dim)
 
-    def _factor_on_dim(self, op: int, dims: tuple[int, ...], dim: int) -> int:
+    def _factor_of_tensor_dim(self, op: int, dims: tuple[int, ...], dim: int) -> int:
         """Return the factor of a tensor's dim; `NO_CUT` if the axis cannot cut the factor.
 
         Args:
@@ -130,10 +130,10 @@ class AxisLevel:
         # consumers.
         undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
         for op in undecided:
-            self.choice[op] = _preferred_choice(self._choices_of_producers(op))
+            self.choice[op] = _first_choice_that_cuts(self._choices_of_producers(op))
         for op in reversed(undecided):
             if self.choice[op] == UNDECIDED:
-                self.choice[op] = _preferred_choice(self._choices_of_consumers(op))
+                self.choice[op] = _first_choice_that_cuts(self._choices_of_consumers(op))
         for op in undecided:
             if self.choice[op] == UNDECIDED:
                 self.choice[op] = NO_CUT
@@ -162,7 +162,7 @@ class AxisLevel:
                     dim = graph.op_types[producer].output_dims[self.choice[producer]][output_index]
                     yield self.choice_from_input(op, input_index, dim)
             elif (dim := graph.batch_dims[value]) != NO_CUT:
-                factor = self._factor_on_dim(op, graph.op_types[op].inputs[input_index], dim)
+                factor = self._factor_of_tensor_dim(op, graph.op_types[op].inputs[input_index], dim)
                 # An input whose batch is not divisible leaves the choice to the other inputs.
                 yield factor if factor != NO_CUT else UNDECIDED
 
@@ -175,9 +175,9 @@ class AxisLevel:
                     yield self.choice_from_output(op, output_index, dim)
 
 
-def _preferred_choice(choices: Iterator[int]) -> int:
-    """Return the first choice that cuts a factor, else `NO_CUT` if it is among `choices`, else
-    `UNDECIDED`."""
+def _first_choice_that_cuts(choices: Iterator[int]) -> int:
+    """Return the first of `choices` that cuts a factor, else `NO_CUT` if `choices` contains
+    `NO_CUT`, else `UNDECIDED`."""
     preferred = UNDECIDED
     for choice in choices:
         if choice >= 0:

@@ -66,7 +66,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     # A result without cuts is valid if replicating was cheapest (a tiny `mem_coeff`), and an error
     # if no size was divisible.
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_valid_choice:
-        raise _no_valid_cut_error(indexed, mesh)
+        raise _error_without_valid_cut(indexed, mesh)
     return cuts
 
 
@@ -147,7 +147,7 @@ class Recursion:
     def alternatives(self, level: AxisLevel, op: int) -> list[CutAlternative]:
         """Return all choices of `op` with their costs, no cut last; ties go to the first."""
         op_type, costs = self.graph.op_types[op], self._operator_costs(level, op)
-        neighbors = _decided_neighbors(level, op, costs.elements)
+        neighbors = _tensors_shared_with_decided_ops(level, op, costs.elements)
 
         def redistribution(factor: int) -> float:
             dims = (op_type.input_dims[factor], op_type.output_dims[factor])
@@ -215,7 +215,7 @@ def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
     return dim == NO_CUT if neighbor_dim == _CUT_SOMEWHERE else dim != neighbor_dim
 
 
-def _decided_neighbors(
+def _tensors_shared_with_decided_ops(
     level: AxisLevel, op: int, elements: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
     """Return the tensors that `op` shares with operators whose choice on this axis is decided.
@@ -284,7 +284,7 @@ def _pinned_choices(
     return choices
 
 
-def _no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
+def _error_without_valid_cut(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
     devices = mesh.num_devices
     if not any(limit > 1 for op_type in indexed.op_types for limit in op_type.limits):
         return StrategyError(
