@@ -31,10 +31,10 @@ class BoundProgram:
         draws_random_numbers: whether an operator draws random numbers, as dropout does.
         devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
-        off_path: watches outputs whose gradients would be incomplete, as the backward pass from
-            other outputs does not reach them.
-        local_outputs: number of local batches of each output of which this rank gets the samples
-            of its local batch, by name.
+        off_path: check of outputs whose gradients would be incomplete, as the backward pass from
+            other outputs does not reach these outputs.
+        local_outputs: number of local batches, by name of each output of which this rank gets only
+            the samples of its local batch.
     """
 
     graph: Graph

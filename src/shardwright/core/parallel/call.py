@@ -48,11 +48,11 @@ class PlannedCall:
         ]
         self._inputs = graph.inputs
         self._args, self._kwargs = pytree.tree_unflatten(list(graph.inputs), graph.in_spec)
-        self._planned_names = self._drop_defaults(
+        self._planned_names = self._omit_default_arguments(
             self._arguments_by_name(self._args, self._kwargs)
         ).keys()
         self._planned_index = {
-            path: index for index, path in enumerate(self._leaf_paths(graph.in_spec))
+            path: index for index, path in enumerate(self._argument_paths_of_leaves(graph.in_spec))
         }
         self._planned_indices: dict[pytree.TreeSpec, list[int | None]] = {}
 
@@ -60,7 +60,7 @@ class PlannedCall:
         """Return the arguments of a call in the structure of the planned call.
 
         If the call passes other parameters than the planned call, return the arguments by keyword,
-        without those equal to their defaults.
+        without arguments that equal their defaults.
 
         Raises:
             PlanError: if `forward` does not accept the arguments.
@@ -77,7 +77,7 @@ class PlannedCall:
                 f"the model was called with {_describe_arguments(args, kwargs)}: {error}\npass the "
                 f"planned inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
-        named = self._drop_defaults(self._arguments_by_name(args, kwargs))
+        named = self._omit_default_arguments(self._arguments_by_name(args, kwargs))
         # In the planned structure, so that positional and keyword arguments hit the same program.
         if named.keys() == self._planned_names:
             values = [
@@ -88,7 +88,7 @@ class PlannedCall:
             return tuple(values[:count]), dict(zip(self._kwargs, values[count:], strict=True))
         keywords = self._signature.parameters
         # `*args` and positional-only parameters cannot be passed by keyword.
-        if any(self._must_be_positional(name) for name in named):
+        if any(self._is_positional_only(name) for name in named):
             return args, kwargs
         return (), {name: named[name] for name in sorted(named, key=[*keywords, *named].index)}
 
@@ -98,7 +98,7 @@ class PlannedCall:
         if spec not in self._planned_indices:
             pytree.register_keys(spec)
             self._planned_indices[spec] = [
-                self._planned_index.get(path) for path in self._leaf_paths(spec)
+                self._planned_index.get(path) for path in self._argument_paths_of_leaves(spec)
             ]
         return self._planned_indices[spec]
 
@@ -138,32 +138,36 @@ class PlannedCall:
         names = [*self._positions, *(f"*{n}" for n in range(len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _leaf_paths(self, spec: pytree.TreeSpec) -> list[str]:
+    def _argument_paths_of_leaves(self, spec: pytree.TreeSpec) -> list[str]:
         args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
         # Paths, unlike indices, are equal whether an argument is passed by position or by keyword.
         flat, _ = pytree.tree_flatten_with_path(self._arguments_by_name(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 
-    def _drop_defaults(self, named: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in named.items() if not self._is_default(name, value)}
+    def _omit_default_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in named.items()
+            if not self._is_default_argument(name, value)
+        }
 
-    def _is_default(self, name: str, value: Any) -> bool:
+    def _is_default_argument(self, name: str, value: Any) -> bool:
         # Only numbers and strings are compared by value: `==` of two tensors is a tensor.
-        default = self._parameter_default(name)
+        default = self._default_of_parameter(name)
         return value is default or (
             isinstance(value, bool | int | float | str)
             and type(value) is type(default)
             and value == default
         )
 
-    def _parameter_default(self, name: str) -> Any:
+    def _default_of_parameter(self, name: str) -> Any:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 
     def _argument_or_default(self, name: str, named: dict[str, Any]) -> Any:
-        return named[name] if name in named else self._parameter_default(name)
+        return named[name] if name in named else self._default_of_parameter(name)
 
-    def _must_be_positional(self, name: str) -> bool:
+    def _is_positional_only(self, name: str) -> bool:
         parameter = self._signature.parameters.get(name)
         return name.startswith("*") or (
             parameter is not None and parameter.kind is parameter.POSITIONAL_ONLY

@@ -50,8 +50,8 @@ class CallLeaves:
         return result
 
     def _axes_of_local_batch(self, planned: object) -> CutAxes:
-        """Return the axes that shard each dimension of a planned input of which ranks pass local
-        batches; empty for other inputs."""
+        """Return the axes that shard each dimension of a planned input if ranks pass local batches
+        of the input, else ()."""
         arrivals = self.partitioned.decisions.arrivals
         return arrivals.get(planned.name, ()) if isinstance(planned, Value) else ()
 

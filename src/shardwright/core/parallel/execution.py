@@ -93,11 +93,15 @@ class Execution(Recapture):
     ) -> None:
         super().__init__(module, template, partitioned, devices, hooks)
         partitioned, graph = self.partitioned, self.partitioned.graph
-        if self._splits_batch and graph.python is not None and graph.python.depends_on_calls:
+        if (
+            self._has_micro_batches_or_stages
+            and graph.python is not None
+            and graph.python.depends_on_calls
+        ):
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Module with the forward hooks, and the `forward` set on the instance, that were captured
-        into programs."""
+        """Module that holds the captured forward hooks and the captured instance `forward` of the
+        model, which programs contain."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.initialization: Initialization | None = None
@@ -118,7 +122,7 @@ class Execution(Recapture):
         # A call with the shapes of a micro-batch has a loss of its own.
         prefix = ("micro-batch",) if graph.is_term_of_batch else ()
         self._planned_program: tuple[Any, ...] = (*prefix, *self._planned_specialization)
-        self._bind_planned_call()
+        self._cache_planned_program()
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -136,10 +140,10 @@ class Execution(Recapture):
         return self.call(args, kwargs)[0]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Graph, list[Any]]:
-        """Run a call.
+        """Run a call of the model.
 
         Returns:
-            The model's result, the graph that ran, and the outputs of the graph.
+            (the model's result, the graph that ran, the outputs of the graph).
 
         Raises:
             PlanError: if called under a `torch.func` transform, or in a backward pass although the
@@ -170,9 +174,9 @@ class Execution(Recapture):
             gradients = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
-                self._evict_programs(self._forwards)
+                self._evict_oldest_programs(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
-        bound = _get_and_mark_recently_used(self._forwards, key)
+        bound = _get_as_most_recently_used(self._forwards, key)
         check_filled(bound.graph.filled, self._filled)
         if is_distributed and bound.draws_random_numbers:
             refuse_other_draws()
@@ -214,7 +218,7 @@ class Execution(Recapture):
         if self.module.training:
             self.random_step += 1
         seed = self.random_seed + self.random_step
-        with self._guard.explaining_errors(), self._autocast.disabled():
+        with self._guard.explaining_errors(), self._autocast_of_caller.disabled():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if is_distributed:
             before_backward(outputs, [*checks, self._guard.check_step])
@@ -246,13 +250,13 @@ class Execution(Recapture):
         depends_on_calls = python is not None and python.depends_on_calls
         self._reachable.update()
         # The program of a later Python state may change objects.
-        if depends_on_calls or (self._reachable.version and not self._splits_batch):
+        if depends_on_calls or (self._reachable.version and not self._has_micro_batches_or_stages):
             return self._train_with_python_effects(args, kwargs)
-        bound, leaves, dims = self._find_bound_step(args, kwargs)
+        bound, leaves, dims = self._get_or_capture_step(args, kwargs)
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
         self.random_step += 1
-        with self._guard.explaining_errors(), self._autocast.disabled():
+        with self._guard.explaining_errors(), self._autocast_of_caller.disabled():
             seed = self.random_seed + self.random_step
             # Detached shards: a step runs its own backward passes and adds the gradients once,
             # without DTensor's autograd functions in between.
@@ -320,7 +324,7 @@ class Execution(Recapture):
         self.initialization.take_values(self.module)
         self.initialization.end(self.module)
         self.initialization = None
-        self._bind_tensors()  # `to_empty` may have replaced parameters and buffers.
+        self._bind_programs_to_tensors()  # `to_empty` may have replaced parameters and buffers.
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
         """Return the execution of `module`, a deep copy of this execution's module. Not collective.
@@ -345,19 +349,19 @@ class Execution(Recapture):
         user_module = alias_module(module, type(self._user_module))
         result._reachable = self._reachable.of_copy(user_module, module)
         result._filled = dict(self._filled)
-        result._bind_tensors()
+        result._bind_programs_to_tensors()
         return result
 
-    def _bind_tensors(self) -> None:
+    def _bind_programs_to_tensors(self) -> None:
         """Bind all programs to the current parameters and buffers of the module."""
         module = self.module
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
-            key: replace(b, tensors=self._module_tensors(b.graph))
+            key: replace(b, tensors=self._module_tensors_of_graph(b.graph))
             for key, b in self._forwards.items()
         }
         self._train_steps = {
-            key: replace(b, tensors=self._step_tensors(b.step.partitioned))
+            key: replace(b, tensors=self._module_tensors_of_step(b.step.partitioned))
             for key, b in self._train_steps.items()
         }
 
@@ -365,15 +369,15 @@ class Execution(Recapture):
         """Drop captured forward hooks whose handles the user has removed."""
         self._state.forget_removed_hooks()
 
-    def _bind_planned_call(self) -> None:
+    def _cache_planned_program(self) -> None:
         """Lower the program for the planned mode, state and input shapes, before the first call."""
         self._forwards[self._planned_program] = self._bind_program(self.partitioned)
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
         graph, (chunk,) = partitioned.graph, partitioned.chunks
-        tensors = self._module_tensors(graph)
+        tensors = self._module_tensors_of_graph(graph)
         recomputes = bool(partitioned.decisions.recompute)
-        devices = self._program_devices(partitioned)
+        devices = self._devices_of_program(partitioned)
         current = graph.python.current if graph.python is not None else frozenset()
         draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
         # The gradients of local outputs are scaled, so the returned tensor is not the one from
@@ -383,7 +387,7 @@ class Execution(Recapture):
         counts = {name: partitioned.mesh.size(chain(*axes)) for name, axes in local.items()}
         return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path, counts)
 
-    def _module_tensors(self, graph: Graph) -> ModuleTensors:
+    def _module_tensors_of_graph(self, graph: Graph) -> ModuleTensors:
         return ModuleTensors.of(self.module, graph.parameters, graph.module_buffers)
 
     def _compile_program(self, bound: BoundProgram) -> BoundProgram:
@@ -393,7 +397,7 @@ class Execution(Recapture):
         off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
         return replace(bound, program=program, off_path=off_path)
 
-    def _find_bound_step(
+    def _get_or_capture_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BoundStep, list[Any], SampleDims]:
         """Return the training step for a call, the call's leaves on this rank's device, and the
@@ -423,30 +427,30 @@ class Execution(Recapture):
             if not (is_planned and self._python.holds(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
                 partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
-            self._evict_programs(self._train_steps)
-            self._train_steps[key] = self._bind_step(partitioned)
-        bound = _get_and_mark_recently_used(self._train_steps, key)
+            self._evict_oldest_programs(self._train_steps)
+            self._train_steps[key] = self._bind_train_step(partitioned)
+        bound = _get_as_most_recently_used(self._train_steps, key)
         check_filled(bound.step.partitioned.graph.filled, self._filled)
         return bound, inputs, dims
 
-    def _bind_step(self, partitioned: Partitioned) -> BoundStep:
-        step = self._make_step(partitioned)
+    def _bind_train_step(self, partitioned: Partitioned) -> BoundStep:
+        step = self._make_train_step(partitioned)
         if self._compiler is not None:
             step.compile(self._compiler)
-        return BoundStep(step, self._step_tensors(partitioned))
+        return BoundStep(step, self._module_tensors_of_step(partitioned))
 
-    def _step_tensors(self, partitioned: Partitioned) -> ModuleTensors:
+    def _module_tensors_of_step(self, partitioned: Partitioned) -> ModuleTensors:
         return ModuleTensors.of(self.module, *partitioned.tensors_of(self.devices.stage))
 
-    def _make_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self._program_devices(partitioned))
+    def _make_train_step(self, partitioned: Partitioned) -> TrainStep:
+        return GradientAccumulation(partitioned, self._devices_of_program(partitioned))
 
-    def _program_devices(self, partitioned: Partitioned) -> Devices:
+    def _devices_of_program(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
-    def _evict_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
-        """Remove the least recently used programs from the cache `bound`, but none of the planned
-        specialization."""
+    def _evict_oldest_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
+        """Remove the least recently used programs from the cache `bound`, except programs of the
+        planned specialization."""
         planned = self._planned_specialization
         other_keys = [
             key for key in bound if key != self._planned_program and key[: len(planned)] != planned
@@ -456,7 +460,7 @@ class Execution(Recapture):
             del bound[key]
 
 
-def _get_and_mark_recently_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
+def _get_as_most_recently_used(bound: dict[tuple[Any, ...], Bound], key: tuple[Any, ...]) -> Bound:
     """Return the cache entry of `key`, and move it to the end, as the most recently used."""
     # Dictionaries keep the order of insertion.
     bound[key] = bound.pop(key)

@@ -88,7 +88,7 @@ class Copyable:
         )
 
 
-def _refuse_data_parallel(net: ParallelModule) -> tuple[str, ...]:
+def _refuse_distributed_data_parallel(net: ParallelModule) -> tuple[str, ...]:
     """Refuse `DistributedDataParallel` around a model on several devices."""
     if net.execution.devices.is_distributed:
         raise PlanError(
@@ -102,7 +102,7 @@ def _refuse_data_parallel(net: ParallelModule) -> tuple[str, ...]:
 
 
 # Of a base class, so that it is not among the names that a user's model may not have.
-on_data_parallel(Copyable, _refuse_data_parallel)
+on_data_parallel(Copyable, _refuse_distributed_data_parallel)
 
 
 class ParallelModule(Copyable, nn.Module):
@@ -117,9 +117,9 @@ class ParallelModule(Copyable, nn.Module):
     they are DTensors, gathered on request (`full_tensor()`) or by operators with ordinary tensors
     (`OutputTensor`).
     A backward pass may start from any output, with gradients in the output's layout that are equal
-    on all ranks. If ranks pass local batches (`dataset_strategy`), outputs with samples are
-    those of the local batch, and their gradients those of the rank's own loss. With pipeline stages
-    the model is called under `torch.no_grad()`, and trained by `train_step`.
+    on all ranks. If ranks pass local batches (`dataset_strategy`), an output with samples has the
+    samples of the local batch, and its gradient is that of the rank's own loss. With pipeline
+    stages the model is called under `torch.no_grad()`, and trained by `train_step`.
     """
 
     execution: Execution
@@ -225,7 +225,7 @@ def parallel_module(
     if caching_configs(module):
         log.info("%s is captured with config.use_cache=False", type(module).__name__)
     other_stages = _tensors_of_other_stages(module, partitioned, devices)
-    initialization = Initialization(devices, _names_without_values(module, devices))
+    initialization = Initialization(devices, _names_of_uninitialized_tensors(module, devices))
     refuse_lost_writes()
     # These change functions for the DTensors of this process; further calls do nothing.
     compute_unsupported_operators()
@@ -376,7 +376,7 @@ def _check_reserved_names(module: nn.Module) -> None:
             )
 
 
-def _names_without_values(module: nn.Module, devices: Devices) -> set[str]:
+def _names_of_uninitialized_tensors(module: nn.Module, devices: Devices) -> set[str]:
     """Return the names of parameters and buffers on the meta device without a recorded
     initialization."""
     if devices.device.type == "meta":

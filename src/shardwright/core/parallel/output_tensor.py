@@ -81,7 +81,7 @@ class OutputTensor(DTensor):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if func in _BACKWARD:
-            return _run_backward(func, args, kwargs)
+            return _run_backward_of_outputs(func, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # `torch.autograd.grad` does not combine outputs, inputs and gradients in one operator.
         only_dtensors = func is torch.autograd.grad or all(
@@ -101,9 +101,9 @@ class OutputTensor(DTensor):
                     raise
                 reason = error
             else:
-                _wrap_results(results, tensors)
+                _make_output_tensors(results, tensors)
                 return results
-        if _writes_to_output(name, args, kwargs):
+        if _is_in_place_on_output(name, args, kwargs):
             # In-place changes of the gathered copy would be lost.
             raise MixedTensorsError(
                 f"{name or func} would change an output of a planned model, which is sharded,"
@@ -115,7 +115,7 @@ class OutputTensor(DTensor):
         return func(*args, **kwargs)
 
 
-def _run_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, a `backward` function, on ordinary outputs if any gradient is an ordinary tensor.
 
     Outputs are then gathered to match that gradient. The tensors in `inputs` are not gathered,
@@ -130,7 +130,7 @@ def _run_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return func(*given[0], **given[1], **inputs)
 
 
-def _wrap_results(results: Any, tensors: Sequence[Tensor]) -> None:
+def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
     """Make the new DTensors that a function returns `OutputTensor`s.
 
     Args:
@@ -146,7 +146,7 @@ def _wrap_results(results: Any, tensors: Sequence[Tensor]) -> None:
             as_output_tensor(leaf, watch)
 
 
-def _writes_to_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_in_place_on_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether calling the function `name` with these arguments changes an `OutputTensor` in
     place."""
     changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))

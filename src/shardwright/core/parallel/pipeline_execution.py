@@ -41,16 +41,16 @@ class PipelineExecution(Execution):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._register_stage_parameters()
+        self._register_parameters_of_stage()
         refuse_to_save_stage(self.module, state_names(self.template))
 
     def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> Execution:
         result = super().for_copy(module, memo)
         assert isinstance(result, PipelineExecution)
-        result._register_stage_parameters()
+        result._register_parameters_of_stage()
         return result
 
-    def _register_stage_parameters(self) -> None:
+    def _register_parameters_of_stage(self) -> None:
         stages = self.partitioned.stages_of_parameters
         parameters = StageParameters.of(self.module, self.template, stages, self.devices)
         stage_models()[self.module] = parameters
@@ -70,7 +70,7 @@ class PipelineExecution(Execution):
                 " `torch.no_grad()`"
             )
         self._reachable.update()
-        bound, leaves, dims = self._find_bound_step(args, kwargs)
+        bound, leaves, dims = self._get_or_capture_step(args, kwargs)
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.tensors.read()
@@ -81,7 +81,9 @@ class PipelineExecution(Execution):
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
         outputs = [
-            self._rank_output(stages, leaf, local_outputs) if isinstance(leaf, Value) else leaf
+            self._output_of_local_batch(stages, leaf, local_outputs)
+            if isinstance(leaf, Value)
+            else leaf
             for leaf in graph.outputs
         ]
         if graph.python is None:
@@ -116,8 +118,8 @@ class PipelineExecution(Execution):
         assert isinstance(stages, RankStages)
         return stages
 
-    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
-        state = super()._module_state()
+    def _module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
+        state = super()._module_state_key()
         if self._state.changed_buffers:
             raise PlanError(
                 f"buffer {self._state.changed_buffers[0]!r}, on whose values shapes or branches of "
@@ -126,11 +128,11 @@ class PipelineExecution(Execution):
             )
         return state
 
-    def _bind_planned_call(self) -> None:
+    def _cache_planned_program(self) -> None:
         key = (*self._planned_specialization, self.partitioned.pipeline.micro_batches)
-        self._train_steps[key] = self._bind_step(self.partitioned)
+        self._train_steps[key] = self._bind_train_step(self.partitioned)
 
-    def _make_step(self, partitioned: Partitioned) -> RankStages:
+    def _make_train_step(self, partitioned: Partitioned) -> RankStages:
         stage = self.devices.stage
         # Another mode may read parameters of another stage, such as a tied head in evaluation.
         for values in partitioned.tensors_of(stage):
@@ -141,7 +143,7 @@ class PipelineExecution(Execution):
                         f" (training={self.module.training}), but does not own it\nplan the model"
                         " in this mode, or with one stage"
                     )
-        return RankStages(partitioned, self._program_devices(partitioned))
+        return RankStages(partitioned, self._devices_of_program(partitioned))
 
     def _capture(
         self,
@@ -166,19 +168,24 @@ class PipelineExecution(Execution):
         # Operators that the planned graph lacks go to the chunk of their neighbors.
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
-    def _rank_output(
+    def _output_of_local_batch(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
-        """Return an output for the local batch of this rank, if it has one; else for the global
-        batch. The arguments are those of `_global_output`."""
-        output = self._global_output(stages, value, local_outputs)
+        """Return an output for the local batch of this rank or, if ranks pass the global batch, for
+        the global batch.
+
+        Args:
+            value: an output of the model's graph.
+            local_outputs: this rank's tensors of all micro-batches, by name of the output.
+        """
+        output = self._output_of_global_batch(stages, value, local_outputs)
         axes = stages.partitioned.local_outputs.get(value.name)
         if axes is None:
             return output
         layout = TensorLayout(self.devices.matrix, axes)
         return output[layout.slices(self.devices.rank, tuple(output.shape))]
 
-    def _global_output(
+    def _output_of_global_batch(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
         """Return an output for the global batch, as a full tensor on every rank.
@@ -198,7 +205,7 @@ class PipelineExecution(Execution):
         # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
         if chunk.stage == self.devices.stage:
             tensors = [
-                self._unshard_output(stages, chunk, value, tensor)
+                self._gather_output(stages, chunk, value, tensor)
                 for tensor in local_outputs[value.name]
             ]
             weight = stages.reduction_of(value)
@@ -231,7 +238,7 @@ class PipelineExecution(Execution):
         blocks = samples.reshape(micro_batches, num_shards, -1, *samples.shape[1:])
         return blocks.transpose(0, 1).reshape(samples.shape)
 
-    def _unshard_output(
+    def _gather_output(
         self, stages: RankStages, chunk: Chunk, value: Value, tensor: Tensor
     ) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))

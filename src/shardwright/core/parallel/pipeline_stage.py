@@ -159,8 +159,8 @@ class StageModule(nn.Module):
 
 
 def _detach_unless_trained(value: Value, tensor: Tensor) -> Tensor:
-    """Return `tensor`, the tensor of `value`, detached unless the loss needs a gradient of
-    `value`."""
+    """Return `tensor`, which has the values of `value`, detached unless the loss needs a gradient
+    of `value`."""
     # Both sides of the boundary must agree on which values get a gradient back.
     return tensor if value.requires_grad else tensor.detach()
 
@@ -182,7 +182,7 @@ class RankStages:
     _forward_schedule: PipelineSchedule | None = None
 
     def __post_init__(self) -> None:
-        self._create_groups()
+        self._create_process_groups_of_stages()
         graph = self.partitioned.graph
         self.modules = tuple(
             StageModule(chunk, lower(chunk, self.devices, unsharded=True), graph)
@@ -191,7 +191,7 @@ class RankStages:
         read = (v for module in self.modules for v in module.chunk.graph.buffers)
         self._whole_batch = WholeBatchValues(self.partitioned, self.devices, read)
         self._loss_weight = loss_weight(self.partitioned)
-        self._stages: list[PipelineStageBase] = [self._make_stage(m) for m in self.modules]
+        self._stages: list[PipelineStageBase] = [self._make_pipeline_stage(m) for m in self.modules]
 
     @property
     def pipeline(self) -> PipelineSpec:
@@ -216,14 +216,14 @@ class RankStages:
             module.program = compiler(module.program)
 
     def train(self, inputs: StepInputs) -> StepResults:
-        step = self._begin_step(inputs)
+        step = self._make_step_context(inputs)
         if self._train_schedule is None:
-            self._train_schedule = self._make_schedule(self._weighted_loss)
+            self._train_schedule = self._make_pipeline_schedule(self._weight_loss_of_micro_batch)
         losses: list[Tensor] = []
         # The schedule chunks its arguments on dimension 0: each micro-batch gets its index.
         indices = torch.arange(self.micro_batches)
         trace_range = record_function(SCHEDULE) if self.devices.named_ranges else nullcontext()
-        # The full schedule counts as waiting; `_make_stage` subtracts the passes of chunks.
+        # All of the schedule counts as waiting; `_make_pipeline_stage` subtracts passes of chunks.
         with trace_range, self.devices.waits.measure():
             self._train_schedule.step(
                 number=indices, target=indices, losses=losses, return_outputs=False
@@ -237,7 +237,7 @@ class RankStages:
         # shards over the stages suffices.
         self._reduce_shared_gradients(inputs.shards, gradients)
         # The schedule collects losses on the last stage only.
-        loss = torch.stack(losses).sum().detach() if losses else self._empty_loss()
+        loss = torch.stack(losses).sum().detach() if losses else self._make_empty_loss()
         self._broadcast_from_stage(self._last_stage_index, loss)
         return loss, gradients, inputs.changed(step.buffers)
 
@@ -249,10 +249,10 @@ class RankStages:
             micro-batches; and the new values of buffers by name.
         """
         with torch.no_grad():
-            step = self._begin_step(inputs)
+            step = self._make_step_context(inputs)
             step.evaluated = {}
             if self._forward_schedule is None:
-                self._forward_schedule = self._make_schedule(None)
+                self._forward_schedule = self._make_pipeline_schedule(None)
             self._forward_schedule.step(
                 number=torch.arange(self.micro_batches), return_outputs=False
             )
@@ -276,8 +276,8 @@ class RankStages:
         """Return the dimension in which the micro-batches of output `value` are concatenated; None
         if the output is not concatenated.
 
-        An output that was not analyzed is concatenated along dimension 0 if its size equals that of
-        dimension 0 of the first input.
+        An output that was not analyzed is concatenated along dimension 0 if its dimension 0 has the
+        size of dimension 0 of the first input.
         """
         graph = self.partitioned.graph
         outputs = dict(whole_batch_of(graph).outputs)
@@ -288,10 +288,10 @@ class RankStages:
         is_joined = value.shape and sizes and value.shape[0] == sizes[0]
         return 0 if is_joined and not self.pipeline.batch_dims else None
 
-    def _weighted_loss(self, loss: Tensor, index: Tensor | int) -> Tensor:
+    def _weight_loss_of_micro_batch(self, loss: Tensor, index: Tensor | int) -> Tensor:
         return loss * self._loss_weight
 
-    def _begin_step(self, inputs: StepInputs) -> StepContext:
+    def _make_step_context(self, inputs: StepInputs) -> StepContext:
         step = StepContext.of(inputs, self.micro_batches, self._whole_batch)
         for module in self.modules:
             module.begin_step(step, inputs)
@@ -299,7 +299,7 @@ class RankStages:
 
     # Groups and schedules
 
-    def _create_groups(self) -> None:
+    def _create_process_groups_of_stages(self) -> None:
         """Create the process groups of all stages. Collective.
 
         `new_group` is a collective of all ranks, members or not. So every rank creates the groups
@@ -318,10 +318,16 @@ class RankStages:
                 if self.devices.stage in stages and group is not None:
                     self._groups_of_shared_parameters[name] = group
 
-    def _make_stage(self, module: StageModule) -> PipelineStageBase:
+    def _make_pipeline_stage(self, module: StageModule) -> PipelineStageBase:
         chunk, decisions = module.chunk, module.chunk.decisions
-        arriving = tuple(_meta_tensor(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving)
-        leaving = tuple(_meta_tensor(v, decisions.departures[v.name], chunk) for v in chunk.leaving)
+        arriving = tuple(
+            _meta_tensor_between_stages(v, decisions.arrivals[v.name], chunk)
+            for v in chunk.arriving
+        )
+        leaving = tuple(
+            _meta_tensor_between_stages(v, decisions.departures[v.name], chunk)
+            for v in chunk.leaving
+        )
         # The last stage sends nothing, but PyTorch wants to know the shape of its output.
         if not leaving and chunk.graph.loss is not None:
             leaving = (torch.empty((), dtype=chunk.graph.loss.dtype, device="meta"),)
@@ -334,7 +340,7 @@ class RankStages:
             leaving,
             self.devices.peers_of_all_stages,
             # Zero-bubble schedules call W of every chunk; those that cannot split do all work in I.
-            dw_builder=None if can_split_backward(module) else _no_op_weight_gradient_pass,
+            dw_builder=None if can_split_backward(module) else _make_empty_weight_gradient_pass,
         )
         # Wrapped on the instance, as schedules call these methods of the stage by name.
         for method_name, pass_name in PASSES.items():
@@ -344,7 +350,7 @@ class RankStages:
             setattr(stage, method_name, method)
         return stage
 
-    def _make_schedule(self, loss_fn: Any) -> PipelineSchedule:
+    def _make_pipeline_schedule(self, loss_fn: Any) -> PipelineSchedule:
         micro_batches = self.micro_batches
         schedule_class = self.pipeline.schedule_spec.torch_class(
             micro_batches, self.pipeline.stages
@@ -375,7 +381,7 @@ class RankStages:
                     dist.all_reduce(total, group=group)
                 gradients[name] = total
 
-    def _empty_loss(self) -> Tensor:
+    def _make_empty_loss(self) -> Tensor:
         loss = self.partitioned.graph.loss
         assert loss is not None
         return torch.empty((), dtype=loss.dtype, device=self.devices.device)
@@ -394,7 +400,7 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
     return devices.groups
 
 
-def _meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
+def _meta_tensor_between_stages(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
     """Return a meta tensor with the local shape of `value`, sent between stages in the layout
     `axes`."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)
@@ -427,13 +433,13 @@ def can_split_backward(module: StageModule) -> bool:
     return is_separable and (chunk.number == 0 or any(v.requires_grad for v in chunk.arriving))
 
 
-def _no_op_weight_gradient_pass() -> Any:
+def _make_empty_weight_gradient_pass() -> Any:
     """Return a weight-gradient pass (W) that does nothing: the `dw_builder` of chunks that compute
     all gradients in the input-gradient pass (I)."""
-    return _no_op
+    return _do_nothing
 
 
-def _no_op(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     return None
 
 
@@ -444,10 +450,10 @@ def _skip_backward_passes(schedule: PipelineScheduleMulti) -> None:
     `PipelineScheduleSingle` stops after the forward passes.
     """
     for computation in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
-        schedule.register_custom_function(computation, _no_op)  # type: ignore[attr-defined]
+        schedule.register_custom_function(computation, _do_nothing)  # type: ignore[attr-defined]
 
 
-class _StageBoundary(torch.autograd.Function):
+class _StageBoundaryFunction(torch.autograd.Function):
     """Detach tensors, and make their gradients contiguous: `isend` rejects strided tensors."""
 
     @staticmethod
@@ -478,7 +484,7 @@ def stage_boundary(tensors: Sequence[Tensor], anchors: Sequence[Tensor] = ()) ->
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     boundary_outputs = iter(())
     if trained:
-        boundary_outputs = iter(_StageBoundary.apply(len(trained), *trained, *anchors))  # type: ignore[no-untyped-call]
+        boundary_outputs = iter(_StageBoundaryFunction.apply(len(trained), *trained, *anchors))  # type: ignore[no-untyped-call]
     return tuple(
         (next(boundary_outputs) if t.requires_grad else t.detach()).contiguous() for t in tensors
     )

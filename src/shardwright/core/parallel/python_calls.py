@@ -1,8 +1,9 @@
 """Calls of planned models whose Python runs around the program: TorchDynamo's bytecode and guards.
 
-Every rank runs the Python of a call itself: it checks the guards of its cached programs, replays
-side effects and rebuilds the result. A Python number becomes an input of the program once its value
-has changed between calls, so that a step counter needs two programs and not one for each step.
+Every rank runs the Python code of a call itself: it checks the guards of its cached programs,
+replays side effects and rebuilds the result. A Python number becomes an input of the program once
+its value has changed between calls, so that a step counter needs two programs and not one for each
+step.
 """
 
 from __future__ import annotations
@@ -127,12 +128,12 @@ class PythonCalls:
                 return capture_python(captured, compute_dtype, self._changing_numbers)
             except Exception as error:
                 if not self._changing_numbers:
-                    raise _capture_error(error, type(module).__name__) from error
+                    raise _make_capture_error(error, type(module).__name__) from error
             # A number may be a size or decide a branch: it stays a constant.
             try:
                 return capture_python(captured, compute_dtype)
             except Exception as error:
-                raise _capture_error(error, type(module).__name__) from error
+                raise _make_capture_error(error, type(module).__name__) from error
 
     def run(self, python: PythonCall, program: ConstantsProgram, call: Call) -> Any:
         """Run the captured Python code of a call, with `program` in place of the captured tensor
@@ -144,15 +145,18 @@ class PythonCalls:
         are full tensors."""
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
-        stored = [_gather_frozen(tensor, copies=True) for tensor in outputs[first:]]
+        stored = [_gather_unless_differentiable(tensor, copies=True) for tensor in outputs[first:]]
         return [*outputs[:first], *stored], dict(self._module.named_buffers())
 
     def on_device(self, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `constants` as full tensors on the device of the programs."""
-        return {name: _gather_frozen(tensor).to(self._device) for name, tensor in constants.items()}
+        return {
+            name: _gather_unless_differentiable(tensor).to(self._device)
+            for name, tensor in constants.items()
+        }
 
 
-def _gather_frozen(tensor: Tensor, copies: bool = False) -> Tensor:
+def _gather_unless_differentiable(tensor: Tensor, copies: bool = False) -> Tensor:
     if tensor.requires_grad:
         return tensor
     if isinstance(tensor, DTensor):
@@ -160,7 +164,7 @@ def _gather_frozen(tensor: Tensor, copies: bool = False) -> Tensor:
     return tensor.clone() if copies else tensor
 
 
-def _capture_error(error: Exception, model: str) -> CaptureError:
+def _make_capture_error(error: Exception, model: str) -> CaptureError:
     if isinstance(error, CaptureError):
         return error
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -41,7 +41,7 @@ from shardwright.core.torch_internals.modules import own_buffers, own_modules
 from shardwright.errors import PlanError
 
 Attributes = Iterable[tuple[str, str, str]]
-"""Module path, name and content (as text) of each attribute, as in `Graph.attributes`."""
+"""(module path, attribute name, content as text) of each attribute, as in `Graph.attributes`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class PythonState:
             for position, of_model in enumerate(flags)
             if of_model
         ]
-        self._record_submodules()
+        self._record_planned_submodules()
         self._names: dict[tuple[str, str], str] = {}
         self._keys: dict[Hashable, StateKey] = {}
         self._referenced_values: dict[int, Any] = {}
@@ -138,13 +138,13 @@ class PythonState:
             )
             for path, position, of_model, _ in self._captured_hooks
         ]
-        result._record_submodules()
+        result._record_planned_submodules()
         result._names, result._keys = dict(self._names), dict(self._keys)
         result._referenced_values = dict(self._referenced_values)
-        result._record_state()
+        result._record_current_state()
         return result
 
-    def _record_submodules(self) -> None:
+    def _record_planned_submodules(self) -> None:
         self._children = {
             path: children
             for path, child in self._by_path.items()
@@ -164,7 +164,7 @@ class PythonState:
                 self._by_path[path].__dict__[name] = SetByForward(path, name)
             else:
                 self._names[path, name] = captured
-        self._record_state()
+        self._record_current_state()
 
     def key(self) -> StateKey:
         """Return the key of the current state: the same object for equal states of this module.
@@ -179,10 +179,10 @@ class PythonState:
         if list(map(_forward_of, self._submodules)) != self._forwards:
             self._refuse_replaced_forwards()
         if num_registered_hooks() != self._registered:
-            self._check_hooks()
-            self._record_state()
-        elif not self._is_unchanged():
-            self._record_state()
+            self._check_no_hooks_added()
+            self._record_current_state()
+        elif not self._is_state_unchanged():
+            self._record_current_state()
         return self._key
 
     def forget_removed_hooks(self) -> None:
@@ -195,7 +195,7 @@ class PythonState:
         """Copy attributes, training modes and buffers to `template` before a capture, and delete
         hooks from it that the user has removed."""
         copies = dict(template.named_modules())
-        memo = self._copies_by_id(template)
+        memo = self._template_copies_by_id(template)
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
             attributes, other = self._by_path[path].__dict__, copies[path].__dict__
@@ -213,8 +213,9 @@ class PythonState:
             # Shapes and branches may depend on their values.
             own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
 
-    def _copies_by_id(self, template: nn.Module) -> dict[int, Any]:
-        """Return the modules and parameters of `template`, by the `id()` of the planned ones."""
+    def _template_copies_by_id(self, template: nn.Module) -> dict[int, Any]:
+        """Return the modules and parameters of `template`, by the `id()` of the corresponding
+        modules and parameters of the planned model."""
         model, result = self._by_path[""], dict[int, Any]()
         for planned, copies in (
             (model.named_modules(), dict(template.named_modules())),
@@ -246,8 +247,8 @@ class PythonState:
                 )
         self._forwards = list(map(_forward_of, self._submodules))
 
-    def _record_state(self) -> None:
-        """Record the current state, and prepare to detect changes.
+    def _record_current_state(self) -> None:
+        """Record the current Python state, and the data with which a call detects changes.
 
         Most steps find no change, so the loops over all modules run in C (`map`, `itemgetter`).
         """
@@ -288,21 +289,21 @@ class PythonState:
         # The first name is read twice, as an `itemgetter` of one name returns no tuple.
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
         self._owners = [variables_at(self._by_path, path) for path in by_module]
-        self._values = list(self._read_attributes())
-        self._change_checks = [_content_check(value) for value in objects.values()]
+        self._values = list(self._read_watched_attributes())
+        self._change_checks = [_make_content_check(value) for value in objects.values()]
         self._change_checks += [
-            _class_attribute_check(*key, value) for key, value in of_class.items()
+            _make_class_attribute_check(*key, value) for key, value in of_class.items()
         ]
 
-    def _read_attributes(self) -> Iterable[Any]:
+    def _read_watched_attributes(self) -> Iterable[Any]:
         return chain.from_iterable(map(call, self._readers, self._owners))
 
-    def _is_unchanged(self) -> bool:
+    def _is_state_unchanged(self) -> bool:
         if list(map(len, self._watched_hooks)) != self._watched_hook_counts:
             return False
         try:
             # By identity: 1 == 1.0 == True, but each needs its own program.
-            if not all(map(is_, self._read_attributes(), self._values)):
+            if not all(map(is_, self._read_watched_attributes(), self._values)):
                 return False
             if any(map(contains, *self._missing)):
                 return False
@@ -325,7 +326,7 @@ class PythonState:
             if path
         }
 
-    def _check_hooks(self) -> None:
+    def _check_no_hooks_added(self) -> None:
         """Check that no hook was registered on a submodule after planning, or for all modules.
 
         Raises:
@@ -359,8 +360,13 @@ class _RecordingDeepcopyMemo(dict[int, Any]):
 
 
 def _replace_references_by_copies(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Return `value`, or a copy that refers to the template where `value` refers to the planned
-    module, such as a bound method or a `functools.partial` of one."""
+    """Return `value`, or a deep copy in which references to the planned module, such as bound
+    methods, are replaced by references to the template.
+
+    Args:
+        value: content of an attribute.
+        copies: objects of the template, by id of the corresponding objects of the planned module.
+    """
     if plain_text(value) or isinstance(value, Tensor):
         return value
     memo = _RecordingDeepcopyMemo(copies)
@@ -371,7 +377,7 @@ def _replace_references_by_copies(value: Any, copies: Mapping[int, Any]) -> Any:
     return copied if memo.is_hit else value
 
 
-def _class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], bool]:
+def _make_class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], bool]:
     """Return a function that checks whether attribute `name` of class `owner` equals `before`.
 
     Changes are detected for numbers, strings and `MISSING`.
@@ -379,7 +385,7 @@ def _class_attribute_check(owner: type, name: str, before: Any) -> Callable[[], 
     return lambda: before in (MISSING, getattr(owner, name, MISSING))
 
 
-def _content_check(value: Any) -> Callable[[], bool]:
+def _make_content_check(value: Any) -> Callable[[], bool]:
     arrays = (Tensor, np.ndarray)
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
     if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):

@@ -20,8 +20,8 @@ from shardwright.core.graph.graph import Graph
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 8
-"""Number of states with equal graphs after which further changes are ignored, as each costs a
-capture."""
+"""Number of states with equal graphs after which further changes are ignored, as each change takes
+a capture."""
 
 MAX_SITUATIONS = 8
 """Maximum number of specializations (modes, shapes, batch sizes) whose last graph is cached."""
@@ -77,10 +77,10 @@ class ReachablePython:
             del self._captured[oldest]
         if version == self.version:
             return
-        was_ignored = self._ignores_changes
+        was_ignored = self._ignores_further_changes
         self._is_read |= not are_equal(before, graph)
         self._unread_versions.add(self.version)
-        if self._ignores_changes and not was_ignored:
+        if self._ignores_further_changes and not was_ignored:
             log.warning(
                 "%s changes between calls, but the captured graph does not depend on it; further"
                 " changes are ignored. If `forward` reads it, keep it in an attribute of the module"
@@ -89,12 +89,12 @@ class ReachablePython:
             )
 
     @property
-    def _ignores_changes(self) -> bool:
+    def _ignores_further_changes(self) -> bool:
         return len(self._unread_versions) >= MAX_UNREAD and not self._is_read
 
     def update(self) -> None:
         """Increment `version` if the watched Python state has changed since the last call."""
-        if self.is_guarded or self._ignores_changes:
+        if self.is_guarded or self._ignores_further_changes:
             return
         change = next(self._state.changes(_is_same_tensor), None)
         if change is None:

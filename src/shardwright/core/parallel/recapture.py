@@ -82,12 +82,12 @@ class Recapture:
         self._filled: dict[str, str] = {}
 
     @property
-    def _splits_batch(self) -> bool:
+    def _has_micro_batches_or_stages(self) -> bool:
         """Whether a training step has several micro-batches or pipeline stages."""
         pipeline = self.partitioned.pipeline
         return pipeline.micro_batches * pipeline.stages > 1
 
-    def _move_class_attributes(self) -> None:
+    def _move_attributes_to_user_class(self) -> None:
         """Move attributes set on the planned model's class, `type(net)`, to the user's class."""
         planned, user_class = type(self.module), type(self._user_module)
         names = vars(planned).keys() - self.class_names
@@ -108,18 +108,22 @@ class Recapture:
         if self.original is not None:
             self.original.check(self.module)
         if len(vars(type(self.module))) != len(self.class_names):
-            self._move_class_attributes()
-        return *self._module_state(), spec, tuple(leaves)
+            self._move_attributes_to_user_class()
+        return *self._module_state_key(), spec, tuple(leaves)
 
-    def _module_state(self) -> tuple[Hashable, Hashable, Hashable]:
-        """Return keys of the Python state, of the parameters frozen or unfrozen since planning, and
-        of the autocast and default dtypes."""
+    def _module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
+        """Return the cache key (Python state, parameters frozen or unfrozen since planning,
+        (autocast dtype, default dtype))."""
         frozen = self._parameters_as_planned.frozen_or_unfrozen()
-        return self._state.key(), frozen, (self._autocast.dtype, torch.get_default_dtype())
+        return (
+            self._state.key(),
+            frozen,
+            (self._autocast_of_caller.dtype, torch.get_default_dtype()),
+        )
 
     @property
-    def _autocast(self) -> Autocast:
-        """The caller's autocast region. Programs run outside it, as their casts are operators."""
+    def _autocast_of_caller(self) -> Autocast:
+        """The caller's autocast region, outside of which programs run with casts as operators."""
         return Autocast.around(self.devices.device)
 
     def _capture(
@@ -143,7 +147,7 @@ class Recapture:
                 micro-batches.
         """
         planned, template = self.partitioned, self.template
-        call = CapturedCall.of(template, args, kwargs, self._autocast, self.module)
+        call = CapturedCall.of(template, args, kwargs, self._autocast_of_caller, self.module)
         self._planned_call.check(args, kwargs)
         # The template still has the state of planning time.
         self._state.copy_to(template)
@@ -154,11 +158,11 @@ class Recapture:
         def captured(count: int) -> Graph:
             batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
-            return self._capture_call(
-                CapturedCall.of(template, of_args, of_kwargs, self._autocast, self.module)
+            return self._capture_with_or_without_guards(
+                CapturedCall.of(template, of_args, of_kwargs, self._autocast_of_caller, self.module)
             )
 
-        graph = self._capture_call(call)
+        graph = self._capture_with_or_without_guards(call)
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)
         if pipeline.averages_micro_batches:
             graph = with_whole_batch(graph, micro_batches, captured, pipeline.batch_norm)
@@ -177,7 +181,7 @@ class Recapture:
         partitioned = Partitioned(graph, mesh, decisions, pipeline)
         return fold_axes(partitioned, unjoined_mesh=planned.mesh)
 
-    def _capture_call(self, call: CapturedCall) -> Graph:
+    def _capture_with_or_without_guards(self, call: CapturedCall) -> Graph:
         # The user's saved-tensor hooks must not see fake tensors, and `torch.func` transforms in
         # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():
@@ -185,7 +189,7 @@ class Recapture:
             if self._reachable.version and (guarded := self._capture_with_guards(call)) is not None:
                 return guarded
             if graph.python is None:
-                state = self._module_state(), self._reachable.version
+                state = self._module_state_key(), self._reachable.version
                 graph = self._captures.graph(call, graph.compute_dtype, state)
                 if self._reachable.version:
                     inputs = tuple(argument_key(leaf) for leaf in graph.inputs)
@@ -202,7 +206,7 @@ class Recapture:
         A model with micro-batches or stages is not captured with guards, as its Python would run
         several times per step.
         """
-        if self._splits_batch:
+        if self._has_micro_batches_or_stages:
             return None
         dtype = self.partitioned.graph.compute_dtype
         # Guards would see the attributes that `explain_calls_of_parts` sets.
@@ -222,6 +226,6 @@ class Recapture:
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
     def _pipeline_of_graph(self, graph: Graph) -> PipelineSpec:
-        """Return the pipeline for `graph`, a later capture, with operators on the planned
-        stages."""
+        """Return the pipeline for `graph`, a later capture, with operators assigned to their
+        planned stages."""
         return self.partitioned.pipeline

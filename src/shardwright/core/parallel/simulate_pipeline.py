@@ -1,8 +1,8 @@
 """Simulate a training step with pipeline stages on the simulated ranks of one stage.
 
 All chunks run on the same ranks, one after another: all micro-batches forward, then all backward,
-as in GPipe. Each chunk passes the tensors that a stage would send to the next chunk, and the bytes
-of these tensors are counted.
+as in GPipe. Each chunk passes its results to the next chunk, and the bytes of results that would
+cross stages are counted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def simulate_stages(
 
 
 @dataclass
-class _ChunkRun:
+class _ForwardPassOfChunk:
     """Tensors received and returned by one chunk in the forward pass of one micro-batch."""
 
     received: tuple[Tensor, ...]
@@ -68,7 +68,7 @@ class _ChunkSequence:
         devices: the devices of one stage.
 
     Attributes:
-        sent: for each stage, the bytes that one of its devices sends: [forward, backward].
+        sent: communication volume of one device of each stage in bytes: [forward, backward].
     """
 
     def __init__(self, partitioned: Partitioned, devices: Devices) -> None:
@@ -90,31 +90,33 @@ class _ChunkSequence:
             with self._count_sent_bytes(module.chunk, 0):
                 module.begin_step(step, inputs)
         # The order of passes changes no value and no byte; only their times.
-        runs = [self._run_forward(number) for number in range(count)]
+        runs = [self._run_forward_of_all_chunks(number) for number in range(count)]
         losses = []
         for run in runs:
-            # As the loss function of a schedule (`RankStages._weighted_loss`).
+            # As the loss function of a schedule (`RankStages._weight_loss_of_micro_batch`).
             loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
-            self._run_backward(run, loss)
+            self._run_backward_of_all_chunks(run, loss)
         return torch.stack(losses).sum(), self._sum_gradients(), inputs.changed(step.buffers)
 
-    def _run_forward(self, micro_batch: int) -> list[_ChunkRun]:
+    def _run_forward_of_all_chunks(self, micro_batch: int) -> list[_ForwardPassOfChunk]:
         """Run all chunks forward for one micro-batch."""
-        runs: list[_ChunkRun] = []
+        runs: list[_ForwardPassOfChunk] = []
         for module in self.modules:
             previous_outputs = runs[-1].outputs if runs else ()
             # Detached: each stage has an autograd graph of its own, as on real ranks.
             received = tuple(t.detach().requires_grad_(t.requires_grad) for t in previous_outputs)
             with self._count_sent_bytes(module.chunk, 0):
                 outputs = module(*received, number=micro_batch)
-            runs.append(_ChunkRun(received, outputs if isinstance(outputs, tuple) else (outputs,)))
+            runs.append(
+                _ForwardPassOfChunk(received, outputs if isinstance(outputs, tuple) else (outputs,))
+            )
             # Consecutive chunks may be on one stage, as at the turn of a V-shaped schedule.
             if module.chunk.leaving and self._is_followed_by_other_stage(module.chunk.number):
                 self.sent[module.chunk.stage][0] += _num_bytes(runs[-1].outputs)
         return runs
 
-    def _run_backward(self, runs: list[_ChunkRun], loss: Tensor) -> None:
+    def _run_backward_of_all_chunks(self, runs: list[_ForwardPassOfChunk], loss: Tensor) -> None:
         """Run all chunks backward, starting from the last."""
         starts: tuple[Tensor, ...] = (loss,)
         gradients: tuple[Tensor | None, ...] = (None,)
@@ -156,7 +158,7 @@ class _ChunkSequence:
 
     @contextmanager
     def _count_sent_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
-        """Context whose sent bytes are added to `sent` of the chunk's stage.
+        """Context whose communication volume is added to `sent` of the chunk's stage.
 
         Args:
             chunk: the running chunk.

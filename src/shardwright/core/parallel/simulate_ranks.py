@@ -1,8 +1,8 @@
 """Run a program on simulated ranks in one process.
 
 PyTorch's `LocalTensorMode` keeps one tensor per rank and computes the collectives between them. So
-tests run the same program as real processes, with its collectives and gradients, and count the
-bytes that the program sends.
+tests run the same program as real processes, with its collectives and gradients, and measure the
+communication volume of the program.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class Ranks:
         graph = self.partitioned.graph
         whole_batch = graph.whole_batch
         if isinstance(whole_batch, WholeBatch) and whole_batch.prologue is not None:
-            prologue = self._with_constants_of_ranks(whole_batch.prologue)
+            prologue = self._copy_constants_to_ranks(whole_batch.prologue)
             whole_batch = replace(whole_batch, prologue=prologue)
-        graph = replace(self._with_constants_of_ranks(graph), whole_batch=whole_batch)
+        graph = replace(self._copy_constants_to_ranks(graph), whole_batch=whole_batch)
         self.partitioned = replace(self.partitioned, graph=graph)
 
     def shard(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
@@ -124,7 +124,7 @@ class Ranks:
 
         return block(0) if self.mode is None else self.mode.rank_map(block)
 
-    def _with_constants_of_ranks(self, graph: Graph) -> Graph:
+    def _copy_constants_to_ranks(self, graph: Graph) -> Graph:
         replicated = self.partitioned.mesh.replicated
         constants = {v: self.shard(t, replicated(t.ndim)) for v, t in graph.constants.items()}
         return replace(graph, constants=constants)
@@ -140,10 +140,14 @@ class Ranks:
             inputs: leaves of the call's arguments.
         """
         graph = self.partitioned.graph
-        shards = {v.name: self._shard_value(parameters[v.name], v) for v in graph.parameters}
-        state = {v.name: self._shard_value(buffers[v.name], v) for v in graph.module_buffers}
+        shards = {
+            v.name: self._shard_tensor_of_value(parameters[v.name], v) for v in graph.parameters
+        }
+        state = {
+            v.name: self._shard_tensor_of_value(buffers[v.name], v) for v in graph.module_buffers
+        }
         leaves = [
-            self._shard_value(leaf, value).requires_grad_(value.differentiable)
+            self._shard_tensor_of_value(leaf, value).requires_grad_(value.differentiable)
             if isinstance(value, Value)
             else leaf
             for value, leaf in zip(graph.inputs, inputs, strict=True)
@@ -192,7 +196,7 @@ class Ranks:
         collected = assemble_all(gradients), assemble_all(updates)
         return Outcome(outputs, *collected, self.replica_difference, tuple(stage_bytes))
 
-    def _shard_value(self, tensor: Tensor, value: Value) -> Tensor:
+    def _shard_tensor_of_value(self, tensor: Tensor, value: Value) -> Tensor:
         return self.shard(tensor, self._initial_layout(value))
 
     def _initial_layout(self, value: Value) -> TensorLayout:
@@ -247,11 +251,11 @@ def simulate(
         # The plan predicts the communication of the loss's gradients. Gradients of other outputs
         # need a second backward pass, which starts from all outputs.
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
-            _run_backward(trained, retain_graph=len(trained) < len(starts))
+            _run_backward_from_outputs(trained, retain_graph=len(trained) < len(starts))
         if len(trained) < len(starts):
             for shard in shards.values():
                 shard.grad = None
-            _run_backward(starts)
+            _run_backward_from_outputs(starts)
         outputs = [
             ranks.assemble(tensor.detach(), communication.returned(value), value.shape)
             if isinstance(value, Value)
@@ -381,7 +385,9 @@ def _outputs_with_gradients(
     return starts
 
 
-def _run_backward(starts: Sequence[_OutputWithGradient], retain_graph: bool = False) -> None:
+def _run_backward_from_outputs(
+    starts: Sequence[_OutputWithGradient], retain_graph: bool = False
+) -> None:
     tensors, gradients = [start.tensor for start in starts], [start.gradient for start in starts]
     if starts:
         torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
@@ -439,7 +445,7 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
     if collective == "reduce_scatter_tensor":
         return -(-int(args[2] - 1) * local // int(args[2]))
     if collective in ("all_reduce", "all_reduce_"):
-        size = _group_size(args[2])
+        size = _size_of_process_group(args[2])
         return -(-2 * (size - 1) * local // size)
     assert collective == "all_to_all_single", collective
     size = len(args[2])
@@ -449,5 +455,5 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
     return -(-(size - 1) * local // size) if equal else local
 
 
-def _group_size(name: str) -> int:
+def _size_of_process_group(name: str) -> int:
     return int(group_named(name).size())

@@ -83,7 +83,7 @@ class StoragePlan:
         if name in self.left_out:
             return full.new_empty(0)
         if full.is_meta and self.devices.device.type != "meta":
-            return self._meta_shard(name, full, is_parameter=is_parameter)
+            return self._make_meta_shard(name, full, is_parameter=is_parameter)
         # Buffers are replicated: programs read and update them in full.
         if self.devices.mesh is None or not is_parameter:
             keeps = not (self.release and is_parameter)
@@ -92,7 +92,7 @@ class StoragePlan:
         where = TensorLayout(self.devices.matrix, axes)
         return local_shard(full, where, self.devices, copy=not self.release)
 
-    def _meta_shard(self, name: str, full: Tensor, *, is_parameter: bool) -> Tensor:
+    def _make_meta_shard(self, name: str, full: Tensor, *, is_parameter: bool) -> Tensor:
         if self.devices.mesh is None or not is_parameter:
             return full.detach()
         axes = tuple(self.storage.get(name, ((),) * full.ndim))
@@ -162,7 +162,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     tensors = _parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
     origins, parameters = mark_origins(module, module), _pop_unreplaced_tensors(tensors, plan)
-    references = _TensorReferences(module, tensors)
+    references = _ReferencesToTensors(module, tensors)
     for name, shard in plan.shards(dict(tensors)):
         given = tensors.pop(name)
         stored: Tensor | None = shard
@@ -209,14 +209,14 @@ def copied_parameters(module: nn.Module, excluded: Collection[int]) -> dict[int,
         excluded: ids of parameters that are already in the memo and are not copied.
     """
     return {
-        id(parameter): as_parameter(_copy_parameter(parameter), parameter)
+        id(parameter): as_parameter(_copy_parameter_data(parameter), parameter)
         for parameter in module.parameters()
         if id(parameter) not in excluded
     }
 
 
-class _TensorReferences:
-    """The registries and plain attributes in which a module refers to its tensors."""
+class _ReferencesToTensors:
+    """The references of a module and its submodules to tensors: registries and plain attributes."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
         self._registered: dict[int, list[tuple[Registry, str]]] = {}
@@ -296,22 +296,22 @@ def _pop_unreplaced_tensors(
 def _register_state_hooks(module: nn.Module, plan: StoragePlan) -> None:
     if plan.initialization.names:
         # Before the hook that shards full tensors, which puts shards on the parameters' device.
-        module.register_load_state_dict_pre_hook(_allocate_before_load)  # type: ignore[no-untyped-call]
-        module.register_state_dict_pre_hook(_replay_before_state_dict)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_allocate_before_loading_state)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(_replay_initialization_before_saving)  # type: ignore[no-untyped-call]
     if plan.devices.mesh is not None:
         module.register_load_state_dict_pre_hook(shard_full_tensors)  # type: ignore[no-untyped-call]
 
 
-def _allocate_before_load(module: nn.Module, *_: object) -> None:
-    """Allocate parameters that are on the meta device: a pre-hook of `load_state_dict`."""
+def _allocate_before_loading_state(module: nn.Module, *_: object) -> None:
+    """Pre-hook of `load_state_dict` that allocates parameters on the meta device."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.give_memory(module)
 
 
-def _replay_before_state_dict(module: nn.Module, *_: object) -> None:
-    """Replay recorded initializations, as a state dict returns values: a pre-hook of
-    `state_dict`."""
+def _replay_initialization_before_saving(module: nn.Module, *_: object) -> None:
+    """Pre-hook of `state_dict` that replays recorded initializations, so that the state dict has
+    values."""
     initialization = initialization_of(module)
     if initialization is not None:
         initialization.take_values(module, alone=True)
@@ -325,7 +325,7 @@ def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:
     return share_version_counter(new) if isinstance(new, DTensor) else new
 
 
-def _copy_parameter(parameter: nn.Parameter) -> Tensor:
+def _copy_parameter_data(parameter: nn.Parameter) -> Tensor:
     if isinstance(parameter, UninitializedTensor):
         return parameter.new_memory(parameter.device)
     tensor = parameter.detach()

@@ -52,13 +52,13 @@ class StepInputs:
         return [micro_batch(self.leaves, index, count, self.batch_dims) for index in range(count)]
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the entries of `buffers` that are not the tensors with which the step began."""
+        """Return the entries of `buffers` that the step has replaced by new tensors."""
         return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 
 
 StepResults = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""The loss of the global batch, equal on all ranks; gradients of the local parameter shards, and
-updated buffers, by name."""
+"""(loss of the global batch, equal on all ranks; gradients of the local parameter shards by name;
+updated buffers by name)."""
 
 
 class TrainStep(Protocol):
@@ -91,7 +91,9 @@ def loss_of(graph: Graph) -> Value:
             "from `forward`, or wrap the model: `sw.WithLoss(net, nn.CrossEntropyLoss())`"
         )
     if graph.other_losses:
-        losses = [_describe_value(graph, value) for value in (graph.loss, *graph.other_losses)]
+        losses = [
+            _describe_graph_value(graph, value) for value in (graph.loss, *graph.other_losses)
+        ]
         raise PlanError(
             f"a training step trains one loss, but the model returns {len(losses)} scalars that"
             f" require a gradient: {', '.join(losses)}\nreturn their sum, return one of them under"
@@ -157,7 +159,7 @@ def loss_weight(partitioned: Partitioned) -> float:
     return 1 / pipeline.micro_batches if averages and pipeline.averages_micro_batches else 1.0
 
 
-def _describe_value(graph: Graph, value: Value) -> str:
+def _describe_graph_value(graph: Graph, value: Value) -> str:
     op = graph.producer.get(value)
     return f"{value.name!r} ({op.source})" if op is not None and op.source else repr(value.name)
 

@@ -62,8 +62,8 @@ OF_OTHER_STAGE = "of_other_stage"
 still refer."""
 
 Placeholder = tuple[dict[str, Any], str, str]
-"""A registry (`_parameters` or `_buffers`) of a submodule, the key of a tensor in the registry, and
-the tensor's full name."""
+"""(registry `_parameters` or `_buffers` of a submodule, key of a tensor in the registry, full name
+of the tensor)."""
 
 
 class Initialization:
@@ -183,7 +183,7 @@ class Initialization:
             if alone:
                 self._replayed_alone |= any(t.full is not None for t in tensors.values())
             else:
-                self._check_equal_records()
+                self._check_ranks_recorded_equally()
         elsewhere = self.placeholder_names
         wholes = {name: t.full for name, t in tensors.items() if t.is_initialized()}
         complete = self._are_parameters_initialized(module)
@@ -212,7 +212,7 @@ class Initialization:
                     own_buffers(child)[name] = value_of(buffer).to(self._devices.device)
         materialize_attributes(module)
 
-    def _check_equal_records(self) -> None:
+    def _check_ranks_recorded_equally(self) -> None:
         device = self._devices.device
         lines = list(init_record_lines([self._recorded_tensor]))
         alone = gathered(torch.tensor(self._replayed_alone, device=device))
@@ -256,8 +256,8 @@ class Initialization:
         return Initialization(self._devices, self.names)
 
     def end(self, module: nn.Module) -> None:
-        """Make all remaining parameters ordinary: they were set, e.g. from a checkpoint, or no
-        program reads them."""
+        """Make all remaining parameters ordinary, whose values were loaded, e.g. from a checkpoint,
+        or which no program reads."""
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _uninitialized_parameters(module).values():
@@ -342,7 +342,7 @@ def tie_like(module: nn.Module, template: nn.Module) -> None:
 def _remove_placeholders_from_state(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
 ) -> None:
-    """Remove placeholders of other pipeline stages' tensors: a post-hook of `state_dict`."""
+    """Post-hook of `state_dict` that removes placeholders of other pipeline stages' tensors."""
     initialization = initialization_of(module)
     if initialization is not None:
         for name in initialization.placeholder_names:

@@ -125,11 +125,11 @@ class Uninitialized(Tensor):
         """Return an ordinary tensor on the meta device with the metadata of this tensor."""
         raise NotImplementedError
 
-    def _register_hooks(self) -> None:
+    def _register_user_hooks(self) -> None:
         if take_hooks := vars(self).pop("take_hooks", None):
             take_hooks(self)
 
-    def _set_initialization(self, pending: PendingInit, full: Deferred | None) -> Self:
+    def _attach_initialization(self, pending: PendingInit, full: Deferred | None) -> Self:
         self.pending, self.full = pending, full
         return self
 
@@ -142,7 +142,7 @@ class UninitializedShard(Uninitialized, DTensor):
         """Return a shard in the memory of `local` with the mesh, placements and shape of `like`."""
         result = dtensor_of_class(cls, local, spec_of(like))
         assert isinstance(result, UninitializedShard)
-        return result._set_initialization(pending, None)
+        return result._attach_initialization(pending, None)
 
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard with its recorded values, or uninitialized if no values are
@@ -178,7 +178,7 @@ class UninitializedShard(Uninitialized, DTensor):
             counting = share_version_counter(same).requires_grad_(self.requires_grad)
             vars(counting).update(vars(self))
             torch.utils.swap_tensors(self, counting)  # type: ignore[no-untyped-call]
-        Uninitialized._register_hooks(self)
+        Uninitialized._register_user_hooks(self)
 
     def give_memory(self) -> None:
         """Make this shard an ordinary DTensor with recorded values, or with uninitialized
@@ -189,21 +189,21 @@ class UninitializedShard(Uninitialized, DTensor):
         self.take_value()
 
     def view_with(self, full: Deferred | None) -> UninitializedShard:
-        return self._with_local_tensor(local_tensor(self), full)
+        return self._copy_with_local_tensor(local_tensor(self), full)
 
     def with_memory(self, device: torch.device) -> UninitializedShard:
         local = torch.empty_like(local_tensor(self), device=device)
         mark_uninitialized(local)
-        return self._with_local_tensor(local, deferred_like(self, self.pending.record))
+        return self._copy_with_local_tensor(local, deferred_like(self, self.pending.record))
 
     def on_meta(self) -> DTensor:
         return with_spec(local_tensor(self), spec_of(self))
 
-    def _with_local_tensor(self, local: Tensor, full: Deferred | None) -> UninitializedShard:
+    def _copy_with_local_tensor(self, local: Tensor, full: Deferred | None) -> UninitializedShard:
         result = UninitializedShard.of(local, self, self.pending)
         # Attributes such as the marks of a parameter and of an optimizer's parameter.
         vars(result).update(vars(self))
-        return result._set_initialization(self.pending, full)
+        return result._attach_initialization(self.pending, full)
 
 
 class UninitializedTensor(Uninitialized, Tensor):
@@ -228,7 +228,7 @@ class UninitializedTensor(Uninitialized, Tensor):
     @classmethod
     def of(cls, like: Tensor, pending: PendingInit) -> UninitializedTensor:
         on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        return as_subclass(cls, on_meta)._set_initialization(pending, None)
+        return as_subclass(cls, on_meta)._attach_initialization(pending, None)
 
     def give_memory(self) -> None:
         """Make this tensor an ordinary parameter with recorded values, or uninitialized memory."""
@@ -255,12 +255,12 @@ class UninitializedTensor(Uninitialized, Tensor):
         del self.pending, self.full
         vars(new).update(vars(self))
         torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
-        Uninitialized._register_hooks(self)
+        Uninitialized._register_user_hooks(self)
 
     def view_with(self, full: Deferred | None) -> UninitializedTensor:
         result = UninitializedTensor.of(self, self.pending)
         vars(result).update(vars(self))
-        return result._set_initialization(self.pending, full)
+        return result._attach_initialization(self.pending, full)
 
     def with_memory(self, device: torch.device) -> UninitializedTensor:
         # `nn.Module.to_empty` keeps the object, and takes the result's memory: none, as for `self`.

@@ -61,13 +61,15 @@ def whole(
     execution, parallel_class = net.execution, type(net)
     with collective_call("whole", execution.devices):
         execution.complete_initialization()
-        parameters = _gather_parameters(execution, device, not rank0_only or _is_rank_0())
+        parameters = _gather_parameters_of_all_stages(
+            execution, device, not rank0_only or _is_rank_0()
+        )
     # Before the context, in which `net` has the full parameters.
     shards = [(name, detached_local(parameter)) for name, parameter in net.named_parameters()]
     shard_versions = [version(shard) for _, shard in shards]
     with ExitStack() as undo:
         _replace_shards(net, execution, parameters, undo)
-        _restore_original(net, execution, undo)
+        _restore_original_module(net, execution, undo)
         # `ExitStack` undoes in reverse, also after an error: the class first, the parameters last.
         undo.callback(object.__setattr__, net, "__class__", parallel_class)
         # So that the model can be pickled: an execution refers to process groups.
@@ -110,7 +112,7 @@ def _is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _gather_parameters(
+def _gather_parameters_of_all_stages(
     execution: Execution, device: str | torch.device | None, has_values: bool
 ) -> dict[str, nn.Parameter]:
     """Gather the parameters of all stages, by name. Collective.
@@ -126,7 +128,7 @@ def _gather_parameters(
     # The template has the parameters of all stages, in one order on all ranks.
     for name, planned in execution.template.named_parameters():
         owned_parameter = owned.get(name)
-        tensor = _gather_from_stage(execution, name, planned, owned_parameter)
+        tensor = _gather_tensor_from_owning_stage(execution, name, planned, owned_parameter)
         tensor = tensor.to(target_device, copy=True) if has_values else torch.empty_like(planned)
         trained = (
             planned.requires_grad if owned_parameter is None else owned_parameter.requires_grad
@@ -135,7 +137,7 @@ def _gather_parameters(
     return result
 
 
-def _gather_from_stage(
+def _gather_tensor_from_owning_stage(
     execution: Execution, name: str, planned: Tensor, owned: Tensor | None
 ) -> Tensor:
     """Gather a tensor within its stage, and broadcast it from the first stage that owns it.
@@ -173,7 +175,7 @@ def _replace_shards(
     owned_buffers = dict(net.named_buffers())
     for name, planned_buffer in template.named_buffers():
         if execution.devices.stages > 1:
-            full_buffer = _gather_from_stage(
+            full_buffer = _gather_tensor_from_owning_stage(
                 execution, name, planned_buffer, owned_buffers.get(name)
             )
             if name not in owned_buffers:
@@ -187,7 +189,7 @@ def _set_module_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStac
     setattr(owner, leaf, tensor)
 
 
-def _restore_original(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
+def _restore_original_module(net: nn.Module, execution: Execution, undo: ExitStack) -> None:
     """Restore the hooks and the `forward` that programs contain, and make training raise errors."""
     later_hooks = nn.Module()
     swap_forward_hooks(net, later_hooks)

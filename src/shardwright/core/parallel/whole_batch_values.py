@@ -1,4 +1,4 @@
-"""Values of the global batch that micro-batches read, such as its number of valid targets.
+"""Values of the global batch that micro-batches read, such as the number of valid targets.
 
 The values are outputs of the prologue of a step (`Graph.whole_batch`), a graph without parameters,
 so every rank that needs the values runs the prologue itself. Inputs that arrive sharded are
@@ -39,7 +39,7 @@ class WholeBatchValues:
     Args:
         partitioned: the model with all its stages, for one micro-batch.
         devices: this rank's view of the devices.
-        read: the buffers that this rank's chunks read; by default all.
+        read: the buffers that this rank's chunks read; by default all buffers.
     """
 
     def __init__(
@@ -69,7 +69,9 @@ class WholeBatchValues:
         with torch.no_grad():
             outputs = self._run_prologue(self._prologue, leaves, buffers)
         pairs = zip(self._values, outputs, strict=True)
-        parts_by_name = {name: self._split_value(tensor, dim) for (name, dim), tensor in pairs}
+        parts_by_name = {
+            name: self._split_into_micro_batches(tensor, dim) for (name, dim), tensor in pairs
+        }
         return [
             {name: values[number] for name, values in parts_by_name.items()}
             for number in range(self._num_micro_batches)
@@ -79,22 +81,25 @@ class WholeBatchValues:
         self, graph: Graph, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
     ) -> list[Tensor]:
         device = self._devices.device
-        tensors = {value: self._global_input(value, leaves[index]) for index, value in self._inputs}
-        tensors |= {v: _full_buffer(v, buffers) for v in graph.buffers}
+        tensors = {
+            value: self._global_tensor_of_input(value, leaves[index])
+            for index, value in self._inputs
+        }
+        tensors |= {v: _full_tensor_of_buffer(v, buffers) for v in graph.buffers}
         tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
         tensors |= {v: t.to(device) for v, t in graph.constants.items()}
         for op in graph.ops:
             tensors.update(zip(op.outputs, run(op, tensors, device), strict=True))
         return [tensors[value] for value in graph.output_values]
 
-    def _global_input(self, value: Value, leaf: Tensor) -> Tensor:
+    def _global_tensor_of_input(self, value: Value, leaf: Tensor) -> Tensor:
         """Return input `value` for the global batch, gathered if `leaf` is this rank's shard."""
         for dim, axes in enumerate(self._arrivals.get(value.name, ())):
             if axes:
                 leaf = all_gather(dim, self._devices.group(axes))(leaf.detach())
         return leaf.detach()
 
-    def _split_value(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
+    def _split_into_micro_batches(self, tensor: Tensor, dim: int | None) -> list[Tensor]:
         """Split a value of the global batch into the tensors that micro-batches read.
 
         Args:
@@ -135,7 +140,7 @@ def _prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
     return tuple((n, leaf) for n, leaf in leaves if isinstance(leaf, Value) and leaf in read)
 
 
-def _full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
+def _full_tensor_of_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
     """Return the buffer `value` as a full tensor.
 
     Raises:
@@ -159,12 +164,12 @@ def count_local_batches(partitioned: Partitioned) -> int:
 
 def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
     """Return the sets of mesh axes over which inputs of the prologue are gathered."""
-    axes = (of_dim for cut, _ in _sharded_inputs(partitioned) for of_dim in cut if of_dim)
+    axes = (of_dim for cut, _ in _inputs_arriving_sharded(partitioned) for of_dim in cut if of_dim)
     return tuple(dict.fromkeys(axes))
 
 
 def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
-    """Return the bytes that each device of `stage` sends per step to gather inputs of the prologue.
+    """Return the communication volume per device of `stage` and step for inputs of the prologue.
 
     The communication volume of a plan does not include these bytes.
     """
@@ -172,13 +177,13 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
     if read.isdisjoint(whole_batch_of(partitioned.graph).names):
         return 0
-    for cut, value in _sharded_inputs(partitioned):
+    for cut, value in _inputs_arriving_sharded(partitioned):
         shards = mesh.size(tuple(axis for axes in cut for axis in axes))
         total += value.numel * value.stored_dtype.itemsize * (shards - 1) // shards
     return total
 
 
-def _sharded_inputs(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
+def _inputs_arriving_sharded(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
     prologue = whole_batch_of(partitioned.graph).prologue
     pipeline, arrivals = partitioned.pipeline, partitioned.decisions.arrivals
     if prologue is None or pipeline.micro_batches == 1:

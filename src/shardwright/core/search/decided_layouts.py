@@ -78,7 +78,7 @@ class TensorContext:
     def steps(
         self, source: TensorLayout, target: TensorLayout, other_targets: Sequence[TensorLayout]
     ) -> list[tuple[RedistributionStep, int]]:
-        """Return the steps from `source` to `target`, each with its communication volume per device.
+        """Return the steps from `source` to `target`, each with its volume in bytes per device.
 
         Bytes are the sum of forward and backward. The leading steps that a redistribution to one of
         `other_targets` also runs are omitted.

@@ -69,7 +69,7 @@ def check_before_grad(check: Callable[[Sequence[Any], Sequence[Any]], None]) -> 
     Args:
         check: called with the outputs and the inputs, which are tensors or `GradientEdge`s.
     """
-    _wrap_run_backward(lambda run_backward: _check_before_run(run_backward, check))
+    _wrap_engine_backward(lambda run_backward: _check_arguments_before_run(run_backward, check))
 
 
 def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -88,10 +88,10 @@ def around_backward(context: Callable[[], AbstractContextManager[None]]) -> None
 
         return run
 
-    _wrap_run_backward(wrap)
+    _wrap_engine_backward(wrap)
 
 
-def _check_before_run(
+def _check_arguments_before_run(
     run_backward: Callable[..., Any], check: Callable[[Sequence[Any], Sequence[Any]], None]
 ) -> Callable[..., Any]:
     @wraps(run_backward)
@@ -104,7 +104,7 @@ def _check_before_run(
     return check_and_run
 
 
-def _wrap_run_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap_engine_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function through which Python starts backward passes in the autograd engine."""
     wrapped = wrap(graph._engine_run_backward)
     for module in (graph, torch.autograd):

@@ -1,8 +1,8 @@
 """Read the pickled metadata of torch.distributed.checkpoint (DCP) as data, without calling it.
 
-The pickle is read by a machine that knows only the opcodes that DCP writes. Where `pickle` would
-create or change an object, a `_Record` is filled, so that a file from a stranger neither runs code
-nor changes a class of this process. Records are converted to DCP's classes field by field.
+The unpickler supports only the opcodes that DCP writes. Where `pickle` would create or change an
+object, it fills a `_PickledObject`, so that a file from an unknown source neither runs code nor
+changes a class of this process. These objects are then converted to DCP's classes field by field.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLASSES = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo"),
     *("_get_layout", "Size", "PosixPath", "WindowsPath"),
 )
-"""Names that `.metadata` files may refer to besides dtypes."""
+"""Names of the classes that `.metadata` files may refer to, besides dtypes."""
 
 _MAX_NUMBER = 2**63
 """Exclusive upper bound of sizes, offsets and lengths, which PyTorch stores in 64 bits."""
@@ -41,8 +41,8 @@ _MAX_NUMBER = 2**63
 FieldT = TypeVar("FieldT")
 
 
-class _Record:
-    """Stand-in for an object of a pickle: the name of its class, its arguments and its state."""
+class _PickledObject:
+    """An object in a pickle as data: the name of its class, constructor arguments and state."""
 
     __slots__ = ("args", "name", "state")
 
@@ -53,7 +53,10 @@ class _Record:
 
 
 def loads_metadata(content: bytes) -> Metadata:
-    """Read the tensors in a `.metadata` file, and where their bytes are.
+    """Read the metadata of tensors, and the locations of their chunks, from a `.metadata` file.
+
+    Args:
+        content: the bytes of the file.
 
     Returns:
         DCP's metadata, without entries that are not tensors.
@@ -68,52 +71,62 @@ def loads_metadata(content: bytes) -> Metadata:
         raise ValueError("it is not a pickle as DCP writes it") from None
     except Exception as error:  # malformed bytes may cause any error
         raise ValueError(str(error) or type(error).__name__) from error
-    if not isinstance(root, _Record) or root.name != "Metadata":
-        name = root.name if isinstance(root, _Record) else type(root).__name__
+    if not isinstance(root, _PickledObject) or root.name != "Metadata":
+        name = root.name if isinstance(root, _PickledObject) else type(root).__name__
         raise ValueError(f"the file contains a {name}, not the metadata of a checkpoint")
     entries, storage = (
-        _field(root, name, dict) for name in ("state_dict_metadata", "storage_data")
+        _required_field(root, name, dict) for name in ("state_dict_metadata", "storage_data")
     )
     tensors: dict[str, Any] = {}
     chunk_ids: set[int] = set()
     for key, entry in entries.items():
-        if _check_type(entry, _Record).name != "TensorStorageMetadata":
+        if _check_type(entry, _PickledObject).name != "TensorStorageMetadata":
             continue
-        tensors[_check_type(key, str)] = _to_tensor(entry, chunk_ids)
-    return Metadata(tensors, storage_data=_to_storage(storage, tensors))
+        tensors[_check_type(key, str)] = _to_tensor_metadata(entry, chunk_ids)
+    return Metadata(tensors, storage_data=_to_chunk_locations(storage, tensors))
 
 
-def _to_storage(
+def _to_chunk_locations(
     storage: Mapping[Any, Any], tensors: Mapping[str, TensorStorageMetadata]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Convert the table of where the chunks of `tensors` are."""
+    """Return the file, offset and length of each chunk of `tensors`.
+
+    Args:
+        storage: the unpickled `storage_data` of the metadata.
+        tensors: the metadata of each tensor, by name.
+    """
     converted: dict[MetadataIndex, _StorageInfo] = {}
     for key, info in storage.items():
-        name = _field(_check_type(key, _Record), "fqn", str)
+        name = _required_field(_check_type(key, _PickledObject), "fqn", str)
         if name not in tensors:
             continue
         # pickle leaves out fields that are None.
-        offset, number = (_optional(key, field) for field in ("offset", "index"))
+        offset, number = (_field_or_none(key, field) for field in ("offset", "index"))
         index = MetadataIndex(
             name,
-            None if offset is None else _to_size(offset),
-            None if number is None else _check_number(number),
+            None if offset is None else _to_torch_size(offset),
+            None if number is None else _check_size_or_position(number),
         )
-        if _optional(info, "transform_descriptors"):
+        if _field_or_none(info, "transform_descriptors"):
             raise ValueError(f"{name!r} is compressed, which is not supported")
-        start, length = (_check_number(_field(info, field, int)) for field in ("offset", "length"))
-        converted[index] = _StorageInfo(_field(info, "relative_path", str), start, length)
+        start, length = (
+            _check_size_or_position(_required_field(info, field, int))
+            for field in ("offset", "length")
+        )
+        converted[index] = _StorageInfo(_required_field(info, "relative_path", str), start, length)
     return converted
 
 
-def _to_tensor(entry: _Record, chunk_ids: set[int]) -> TensorStorageMetadata:
-    """Convert the description of a tensor.
+def _to_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorStorageMetadata:
+    """Convert the unpickled metadata of one tensor to DCP's class.
 
     Args:
-        chunk_ids: the ids of the chunks of earlier tensors; extended in place.
+        entry: the unpickled `TensorStorageMetadata`.
+        chunk_ids: ids of the chunks of earlier tensors, to which the ids of this tensor's chunks
+            are added.
     """
-    state = _check_type(_field(entry, "properties", _Record).state, tuple)
-    chunks = _field(entry, "chunks", list)
+    state = _check_type(_required_field(entry, "properties", _PickledObject).state, tuple)
+    chunks = _required_field(entry, "chunks", list)
     known_chunks = len(chunk_ids)
     chunk_ids.update(map(id, chunks))
     # Many references to one chunk take a byte or two each in the file, and a kilobyte in memory.
@@ -121,55 +134,60 @@ def _to_tensor(entry: _Record, chunk_ids: set[int]) -> TensorStorageMetadata:
         raise ValueError("the table of tensors is malformed")
     return TensorStorageMetadata(
         TensorProperties(_check_type(state[0], torch.dtype)),
-        _to_size(_field(entry, "size", _Record)),
+        _to_torch_size(_required_field(entry, "size", _PickledObject)),
         [
             ChunkStorageMetadata(
-                *(_to_size(_field(chunk, name, _Record)) for name in ("offsets", "sizes"))
+                *(
+                    _to_torch_size(_required_field(chunk, name, _PickledObject))
+                    for name in ("offsets", "sizes")
+                )
             )
             for chunk in chunks
         ],
     )
 
 
-def _to_size(record: object) -> torch.Size:
-    record = _check_type(record, _Record)
+def _to_torch_size(record: object) -> torch.Size:
+    record = _check_type(record, _PickledObject)
     sizes = record.args[0] if record.name == "Size" and len(record.args) == 1 else None
-    numbers = [_check_number(size) for size in _check_type(sizes, tuple)]
+    numbers = [_check_size_or_position(size) for size in _check_type(sizes, tuple)]
     # Tensors with a size of 0 have no elements, however large their other sizes are.
-    _check_number(prod(size for size in numbers if size))
+    _check_size_or_position(prod(size for size in numbers if size))
     return torch.Size(numbers)
 
 
-def _check_number(value: object) -> int:
+def _check_size_or_position(value: object) -> int:
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
-        raise ValueError(f"{value!r:.40} is not a size or position")
+        raise ValueError(f"the metadata has {value!r:.40} in place of a size or position")
     return value
 
 
 def _check_type(value: object, expected: type[FieldT]) -> FieldT:
     if not isinstance(value, expected):
-        raise ValueError(f"a {type(value).__name__} instead of a {expected.__name__}")
+        raise ValueError(
+            f"the metadata has a {type(value).__name__} in place of a {expected.__name__}"
+        )
     return value
 
 
-def _optional(record: object, name: str) -> Any:
-    state = _check_type(record, _Record).state
+def _field_or_none(record: object, name: str) -> Any:
+    state = _check_type(record, _PickledObject).state
     # A dataclass without fields that are set has no state; one with slots has a pair.
     return state.get(name) if isinstance(state, dict) else None
 
 
-def _field(record: object, name: str, expected: type[FieldT]) -> FieldT:
-    value = _optional(record, name)
+def _required_field(record: object, name: str, expected: type[FieldT]) -> FieldT:
+    value = _field_or_none(record, name)
     if not isinstance(value, expected):
-        raise ValueError(f"`{name}` is not a {expected.__name__.strip('_').lower()}")
+        raise ValueError(f"field `{name}` of the metadata is not a {expected.__name__.strip('_')}")
     return value
 
 
 class _DataUnpickler(_Unpickler):
-    """Unpickler that fills records instead of creating objects.
+    """Unpickler that fills `_PickledObject`s instead of creating objects.
 
-    The implementation in Python, because that in C allocates the largest memo index of a file, and
-    hashes keys of any depth.
+    Derived from the unpickler in Python, as the unpickler in C allocates memory up to the largest
+    memo index of a file, and hashes keys of any depth.
     """
 
     stack: list[Any]
@@ -178,35 +196,37 @@ class _DataUnpickler(_Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name in _CLASSES and (module in _MODULES or module.startswith(_DCP_MODULE)):
-            return _Record(name)
+            return _PickledObject(name)
         raise pickle.UnpicklingError(
-            f"the file refers to {module}.{name}, which the metadata of a checkpoint does not"
-            " need, and which could run code"
+            f"the metadata refers to {module}.{name}, which could run code: only load checkpoints"
+            " that DCP or Shardwright has written"
         )
 
     def load_call(self) -> None:
         args, reference = self.stack.pop(), self.stack.pop()
-        record = _Record(_check_type(reference, _Record).name)
+        record = _PickledObject(_check_type(reference, _PickledObject).name)
         record.args = _check_type(args, tuple)
         self.stack.append(record)
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        _check_type(self.stack[-1], _Record).state = state
+        _check_type(self.stack[-1], _PickledObject).state = state
 
     def load_setitems(self) -> None:
         items: list[Any] = self.pop_mark()  # type: ignore[attr-defined]
         mapping = _check_type(self.stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Hashing a tuple recurses, so that a deep one would overflow the stack.
-            if not isinstance(key, str | _Record):
-                raise pickle.UnpicklingError(f"a {type(key).__name__} is the key of a table")
+            if not isinstance(key, str | _PickledObject):
+                raise pickle.UnpicklingError(
+                    f"a table of the metadata has a key of type {type(key).__name__}"
+                )
             mapping[key] = value
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         mapping = _check_type(self.stack[-1], dict)
-        mapping[key if isinstance(key, _Record) else _check_type(key, str)] = value
+        mapping[key if isinstance(key, _PickledObject) else _check_type(key, str)] = value
 
 
 _PLAIN_OPCODES = (

@@ -1,4 +1,4 @@
-"""Whether `torch.compile` traces the running code."""
+"""A check whether `torch.compile` traces the running code."""
 
 from __future__ import annotations
 

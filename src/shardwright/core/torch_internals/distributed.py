@@ -111,7 +111,7 @@ WAITING_COLLECTIVES = (
     *("reduce_scatter", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
 )
 """Names of functions that, unless asynchronous, synchronize all ranks: no rank returns before all
-have called."""
+ranks have called the function."""
 
 ROOTED_COLLECTIVES = (
     *("broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter"),
@@ -137,10 +137,10 @@ def around_world_collectives(context: Callable[[str, bool], AbstractContextManag
         cell = next(cells, None)
         if cell is not None and not hasattr(cell.cell_contents, "counts_calls"):
             waits = name in WAITING_COLLECTIVES
-            cell.cell_contents = _run_in_context(cell.cell_contents, name, waits, context)
+            cell.cell_contents = _call_in_context(cell.cell_contents, name, waits, context)
 
 
-def _run_in_context(
+def _call_in_context(
     function: Callable[..., Any],
     name: str,
     waits: bool,

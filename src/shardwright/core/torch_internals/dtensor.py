@@ -71,8 +71,9 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
 
 
 def share_local_memory(tensor: DTensor, value: DTensor) -> None:
-    """Make a DTensor share the local memory of another DTensor with an equal layout, as the `.data`
-    of ordinary tensors does. A pending backward pass that needs the old values then raises."""
+    """Make a DTensor share the local memory of another DTensor with an equal layout, as assigning
+    `.data` does for ordinary tensors. A pending backward pass that needs the old values then raises
+    an error."""
     if type(tensor._local_tensor) is Tensor:
         set_data(tensor._local_tensor, value._local_tensor)
     else:  # simulated ranks

@@ -101,7 +101,7 @@ def run_unless_mixed(
                     _convert_gradients_to_full(leaf)
     # PyTorch would write the local shard of a result into an ordinary tensor of one element.
     written = written_arguments(operator)
-    if written and any(_written_tensors(written, args, kwargs)):
+    if written and any(_are_tensors_written(written, args, kwargs)):
         return fallback(operator, args, kwargs, None)
     try:
         return operator(*args, **kwargs)
@@ -111,7 +111,7 @@ def run_unless_mixed(
         return fallback(operator, args, kwargs, mixed)
 
 
-def _written_tensors(
+def _are_tensors_written(
     written: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[bool]:
     """Yield True for each ordinary tensor that an operator writes to.
@@ -170,7 +170,9 @@ def handle_assigned_data(assign: Callable[[DTensor, Any], None]) -> None:
         if is_compiling() or type(tensor) is not DTensor:
             data.__set__(tensor, value)
         elif not isinstance(value, Tensor):
-            raise TypeError(f"`.data` must be a tensor, not a {type(value).__name__}")
+            raise TypeError(
+                f"`.data` of a DTensor was assigned a {type(value).__name__}\nassign a tensor"
+            )
         else:
             assign(tensor, value)
 
@@ -214,24 +216,24 @@ def compute_on_local_tensors(names: Collection[str]) -> None:
     """
     for name in names:
         method = getattr(Tensor, name)
-        setattr(DTensor, name, _make_local_method(method))
+        setattr(DTensor, name, _make_method_on_local_tensors(method))
 
 
-def _make_local_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def _make_method_on_local_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
     # A function, since `torch.compile` cannot trace other callables.
     @wraps(method)
     def run_on_local_tensors(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return method(tensor, *args, **kwargs)
-        local_args = _local_arguments(tensor, args, kwargs)
+        local_args = _convert_arguments_to_local(tensor, args, kwargs)
         if local_args is None:
             return method(tensor, *args, **kwargs)
-        return _dtensor_of_result(tensor, method(*local_args, **kwargs))
+        return _wrap_result_as_dtensor(tensor, method(*local_args, **kwargs))
 
     return run_on_local_tensors
 
 
-def _local_arguments(
+def _convert_arguments_to_local(
     tensor: DTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any] | None:
     """Return the positional arguments of an elementwise method as local tensors; None if the method
@@ -274,7 +276,7 @@ def have_same_layout(first: DTensorSpec, second: DTensorSpec) -> bool:
     )
 
 
-def _dtensor_of_result(tensor: DTensor, result: Tensor) -> Any:
+def _wrap_result_as_dtensor(tensor: DTensor, result: Tensor) -> Any:
     """Return a local result as a DTensor with the layout of `tensor`, or `tensor` itself after an
     in-place method."""
     if result is tensor._local_tensor:

@@ -91,7 +91,7 @@ _CHECKED_BY_CALLER = frozenset(
 
 
 @contextmanager
-def _tracing_options(numbers: frozenset[str]) -> Iterator[None]:
+def _capture_options(numbers: frozenset[str]) -> Iterator[None]:
     """Context manager with the options for capture and for building guards.
 
     Args:
@@ -221,7 +221,9 @@ class DynamoCapture:
         emit = SideEffects.codegen_update_mutated
 
         def recorded(self: SideEffects, *args: Any, **kwargs: Any) -> None:
-            changes[:] = _changed_objects(self)  # Dynamo forgets them once the code is written.
+            changes[:] = _objects_changed_by_trace(
+                self
+            )  # Dynamo forgets them once the code is written.
             replay_all_contents(self)
             emit(self, *args, **kwargs)
 
@@ -233,7 +235,7 @@ class DynamoCapture:
             return call_module(self, tx, args, kwargs)
 
         with (
-            _tracing_options(numbers),
+            _capture_options(numbers),
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
             guarding_missing_attributes(),
@@ -292,7 +294,7 @@ class DynamoCapture:
             captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
         )
         around.__kwdefaults__ = captured.kwdefaults
-        weakref.finalize(around, _delete_global, scope, backend_id, program)
+        weakref.finalize(around, _delete_global_if_unchanged, scope, backend_id, program)
         return around
 
     def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -307,7 +309,7 @@ class DynamoCapture:
             self.around(program)(owner, *args, **kwargs)
         except _InputsReachedError:
             return flat
-        raise AssertionError("Dynamo's bytecode does not call its graph")
+        raise AssertionError("Dynamo's bytecode does not call its graph\nreport this as a bug")
 
     def guards(
         self,
@@ -341,7 +343,7 @@ class DynamoCapture:
                     constants[entry.orig_guard.name] = entry.value
             return [_is_needed_guard(entry, unguarded) for entry in entries]
 
-        with _tracing_options(numbers):
+        with _capture_options(numbers):
             manager = captured.build_guards(
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
@@ -365,7 +367,7 @@ class ChangedObject:
     global_name: str | None = None
 
 
-def _changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
+def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObject]:
     existing = {id(item): item for item in side_effects.keepalive}
     for key, variable in side_effects.id_to_variable.items():
         is_new = type(variable.mutation_type).__name__.endswith("New")
@@ -375,12 +377,12 @@ def _changed_objects(side_effects: SideEffects) -> Iterator[ChangedObject]:
         names = None if attributes is None else tuple(attributes)
         if isinstance(variable, NewGlobalVariable):
             assert names is not None
-            yield ChangedObject(_module_of_global_variable(variable.source), None, names[0])
+            yield ChangedObject(_module_name_of_global_variable(variable.source), None, names[0])
         else:
             yield ChangedObject(existing[key], names)
 
 
-def _module_of_global_variable(source: Any) -> Any:
+def _module_name_of_global_variable(source: Any) -> Any:
     """Return the name of the module of a global variable; None for the traced function's module."""
     if isinstance(source, GlobalSource):
         return None
@@ -389,7 +391,7 @@ def _module_of_global_variable(source: Any) -> Any:
     return alias.removeprefix("__import_").replace("_dot_", ".")
 
 
-def _delete_global(scope: dict[str, Any], name: str, value: object) -> None:
+def _delete_global_if_unchanged(scope: dict[str, Any], name: str, value: object) -> None:
     """Delete `scope[name]` unless the value has been replaced since."""
     if scope.get(name) is value:
         del scope[name]
@@ -400,7 +402,8 @@ class _InputsReachedError(Exception):
 
 
 def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
-    """Whether to build a guard: not for tensors in `unguarded` and types `_CHECKED_BY_CALLER`."""
+    """Whether to build the guard `entry`: not for tensors with an id in `unguarded`, and not for
+    guards that the caller checks."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
     # `module.to(x.device)` looks at gradients, which the traced copy has not, and moves nothing.
@@ -446,11 +449,11 @@ class Guards:
         return frozenset(
             source
             for source, value in self.constants.items()
-            if type(now := _evaluate_source(source, scope)) is type(value) and now != value
+            if type(now := _evaluate_dynamo_source(source, scope)) is type(value) and now != value
         )
 
 
-def _evaluate_source(source: str, scope: dict[str, Any]) -> Any:
+def _evaluate_dynamo_source(source: str, scope: dict[str, Any]) -> Any:
     """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises."""
     try:
         return eval(source, dict(scope))

@@ -20,11 +20,14 @@ from torch._dynamo.variables import UserDefinedClassVariable, UserDefinedObjectV
 @contextmanager
 def guarding_missing_attributes() -> Iterator[None]:
     """Context manager in which Dynamo guards on each missing attribute that a trace reads."""
-    with _guarded_reads(UserDefinedObjectVariable), _guarded_reads(UserDefinedClassVariable):
+    with (
+        _guard_missing_attributes(UserDefinedObjectVariable),
+        _guard_missing_attributes(UserDefinedClassVariable),
+    ):
         yield
 
 
-def _guarded_reads(variable_type: type) -> Any:
+def _guard_missing_attributes(variable_type: type) -> Any:
     read = vars(variable_type)["var_getattr"]
 
     def guarded(variable: Any, tx: Any, name: str) -> Any:

@@ -73,7 +73,7 @@ class CachedFunctionCalls:
             yield
         finally:
             self.running.pop()
-        if any(map(_is_random_node, islice(graph.nodes, num_nodes, None))):
+        if any(map(_draws_random_numbers, islice(graph.nodes, num_nodes, None))):
             self.impure[name] = None
 
     def record_result(self, result: Any, name: str, tx: Any) -> None:
@@ -86,7 +86,7 @@ class CachedFunctionCalls:
         """
 
         def record(variable: VariableTracker) -> None:
-            if _is_made_in_trace(variable):
+            if _was_created_in_trace(variable):
                 self.results[id(variable)] = variable, name
 
         VariableTracker.visit(record, result, side_effects=tx.output.side_effects)
@@ -97,18 +97,18 @@ class CachedFunctionCalls:
         Args:
             item: Dynamo's variable of the mutated object.
         """
-        if self.running and not _is_made_in_trace(item):
+        if self.running and not _was_created_in_trace(item):
             self.impure[self.running[-1]] = None
         elif id(item) in self.results:
             self.impure[self.results[id(item)][1]] = None
 
 
-def _is_made_in_trace(variable: VariableTracker) -> bool:
+def _was_created_in_trace(variable: VariableTracker) -> bool:
     """Whether an object was created during the trace."""
     return type(variable.mutation_type).__name__.endswith("New")
 
 
-def _is_random_node(node: fx.Node) -> bool:
+def _draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node calls a function or method of torch that draws random numbers."""
     name = str(getattr(node.target, "__name__", node.target))
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None

@@ -36,7 +36,7 @@ def tracing_bounded_deques() -> Iterator[None]:
 
 
 def replay_all_contents(side_effects: SideEffects) -> None:
-    """Make the code of a trace, before it is written, replay the order and number of entries."""
+    """Make the bytecode of a trace replay the order and number of entries of changed containers."""
     for variable in side_effects.id_to_variable.values():
         if isinstance(variable, DequeVariable):
             # The elements are traced: the code clears the deque and appends those that remain.

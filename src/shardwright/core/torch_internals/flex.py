@@ -1,5 +1,5 @@
-"""`flex_attention` without its compiler and with gradients on the CPU, which PyTorch refuses, and
-`BlockMask` as an argument of calls."""
+"""`flex_attention` without its compiler and with gradients on the CPU, which PyTorch does not
+support, and `BlockMask` as an argument of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from torch.utils import _pytree
 def flex_gradients_on_cpu() -> Iterator[None]:
     """Return a context in which `flex_attention` has gradients on the CPU.
 
-    PyTorch refuses them since it compiles no kernel for them. Its eager form computes them.
+    PyTorch raises an error as its compiler has no CPU kernel for gradients; its eager
+    implementation computes gradients on all devices.
     """
 
     def accept(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -54,7 +55,7 @@ class MaskContext:
     """The pytree context of a `BlockMask`: its contents besides tensors.
 
     Args:
-        description: lengths of the mask, and the name of its mask function.
+        description: name of the mask function, sequence lengths and block size, as text.
         context: PyTorch's own context, with the code and the constants of the mask function; None
             if read from a file.
     """
@@ -74,24 +75,27 @@ class MaskContext:
 
 
 def register_block_masks(value: Any) -> None:
-    """Register `BlockMask` as a pytree node if a pytree contains one, or a text its name.
+    """Register `BlockMask` as a pytree node if a call or a serialized structure contains one.
 
-    Its leaves are its tensors and those that its mask function refers to.
+    The leaves of a `BlockMask` are its tensors and the tensors that its mask function refers to.
+
+    Args:
+        value: a pytree, or the text of a serialized `TreeSpec`.
     """
     is_needed = isinstance(value, str) and _SERIALIZED in value
     if is_needed or any(type(leaf) is BlockMask for leaf in _pytree.tree_leaves(value)):
         if BlockMask in _pytree.SUPPORTED_NODES:
             return
         _pytree.register_pytree_node(
-            *(BlockMask, _flatten, _unflatten),
+            *(BlockMask, _flatten_block_mask, _unflatten_block_mask),
             serialized_type_name=_SERIALIZED,
             to_dumpable_context=lambda context: json.dumps(context.description),
             from_dumpable_context=lambda text: MaskContext(json.loads(text)),
-            flatten_with_keys_fn=_flatten_with_keys,
+            flatten_with_keys_fn=_flatten_block_mask_with_keys,
         )
 
 
-def _flatten(mask: BlockMask) -> tuple[list[Any], MaskContext]:
+def _flatten_block_mask(mask: BlockMask) -> tuple[list[Any], MaskContext]:
     if not vars(mask):
         # A copy that `deepcopy` has just begun.
         return [], MaskContext("", mask)
@@ -102,12 +106,14 @@ def _flatten(mask: BlockMask) -> tuple[list[Any], MaskContext]:
     return list(leaves), MaskContext(f"{name} {mask.seq_lengths} {mask.BLOCK_SIZE}", context)
 
 
-def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], MaskContext]:
-    leaves, context = _flatten(mask)
+def _flatten_block_mask_with_keys(
+    mask: BlockMask,
+) -> tuple[list[tuple[Any, Any]], MaskContext]:
+    leaves, context = _flatten_block_mask(mask)
     return [(_pytree.SequenceKey(i), leaf) for i, leaf in enumerate(leaves)], context
 
 
-def _unflatten(leaves: Any, context: MaskContext) -> BlockMask:
+def _unflatten_block_mask(leaves: Any, context: MaskContext) -> BlockMask:
     if isinstance(context.context, BlockMask):
         return context.context
     return BlockMask._unflatten(tuple(leaves), context.context)

@@ -87,10 +87,10 @@ def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
 
 
 def _hooks_by_method(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
-    return {name: method(_do_nothing).hooks_dict_ref() for name, method in methods.items()}
+    return {name: method(_keep_gradient).hooks_dict_ref() for name, method in methods.items()}
 
 
-def _do_nothing(*_: object) -> None:
+def _keep_gradient(*_: object) -> None:
     """Hook that does not change the gradient."""
 
 

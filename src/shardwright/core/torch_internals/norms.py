@@ -64,7 +64,7 @@ def extend_norms(norms: Norms) -> None:
         (nn.utils.clip_grads_with_norm_, _clip_grads_by_group),
     )
     for function, extension in extensions:
-        cell = _implementation_cell(function)
+        cell = _closure_cell_of_implementation(function)
         if not hasattr(cell.cell_contents, "extends_norms"):
             cell.cell_contents = _wrap_implementation(cell.cell_contents, extension, norms, running)
 
@@ -115,7 +115,7 @@ def _check_norm_is_finite(norm: Tensor, arguments: CallArguments) -> None:
         raise RuntimeError(NON_FINITE.format(float(arguments["norm_type"])))
 
 
-def _implementation_cell(function: Callable[..., Any]) -> CellType:
+def _closure_cell_of_implementation(function: Callable[..., Any]) -> CellType:
     """Return the closure cell that holds the implementation of a public norm function.
 
     Replacing the cell's content also affects code that has imported the function before, unlike
@@ -138,7 +138,7 @@ def _wrap_implementation(
         implementation: PyTorch's implementation.
         extension: the replacement, which may call `implementation`.
         norms: passed to `extension`.
-        running: set while `extension` runs; nested calls run `implementation`.
+        running: variable that is true while `extension` runs; nested calls run `implementation`.
     """
     signature_ = signature(implementation)
     first = next(iter(signature_.parameters))

@@ -49,8 +49,8 @@ def pipeline_stage(
         stage_index: index of the chunk in the model.
         num_stages: number of chunks of the model.
         device: device on which the chunk runs.
-        arriving, leaving: meta tensors with the shapes and dtypes of the tensors received and sent.
-            Gradients are sent for tensors that require a gradient only.
+        arriving, leaving: meta tensors with the shapes and dtypes of the tensors received and sent;
+            gradients are exchanged only for tensors that require a gradient.
         group: process group of the pipeline.
         dw_builder: `dw_builder` of `PipelineStage`, which returns the function that computes weight
             gradients; None lets PyTorch split the backward pass.

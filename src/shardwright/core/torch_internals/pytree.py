@@ -39,11 +39,11 @@ def treespec_loads(text: str) -> TreeSpec:
     """Deserialize a `TreeSpec` that `treespec_dumps` has written.
 
     Args:
-        text: JSON.
+        text: the `TreeSpec` as JSON.
 
     Raises:
-        ValueError: if the text is malformed, or loading could run code: a default factory is not a
-            built-in type, or an enumeration is of a module that is not imported.
+        ValueError: if the text is malformed, or loading could run code, as a default factory is not
+            a built-in type or an enumeration belongs to a module that is not imported.
     """
     try:
         _, structure = json.loads(text)
@@ -65,7 +65,8 @@ def _check_no_code_runs(structure: dict[str, Any]) -> None:
         factory = context["default_factory_module"], context["default_factory_name"]
         if factory not in _ALLOWED_FACTORIES:
             raise ValueError(
-                f"the serialized `TreeSpec` calls `{'.'.join(factory)}`, which is not allowed"
+                f"the serialized `TreeSpec` calls `{'.'.join(factory)}`, which could run code\n"
+                "only load files that Shardwright has written"
             )
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enum_is_imported)
@@ -77,6 +78,6 @@ def _check_enum_is_imported(context: dict[str, Any]) -> None:
     """Raise ValueError if a JSON object is an enumeration of a module that is not imported."""
     if "__enum__" in context and context["fqn"].partition(":")[0] not in sys.modules:
         raise ValueError(
-            f"the serialized `TreeSpec` refers to `{context['fqn']}` of a module that is not "
-            "imported"
+            f"the serialized `TreeSpec` refers to `{context['fqn']}` of a module that is not"
+            " imported\nimport the module before loading the file"
         )

@@ -1,10 +1,11 @@
 """Objects of the user's classes as pytree nodes: data classes, plain objects and containers derived
-from built-in ones, flattened by fields.
+from built-in containers.
 
-An object is rebuilt without its `__init__`, by setting its fields. An object without tensors, such
-as a configuration, is a constant of the structure. So are fields that are no numbers, strings,
-tensors or containers of these; of objects of which nothing is known, only the class is, and the
-rebuilt object raises an error where such a field is used.
+An object with tensors is flattened by fields, and rebuilt by setting its fields without calling
+`__init__`. Fields that are numbers, strings, tensors, or containers of these are children. Other
+fields are constants of the structure if their value cannot change; of all others the structure has
+only the class, and the rebuilt object raises an error where such a field is used. An object without
+tensors, such as a configuration, is a constant.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from shardwright.errors import CaptureError
 
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "shardwright", "torch"} - {"__main__"}
 _WITH_OBJECTS = ("argparse", "collections", "types", "torch.distributions")
-"""Modules of libraries whose objects hold the user's data."""
+"""Modules of libraries whose objects contain the user's data."""
 
 _BASES = (OrderedDict, dict, list, tuple, SimpleNamespace, object)
-"""Classes of which objects can be made without `__init__`, from the most derived on."""
+"""Base classes whose objects can be created without `__init__`, subclasses before their bases."""
 
 _LEAVES = (Tensor, bool, int, float, complex, str, type(None), np.ndarray)
 _VALUES = (
@@ -53,18 +54,21 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
 
     Args:
         value: a pytree.
-        only_tensors: skip objects with fields that are not tensors, numbers, strings or containers
-            and objects of these, as the rebuilt object would lack them.
+        only_tensors: whether to register nothing if an object has a field that is not a tensor,
+            number or string, nor a container or object of these, as a rebuilt object would lack the
+            field.
 
     Raises:
         CaptureError: if an object contains itself.
     """
     try:
-        while classes := {type(leaf) for leaf in _pytree.tree_leaves(value) if _is_object(leaf)}:
+        while classes := {
+            type(leaf) for leaf in _pytree.tree_leaves(value) if _is_unregistered_object(leaf)
+        }:
             if only_tensors and not _has_only_tensors(value):
                 return
             for cls in classes:
-                _register(cls)
+                _register_class(cls)
         register_keys(_pytree.tree_structure(value))
     except RecursionError:
         raise CaptureError(
@@ -74,12 +78,12 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
 
 
 def register_named_classes(text: str) -> None:
-    """Register the classes that a serialized structure names, of modules that are imported.
+    """Register the classes of imported modules that a serialized `TreeSpec` names.
 
     Args:
-        text: the structure, as `treespec_dumps` returns it.
+        text: the `TreeSpec`, as `treespec_dumps` returns it.
     """
-    for name in set(_names_in(json.loads(text)[1])):
+    for name in set(_class_names_in_structure(json.loads(text)[1])):
         if name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             continue
         module, _, path = name.strip('"').partition(":")
@@ -88,21 +92,21 @@ def register_named_classes(text: str) -> None:
             named_class = getattr(named_class, each, None)
         if _pytree.is_namedtuple_class(named_class):
             _register_named_tuple(named_class)
-        elif isinstance(named_class, type) and _base_of(named_class) is not None:
-            _register(named_class)
+        elif isinstance(named_class, type) and _builtin_base_of_user_class(named_class) is not None:
+            _register_class(named_class)
 
 
-def _names_in(structure: Any) -> Iterator[str]:
+def _class_names_in_structure(structure: Any) -> Iterator[str]:
     for name in (structure["type"], structure["context"]):
         if isinstance(name, str) and ":" in name:
             yield name
     for child in structure["children_spec"]:
-        yield from _names_in(child)
+        yield from _class_names_in_structure(child)
 
 
-def _base_of(cls: type) -> Any:
-    """Return the built-in class from which objects of a class are made; None if the class is none
-    of user data."""
+def _builtin_base_of_user_class(cls: type) -> Any:
+    """Return the built-in class with which objects of the user's class `cls` are created; None if
+    objects of `cls` are not flattened by fields."""
     if cls in _BASES[1:4] or cls is object or cls is OrderedDict:
         return None
     if issubclass(cls, (Tensor, nn.Module, enum.Enum, type, torch.Size, BaseException)):
@@ -119,44 +123,48 @@ def _base_of(cls: type) -> Any:
 _HEAP_TYPE = 1 << 9
 
 
-def _is_object(value: Any) -> bool:
-    """Whether a leaf is an object of a class that can be registered and is not."""
+def _is_unregistered_object(value: Any) -> bool:
+    """Whether the class of a leaf can be registered and is not registered yet."""
     cls = type(value)
     if _pytree.is_namedtuple_class(cls):
         return False
-    return cls not in _pytree.SUPPORTED_NODES and _base_of(cls) is not None and _has_parts(value)
+    return (
+        cls not in _pytree.SUPPORTED_NODES
+        and _builtin_base_of_user_class(cls) is not None
+        and _has_items_or_attributes(value)
+    )
 
 
-def _has_parts(value: Any) -> bool:
-    # An object without any is a mark that `forward` tells by its identity.
-    return bool(_items(value) or _attributes(value)) or isinstance(value, _BASES[:4])
+def _has_items_or_attributes(value: Any) -> bool:
+    # `forward` may compare an object without any by identity, as a sentinel.
+    return bool(_items_by_key(value) or _attributes_by_name(value)) or isinstance(value, _BASES[:4])
 
 
 def is_registered_object(value: Any) -> bool:
     """Return whether the class of an object was registered by `register_objects`."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
-    return node is not None and node.flatten_fn is _flatten
+    return node is not None and node.flatten_fn is _flatten_object
 
 
-def _register(cls: type) -> None:
-    """Register a class as a pytree node."""
-    base = _base_of(cls)
+def _register_class(cls: type) -> None:
+    """Register the user's class `cls` as a pytree node that is flattened by fields."""
+    base = _builtin_base_of_user_class(cls)
 
     def unflatten(children: Iterable[Any], structure: Any) -> Any:
         return structure.rebuild(cls, base, list(children))
 
     _pytree.register_pytree_node(
         cls,
-        _flatten,
+        _flatten_object,
         unflatten,
-        flatten_with_keys_fn=_flatten_with_keys,
-        serialized_type_name=_name_of(cls),
-        to_dumpable_context=_to_json,
-        from_dumpable_context=_from_json,
+        flatten_with_keys_fn=_flatten_object_with_keys,
+        serialized_type_name=_serialized_name_of_class(cls),
+        to_dumpable_context=_structure_to_json,
+        from_dumpable_context=_structure_from_json,
     )
 
 
-def _name_of(cls: type) -> str:
+def _serialized_name_of_class(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     while name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
         name += "'"
@@ -164,10 +172,10 @@ def _name_of(cls: type) -> str:
 
 
 def register_keys(structure: Any) -> None:
-    """Complete the registration of the classes in a structure.
+    """Add keys and serialized names to the registered classes in a structure that lack these.
 
-    Classes that the user has registered may lack keys, by which errors name a leaf, and a name in
-    serialized structures, as do named tuples.
+    Errors name a leaf by its key. Classes that the user has registered may lack keys and serialized
+    names; named tuples lack serialized names.
 
     Args:
         structure: a `TreeSpec`.
@@ -183,36 +191,38 @@ def register_keys(structure: Any) -> None:
     if node is None:
         return
     if node.flatten_with_keys_fn is None:
-        with_keys = partial(_number_children, node.flatten_fn)
+        with_keys = partial(_flatten_with_sequence_keys, node.flatten_fn)
         _pytree.SUPPORTED_NODES[cls] = type(node)(*node[:-1], with_keys)
     serialized = _pytree.SUPPORTED_SERIALIZED_TYPES[cls]
     if serialized.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        serialized = type(serialized)(cls, _name_of(cls), _to_json, _from_json)
+        serialized = type(serialized)(
+            cls, _serialized_name_of_class(cls), _structure_to_json, _structure_from_json
+        )
         _pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialized
         _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[serialized.serialized_type_name] = cls
-    if serialized.to_dumpable_context is _to_json:
-        _remember(context)
+    if serialized.to_dumpable_context is _structure_to_json:
+        _cache_structure(context)
 
 
-def _number_children(flatten: Callable[[Any], Any], value: Any) -> tuple[list[Any], Any]:
+def _flatten_with_sequence_keys(flatten: Callable[[Any], Any], value: Any) -> tuple[list[Any], Any]:
     children, context = flatten(value)
     return [(_pytree.SequenceKey(i), each) for i, each in enumerate(children)], context
 
 
 def _register_named_tuple(cls: Any) -> None:
     # The name is the context of the structure, which must be JSON.
-    _pytree._register_namedtuple(cls, serialized_type_name=f'"{_name_of(cls)}"')
+    _pytree._register_namedtuple(cls, serialized_type_name=f'"{_serialized_name_of_class(cls)}"')
 
 
 @dataclass(frozen=True)
-class _Fields:
-    """Pytree context of an object: what rebuilds it from its tensors.
+class _ObjectStructure:
+    """Pytree context of an object with tensors, from which the object is rebuilt.
 
     Args:
-        items: keys of its items, if it is a dictionary; indices, if it is a sequence.
+        items: keys of a dictionary's items, or indices of a sequence's items.
         attributes: names of the attributes that are children.
-        constants: names and values of the other attributes.
-        is_own_dict: whether the attributes of the object are its items.
+        constants: names and values of all other attributes.
+        is_own_dict: whether the object is its own `__dict__`, so that its items are its attributes.
     """
 
     items: tuple[Hashable, ...]
@@ -233,26 +243,26 @@ class _Fields:
             object.__setattr__(made, "__dict__", made)
         named = zip(self.attributes, children[count:], strict=True)
         for name, value in (*named, *((name, held.value) for name, held in self.constants)):
-            _set_attribute(made, name, value)
+            _set_attribute_or_slot(made, name, value)
         return made
 
 
-class _Constant:
-    """An object without tensors, or a field that is no leaf, as part of a structure.
+class _ConstantObject:
+    """An object or field that does not change between calls, as part of a structure.
 
-    Two constants are equal if their contents are and, for objects of classes without `__eq__`, if
-    they are the same object.
+    Two constants are equal if their contents are equal; constants of a class without `__eq__` must
+    also be the same object.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.contents = _contents_text(value)
+        self.contents = _describe_contents(value)
 
     def rebuild(self, cls: type, base: Any, children: list[Any]) -> Any:
         return self.value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant) or type(self.value) is not type(other.value):
+        if not isinstance(other, _ConstantObject) or type(self.value) is not type(other.value):
             return False
         if self.contents != other.contents:
             return False
@@ -266,15 +276,15 @@ class _Constant:
         return self.contents
 
 
-class _Unknown:
-    """A field of a class of which nothing is known; equal to all of this class."""
+class _UnknownField:
+    """A field whose contents are not captured; equal to all fields of its class that are not."""
 
     def __init__(self, value: Any) -> None:
         is_placeholder = isinstance(value, UnreadField)
         self.value = value if is_placeholder else UnreadField(type(value).__qualname__)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Unknown) and repr(self) == repr(other)
+        return isinstance(other, _UnknownField) and repr(self) == repr(other)
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -284,7 +294,8 @@ class _Unknown:
 
 
 class UnreadField:
-    """Placeholder for an argument's field of an unknown class; raises an error where it is read."""
+    """Placeholder for a field of an argument whose contents are not captured; reading the
+    placeholder raises an error."""
 
     def __init__(self, class_name: str) -> None:
         self.class_name = class_name
@@ -296,40 +307,41 @@ class UnreadField:
 
     def refuse(self, *_: object) -> NoReturn:
         raise CaptureError(
-            f"`forward` reads a field of an argument that is an object of class {self.class_name}, "
-            "of which a captured model does not know the contents\n"
-            "pass the tensors and numbers that `forward` reads"
+            f"`forward` reads a field of class {self.class_name} of an argument, whose contents are"
+            " not captured\npass the tensors and numbers that `forward` reads as arguments"
         )
 
     __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = refuse
     __getitem__ = __setitem__ = __contains__ = __enter__ = __lt__ = __gt__ = refuse
 
 
-_with_tensors: set[type] = set()
-"""Classes of which an object with tensors was seen: their objects are flattened even where other
-leaves, such as names, stand for the tensors."""
+_classes_with_tensors: set[type] = set()
+"""Classes of which an object with tensors was flattened. Their objects are flattened even if other
+leaves, such as the tensors' names, replace the tensors."""
 
 
-def _flatten(value: Any) -> tuple[list[Any], Any]:
-    if type(value) not in _with_tensors:
+def _flatten_object(value: Any) -> tuple[list[Any], Any]:
+    if type(value) not in _classes_with_tensors:
         if not _has_tensor(value):
-            return [], _remember(_Constant(value))
-        _with_tensors.add(type(value))
-    items, attributes = _items(value), _attributes(value)
-    children = {name: item for name, item in attributes.items() if _is_child(item)}
+            return [], _cache_structure(_ConstantObject(value))
+        _classes_with_tensors.add(type(value))
+    items, attributes = _items_by_key(value), _attributes_by_name(value)
+    children = {name: item for name, item in attributes.items() if _is_child_of_structure(item)}
     constants = tuple(
-        (name, _Constant(item) if _is_constant(item) else _Unknown(item))
+        (name, _ConstantObject(item) if _is_constant_field(item) else _UnknownField(item))
         for name, item in attributes.items()
         if name not in children
     )
     is_own_dict = getattr(value, "__dict__", None) is value
-    structure = _Fields(tuple(items), tuple(children), constants, is_own_dict)
-    return [*items.values(), *children.values()], _remember(structure) if constants else structure
+    structure = _ObjectStructure(tuple(items), tuple(children), constants, is_own_dict)
+    return [*items.values(), *children.values()], _cache_structure(
+        structure
+    ) if constants else structure
 
 
-def _flatten_with_keys(value: Any) -> tuple[list[Any], Any]:
-    children, structure = _flatten(value)
-    if isinstance(structure, _Constant):
+def _flatten_object_with_keys(value: Any) -> tuple[list[Any], Any]:
+    children, structure = _flatten_object(value)
+    if isinstance(structure, _ConstantObject):
         return [], structure
     key_of = _pytree.MappingKey if isinstance(value, dict) else _pytree.SequenceKey
     keys = [
@@ -339,37 +351,40 @@ def _flatten_with_keys(value: Any) -> tuple[list[Any], Any]:
     return list(zip(keys, children, strict=True)), structure
 
 
-_structures: dict[str, Any] = {}
-"""Structures with constants of this process, by text: rank 0 sends the text, and the other ranks
-have flattened an equal call."""
+_cached_structures: dict[str, Any] = {}
+"""Structures with constants, by their `repr`. Rank 0 broadcasts the `repr`, by which other ranks
+look up the structure of the equal call that they have flattened."""
 
 
-def _remember(structure: Any) -> Any:
+def _cache_structure(structure: Any) -> Any:
     structure_text = repr(structure)
-    _structures.pop(structure_text, None)
-    _structures[structure_text] = structure
-    if len(_structures) > _MAX_STRUCTURES:
-        del _structures[next(iter(_structures))]
+    _cached_structures.pop(structure_text, None)
+    _cached_structures[structure_text] = structure
+    if len(_cached_structures) > _MAX_STRUCTURES:
+        del _cached_structures[next(iter(_cached_structures))]
     return structure
 
 
-def _to_json(structure: Any) -> Any:
-    simple = isinstance(structure, _Fields) and not structure.constants
+def _structure_to_json(structure: Any) -> Any:
+    simple = isinstance(structure, _ObjectStructure) and not structure.constants
     if simple and all(isinstance(key, (str, int)) for key in structure.items):
         return [list(structure.items), list(structure.attributes), structure.is_own_dict]
-    return [repr(_remember(structure))]
+    return [repr(_cache_structure(structure))]
 
 
-def _from_json(content: Any) -> Any:
+def _structure_from_json(content: Any) -> Any:
     if len(content) > 1:
         items, attributes, is_own_dict = content
-        return _Fields(tuple(items), tuple(attributes), (), is_own_dict)
-    if content[0] not in _structures:
-        raise ValueError("an argument has fields that are not stored with a plan")
-    return _structures[content[0]]
+        return _ObjectStructure(tuple(items), tuple(attributes), (), is_own_dict)
+    if content[0] not in _cached_structures:
+        raise ValueError(
+            "an argument has fields that cannot be read from a file\n"
+            "pass the tensors and numbers that `forward` reads as arguments"
+        )
+    return _cached_structures[content[0]]
 
 
-def _items(value: Any) -> dict[Hashable, Any]:
+def _items_by_key(value: Any) -> dict[Hashable, Any]:
     if isinstance(value, dict):
         return dict(dict.items(value))
     if isinstance(value, list):
@@ -377,8 +392,8 @@ def _items(value: Any) -> dict[Hashable, Any]:
     return dict(enumerate(tuple.__iter__(value))) if isinstance(value, tuple) else {}
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, including those in slots."""
+def _attributes_by_name(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, including attributes in slots."""
     held: dict[str, Any] = {}
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
@@ -394,7 +409,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return held if attributes is value else {**held, **attributes}
 
 
-def _set_attribute(made: Any, name: str, value: Any) -> None:
+def _set_attribute_or_slot(made: Any, name: str, value: Any) -> None:
     for base in type(made).__mro__:
         slot = vars(base).get(name)
         if type(slot) is MemberDescriptorType:
@@ -403,7 +418,7 @@ def _set_attribute(made: Any, name: str, value: Any) -> None:
     object.__getattribute__(made, "__dict__")[name] = value
 
 
-def _is_child(value: Any) -> bool:
+def _is_child_of_structure(value: Any) -> bool:
     cls = type(value)
     if cls in _LEAVES or isinstance(value, (Tensor, np.ndarray)):
         return True
@@ -414,11 +429,11 @@ def _is_child(value: Any) -> bool:
         return True
     if _pytree.is_namedtuple_class(cls) or cls in _pytree.SUPPORTED_NODES:
         return True
-    return _base_of(cls) is not None and _has_parts(value)
+    return _builtin_base_of_user_class(cls) is not None and _has_items_or_attributes(value)
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether a field that is no child has a value that does not change."""
+def _is_constant_field(value: Any) -> bool:
+    """Whether the value of a field, which is not a child, cannot change."""
     if isinstance(value, (*_VALUES, *_LEAVES, type, range, slice, frozenset)):
         return True
     return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__")
@@ -430,15 +445,18 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
     if depth > _MAX_DEPTH or type(value) in _LEAVES:
         return False
     contents: Iterable[Any] = ()
-    if isinstance(value, (dict, list, tuple, set)) or _base_of(type(value)) is not None:
-        contents = (*_items(value).values(), *_attributes(value).values())
+    if (
+        isinstance(value, (dict, list, tuple, set))
+        or _builtin_base_of_user_class(type(value)) is not None
+    ):
+        contents = (*_items_by_key(value).values(), *_attributes_by_name(value).values())
     elif type(value) in _pytree.SUPPORTED_NODES:
         contents = _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
     return any(_has_tensor(item, depth + 1) for item in contents)
 
 
 def _has_only_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether a value consists of tensors, numbers and strings in containers and objects."""
+    """Whether a value contains only tensors, numbers and strings, in any containers and objects."""
     if isinstance(value, Tensor) or type(value) in _LEAVES:
         return True
     cls = type(value)
@@ -446,14 +464,16 @@ def _has_only_tensors(value: Any, depth: int = 0) -> bool:
     if cls in _pytree.SUPPORTED_NODES and not builtin:
         children = _pytree.SUPPORTED_NODES[cls].flatten_fn(value)[0]
         return all(_has_only_tensors(child, depth + 1) for child in children)
-    if depth > _MAX_DEPTH or (not builtin and (_base_of(cls) is None or not _has_tensor(value))):
+    if depth > _MAX_DEPTH or (
+        not builtin and (_builtin_base_of_user_class(cls) is None or not _has_tensor(value))
+    ):
         return False
-    contents = (*_items(value).values(), *_attributes(value).values())
+    contents = (*_items_by_key(value).values(), *_attributes_by_name(value).values())
     return all(_has_only_tensors(item, depth + 1) for item in contents)
 
 
-def _contents_text(value: Any, depth: int = 0) -> str:
-    """Return a text of the contents of an object, equal on all ranks for equal contents."""
+def _describe_contents(value: Any, depth: int = 0) -> str:
+    """Describe the contents of an object as text, equal on all ranks for equal contents."""
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if cls in _LEAVES or isinstance(value, _VALUES):
@@ -461,9 +481,11 @@ def _contents_text(value: Any, depth: int = 0) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     if isinstance(value, (set, frozenset)):
-        return f"{name}{sorted(_contents_text(item, depth + 1) for item in value)}"
+        return f"{name}{sorted(_describe_contents(item, depth + 1) for item in value)}"
     if depth > _MAX_DEPTH:
         return name
-    contents: dict[Any, Any] = {**_items(value), **_attributes(value)}
-    item_texts = (f"{key!r}: {_contents_text(item, depth + 1)}" for key, item in contents.items())
+    contents: dict[Any, Any] = {**_items_by_key(value), **_attributes_by_name(value)}
+    item_texts = (
+        f"{key!r}: {_describe_contents(item, depth + 1)}" for key, item in contents.items()
+    )
     return f"{name}({', '.join(item_texts)})"

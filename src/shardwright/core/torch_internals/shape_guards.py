@@ -10,7 +10,7 @@ from shardwright.core.torch_internals.tensors import FakeTensor, FakeTensorMode
 
 
 class ShapeGuards:
-    """Guards on the shapes of inputs, under which another call has the same trace.
+    """Guards on the shapes of inputs: a call that satisfies the guards has the same trace.
 
     Args:
         inputs: the fake inputs of the trace, whose sizes may be symbolic.

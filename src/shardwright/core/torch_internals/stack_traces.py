@@ -1,4 +1,4 @@
-"""Record the lines of functions that a `forward` calls, such as a loss function."""
+"""Record the source lines of functions that a `forward` calls, such as a loss function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def innermost_frames_recorded(is_users: Callable[[str], bool]) -> Iterator[None]
     By default `torch.export` records the frames of functions called `forward` only.
 
     Args:
-        is_users: whether a file is of the user's code.
+        is_users: function that returns whether a file name is of the user's code.
     """
     filter_frames = TracerBase._filter_traceback_frames
 
