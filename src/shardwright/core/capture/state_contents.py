@@ -135,7 +135,7 @@ def _read_array(value: np.ndarray[Any, Any]) -> Parts:
     return {STATE: value.tobytes()} if small else {}
 
 
-def _read_cell(value: CellType) -> Parts:
+def _contents_of_cell(value: CellType) -> Parts:
     try:
         return {STATE: value.cell_contents}
     except ValueError:  # A variable that is not assigned yet.
@@ -175,7 +175,7 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ((bytearray, array), lambda value: {STATE: bytes(value)}),
     (_RANDOM, _read_random_generator),
     ((torch.Generator,), lambda value: {STATE: value.get_state().numpy().tobytes()}),
-    ((CellType,), _read_cell),
+    ((CellType,), _contents_of_cell),
     ((GeneratorType,), _read_generator),
     (_ITERATORS, _read_iterator),
     ((threading.local,), lambda value: dict(vars(value))),

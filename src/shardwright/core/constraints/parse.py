@@ -272,14 +272,18 @@ class StrategyParser:
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
         valid = next(
-            (f"\na valid strategy is {s}" for s in self._similar_strategies(first, second)), ""
+            (
+                f"\na valid strategy is {s}"
+                for s in self._valid_strategies_near_conflict(first, second)
+            ),
+            "",
         )
         return self.error(
             f"conflicting shard counts for factor {factor!r} of `{self.rule}`: {describe(first)},"
             f" {describe(second)}{hint}{valid}"
         )
 
-    def _similar_strategies(
+    def _valid_strategies_near_conflict(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
         """Yield valid strategies similar to a strategy with two conflicting requests; strategies

@@ -365,7 +365,10 @@ def _storage_axes_for_shard_counts(
     where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
 ) -> tuple[Axes, ...]:
     # Along axes with which the operator reads the parameter, storage needs no communication.
-    reused = [_dividing_prefix(count, axes, mesh) for count, axes in zip(counts, used, strict=True)]
+    reused = [
+        _leading_axes_dividing_count(count, axes, mesh)
+        for count, axes in zip(counts, used, strict=True)
+    ]
     used_axes = {axis for axes in reused for axis in axes}
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]
     stored = []
@@ -380,7 +383,7 @@ def _storage_axes_for_shard_counts(
     return tuple(stored)
 
 
-def _dividing_prefix(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
+def _leading_axes_dividing_count(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
     """Return the longest prefix of `axes` whose total size divides `count`."""
     leading: list[int] = []
     primes = list(prime_factors(gcd(count, mesh.num_devices)))

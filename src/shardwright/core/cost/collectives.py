@@ -53,7 +53,7 @@ class Links:
             bucketed: whether the collective is coalesced with others into a bucket, which sends
                 more than `num_bytes` at once.
         """
-        levels_of_group = self._group_levels(axes)
+        levels_of_group = self._link_levels_of_group(axes)
         if not levels_of_group:
             return 0.0
         pattern = COLLECTIVES[collective].pattern
@@ -116,7 +116,7 @@ class Links:
             joined_devices *= size
         return seconds
 
-    def _group_levels(self, axes: Iterable[int]) -> list[tuple[int, int]]:
+    def _link_levels_of_group(self, axes: Iterable[int]) -> list[tuple[int, int]]:
         """Return (link level, number of devices or inner groups joined) for the flattened `axes`,
         innermost first."""
         # Axes that cross the same level form one group there: a collective over axes of 2 and 4

@@ -178,7 +178,11 @@ def _matmul_dims(
     if op.target is experts:
         expert_sides = _expert_matmul_dims(op)
         return tuple(
-            zip(expert_sides, (_token_factors(rule), frozenset("i"), frozenset[str]()), strict=True)
+            zip(
+                expert_sides,
+                (_factors_of_first_input(rule), frozenset("i"), frozenset[str]()),
+                strict=True,
+            )
         )
     lhs_factors, rhs_factors, out = (
         frozenset(name for name in dims if name is not None)
@@ -322,13 +326,16 @@ def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozense
     """Return (bytes, factors) of the intermediate tensors of a mixture of experts: tokens sorted by
     expert together with their results, and the hidden activations of the experts."""
     arguments = call_arguments(op)
-    rows, factors = arguments["ids"].numel * op.output.itemsize, _token_factors(rule) | {"e"}
+    rows, factors = (
+        arguments["ids"].numel * op.output.itemsize,
+        _factors_of_first_input(rule) | {"e"},
+    )
     _, columns, hidden = _expert_matmul_dims(op)
     intermediate = int(columns) + arguments["down"].shape[-1]
     return (2 * rows * int(hidden), factors), (rows * intermediate, factors | {"i"})
 
 
-def _token_factors(rule: ShardingRule) -> frozenset[str]:
+def _factors_of_first_input(rule: ShardingRule) -> frozenset[str]:
     return frozenset(name for name in rule.inputs[0] if name is not None)
 
 

@@ -229,7 +229,11 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
                 return self._run_collective(func, args, kwargs)
             return func(*args, **kwargs)
         try:
-            key = (func, *map(_argument_key, args), *map(_argument_key, kwargs.items()))
+            key = (
+                func,
+                *map(_cache_key_of_argument, args),
+                *map(_cache_key_of_argument, kwargs.items()),
+            )
         except _UncacheableArgumentError:
             return func(*args, **kwargs)
         if key in self._cached_results:
@@ -238,7 +242,7 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         results = out if isinstance(out, list | tuple) else (out,)
         # Only results on the meta device can be rebuilt as empty tensors.
         if all(result is None or result.is_meta for result in results):
-            self._cached_results[key] = _argument_key(out)
+            self._cached_results[key] = _cache_key_of_argument(out)
         return out
 
     def _run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -272,7 +276,7 @@ def _returns_new_tensors(func: Any) -> bool:
     return func.namespace == "aten" and tensors and bool(schema.returns) and not aliases
 
 
-def _argument_key(argument: Any) -> Any:
+def _cache_key_of_argument(argument: Any) -> Any:
     """Return a hashable key of an argument, for a tensor its shape, strides and dtype.
 
     Raises:
@@ -286,7 +290,7 @@ def _argument_key(argument: Any) -> Any:
         # promotes dtypes differently.
         return _TensorKey((argument.shape, argument.stride(), argument.dtype, argument.is_meta))
     if isinstance(argument, list | tuple) and len(argument) <= _MAX_LIST_LENGTH:
-        return tuple(map(_argument_key, argument))
+        return tuple(map(_cache_key_of_argument, argument))
     raise _UncacheableArgumentError
 
 

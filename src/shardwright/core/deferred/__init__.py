@@ -1,5 +1,5 @@
-"""Deferred initialization: models are built without memory for their parameters, and initialized
-later to bitwise the same values as in ordinary construction."""
+"""Deferred initialization: models are built without memory for their parameters, which are
+initialized later to bitwise the same values as in ordinary construction."""
 
 from shardwright.core.deferred.across_ranks import init_record_lines, share_generator_states
 from shardwright.core.deferred.init_record import Record

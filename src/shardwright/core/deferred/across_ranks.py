@@ -28,7 +28,7 @@ def init_record_lines(tensors: Iterable[Tensor]) -> Iterator[str]:
     for record in records_of(tensors):
         for number, operation in enumerate(record.operations):
             leaves = pytree.tree_leaves((operation.args, operation.kwargs))
-            arguments = ", ".join(filter(None, map(_argument_text, leaves)))
+            arguments = ", ".join(filter(None, map(_describe_argument, leaves)))
             yield f"initialization {number}: {operation.function}({arguments})"
 
 
@@ -37,8 +37,8 @@ def share_generator_states(
 ) -> None:
     """Replace the generator states from which the random draws of deferred tensors start.
 
-    If `share` changes a state, a replay does not advance this rank's generators: the draws then
-    belong to another rank's random stream.
+    If `share` changes a state, a replay does not advance this rank's generators, as the draws then
+    belong to the random stream of another rank.
 
     Args:
         tensors: tensors, of which ordinary ones are ignored.
@@ -59,7 +59,7 @@ def share_generator_states(
             record.forget_generator_states()
 
 
-def _argument_text(leaf: Any) -> str:
+def _describe_argument(leaf: Any) -> str:
     if isinstance(leaf, TensorVersion):
         return f"values with the hash {int(content_hash(leaf.tensor)):x}"
     if isinstance(leaf, StorageView):

@@ -56,7 +56,7 @@ class StorageView:
 
 @dataclass(frozen=True)
 class TensorVersion:
-    """A real tensor that an operation reads, with its autograd version when it was recorded."""
+    """An ordinary tensor that an operation reads, with its version counter when it was recorded."""
 
     tensor: Tensor
     version: int
@@ -168,7 +168,7 @@ class Record:
         results: Any,
     ) -> None:
         """Append an operator call on the meta device, unless it only creates views."""
-        reads, updates, fills = self._accessed_storages(function, args, kwargs)
+        reads, updates, fills = self._storages_accessed_by_call(function, args, kwargs)
         new_views = tuple(
             self.storage_view(result)
             if isinstance(result, Tensor) and not self.has_storage_of(result)
@@ -176,7 +176,7 @@ class Record:
             for result in pytree.tree_leaves(results)
         )
         fills.update(view.storage for view in new_views if view is not None)
-        draw = self._record_draw(args, kwargs) if draws_random_numbers(function) else None
+        draw = self._record_random_draw(args, kwargs) if draws_random_numbers(function) else None
         # A view has the storage of its base, so it neither fills nor updates one.
         if not fills and not updates and draw is None:
             return
@@ -195,7 +195,7 @@ class Record:
             )
         )
 
-    def _accessed_storages(
+    def _storages_accessed_by_call(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[int], set[int], set[int]]:
         """Return the numbers of the storages that a call reads, updates, and overwrites
@@ -206,7 +206,9 @@ class Record:
             overwritten = argument.is_out or function.overloadpacket in OVERWRITING
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor) and on_meta(tensor):
-                    written_storages = fills if overwritten and _covers_storage(tensor) else updates
+                    written_storages = (
+                        fills if overwritten and _covers_full_storage(tensor) else updates
+                    )
                     (written_storages if written else reads).add(self.storage_view(tensor).storage)
         return reads, updates, fills
 
@@ -218,7 +220,9 @@ class Record:
         state identifies the draw.
         """
         # By a digest of the state, which has 5 KB for the CPU.
-        return self._draws_by_state.get(generator, {}).get(_state_digest(generator.get_state()))
+        return self._draws_by_state.get(generator, {}).get(
+            _digest_of_generator_state(generator.get_state())
+        )
 
     def generators(self) -> Iterator[torch.Generator]:
         yield from self._draws_by_state
@@ -226,13 +230,13 @@ class Record:
     def add_generator_state(self, generator: torch.Generator, draw: int) -> None:
         """Record the current state of `generator` as the state after operation `draw`."""
         states = self._draws_by_state.setdefault(generator, {})
-        states[_state_digest(generator.get_state())] = draw
+        states[_digest_of_generator_state(generator.get_state())] = draw
 
     def forget_generator_states(self) -> None:
         """Forget the recorded generator states, so that a replay does not advance generators."""
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
-    def _record_draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+    def _record_random_draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
         generators = [
             x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)
         ]
@@ -310,13 +314,13 @@ def on_meta(tensor: Tensor) -> bool:
     return underlying_device(tensor).type == "meta"
 
 
-def _covers_storage(tensor: Tensor) -> bool:
+def _covers_full_storage(tensor: Tensor) -> bool:
     """Whether a tensor covers its storage, so that a write to the tensor overwrites all
     elements."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def _state_digest(state: Tensor) -> bytes:
+def _digest_of_generator_state(state: Tensor) -> bytes:
     return blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 

@@ -31,7 +31,7 @@ def materialize(module: nn.Module) -> nn.Module:
     for child in recurrent:
         forget_flat_weights(child)
     for name, value in values_of(tensors, lambda name, tensor: tensor.clone()).items():
-        _swap_contents(tensors[name], value)
+        _take_contents_of(tensors[name], value)
     materialize_attributes(module)
     for child in recurrent:
         restore_flat_weights(child)
@@ -41,13 +41,15 @@ def materialize(module: nn.Module) -> nn.Module:
 def materialize_attributes(module: nn.Module) -> None:
     """Initialize, in place, deferred tensors in plain attributes of `module` and its submodules."""
     for tensor in list(deferred_attributes(module)):
-        _swap_contents(tensor, value_of(tensor))
+        _take_contents_of(tensor, value_of(tensor))
 
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
     """Yield deferred tensors in attributes of `module` and its submodules that are neither
     parameters nor buffers."""
-    return (tensor for tensor in _attribute_tensors(module) if isinstance(tensor, Deferred))
+    return (
+        tensor for tensor in _deferred_tensors_in_attributes(module) if isinstance(tensor, Deferred)
+    )
 
 
 def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
@@ -58,11 +60,11 @@ def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
     """
     return {
         id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
-        for tensor in _attribute_tensors(module)
+        for tensor in _deferred_tensors_in_attributes(module)
     }
 
 
-def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
+def _deferred_tensors_in_attributes(module: nn.Module) -> Iterator[Tensor]:
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for child in module.modules():
         for leaf in pytree.tree_leaves(list(vars(child).values())):
@@ -70,7 +72,7 @@ def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _swap_contents(tensor: Tensor, value: Tensor) -> None:
+def _take_contents_of(tensor: Tensor, value: Tensor) -> None:
     """Make the object `tensor` have the class, memory and values of `value`."""
     # An assignment to `tensor.data` can change neither the class nor the type of device.
     if isinstance(tensor, nn.Parameter):

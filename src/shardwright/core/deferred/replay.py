@@ -32,7 +32,7 @@ def replay(
     """Compute the `requested` tensors on the CPU, and return the results of `on_finished` by name.
 
     Each tensor is passed to `on_finished` as soon as it is complete, and then freed. Peak memory is
-    therefore the size of the results plus that of the largest tensor with its temporaries.
+    therefore the size of the results plus the size of the largest tensor with its temporaries.
 
     Args:
         record: the record of the operations.
@@ -46,11 +46,11 @@ def replay(
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
         raise DeferredError(_uninitialized_message(record, requested))
-    return _run_schedule(record, schedule, requested, on_finished)
+    return _run_scheduled_operations(record, schedule, requested, on_finished)
 
 
 def advance_generators(record: Record) -> None:
-    """Advance generators to the states that they would have without deferred initialization.
+    """Advance the record's generators to their states in a run without deferred initialization.
 
     Generators that have been used or seeded since the last recorded draw are unchanged.
     """
@@ -60,7 +60,9 @@ def advance_generators(record: Record) -> None:
             continue
         # If no requested tensor needed the last draw, replay it for the state after it.
         if last not in record.states_after:
-            _run_schedule(record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor)
+            _run_scheduled_operations(
+                record, plan_replay(record, {}, (last,)), {}, lambda name, tensor: tensor
+            )
         generator.set_state(record.states_after[last])
         record.add_generator_state(generator, last)
 
@@ -89,7 +91,9 @@ def plan_replay(
         requested: views to compute, by name.
         states: indices of operations whose generator state after the draw is requested too.
     """
-    finished = _last_written_storages(record, {view.storage for view in requested.values()})
+    finished = _storages_by_last_writing_operation(
+        record, {view.storage for view in requested.values()}
+    )
     live: set[int] = set()
     required_draws = {number for number in states if number not in record.states_after}
     steps = []
@@ -110,7 +114,7 @@ def plan_replay(
     return ReplaySchedule(tuple(reversed(steps)), frozenset(live | never_written))
 
 
-def _last_written_storages(record: Record, storages: set[int]) -> dict[int, set[int]]:
+def _storages_by_last_writing_operation(record: Record, storages: set[int]) -> dict[int, set[int]]:
     """Return, for each operation by its index, the storages in `storages` that no later operation
     writes."""
     # Backwards: the first operation found that writes a storage is the last to do so.
@@ -123,7 +127,7 @@ def _last_written_storages(record: Record, storages: set[int]) -> dict[int, set[
     return finished
 
 
-def _run_schedule(
+def _run_scheduled_operations(
     record: Record,
     schedule: ReplaySchedule,
     requested: Mapping[str, StorageView],
@@ -137,7 +141,7 @@ def _run_schedule(
     # A replay may run in the middle of a training step: it must not move the caller's generators.
     with _replay_context(record):
         for number, finished_here, freeable in schedule.steps:
-            _run_operation(record, number, storages)
+            _run_recorded_operation(record, number, storages)
             for storage in sorted(finished_here):
                 for name in names[storage]:
                     results[name] = on_finished(name, requested[name].of(storages[storage]))
@@ -146,7 +150,9 @@ def _run_schedule(
     return results
 
 
-def _run_operation(record: Record, number: int, storages: dict[int, torch.UntypedStorage]) -> None:
+def _run_recorded_operation(
+    record: Record, number: int, storages: dict[int, torch.UntypedStorage]
+) -> None:
     operation = record.operations[number]
 
     def real_argument(leaf: Any) -> Any:
@@ -172,10 +178,10 @@ def _run_operation(record: Record, number: int, storages: dict[int, torch.Untype
         record.states_after[number] = draw.generator.get_state()
     for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
         if view is not None:
-            storages[view.storage] = _storage_matching_view(operation, view, result)
+            storages[view.storage] = _storage_of_result(operation, view, result)
 
 
-def _storage_matching_view(
+def _storage_of_result(
     operation: Operation, view: StorageView, result: Tensor
 ) -> torch.UntypedStorage:
     """Return the storage of `result`, which later operations access by the recorded views.

@@ -121,7 +121,7 @@ def recording(record: Record) -> Iterator[None]:
 def deferred_like(tensor: Tensor, record: Record) -> Deferred:
     """Return an uninitialized deferred tensor of `record` with the shape and dtype of `tensor`."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return _as_deferred(empty, record)
+    return _make_deferred(empty, record)
 
 
 def is_initialized(tensor: Deferred) -> bool:
@@ -182,21 +182,21 @@ def _record_or_run(
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         # Operators on ordinary tensors run, unless they draw random numbers or allocate on the CPU.
         if not any(isinstance(t, Deferred) for t in tensors) and not (
-            _runs_on_cpu(tensors, kwargs)
-            and (draws_random_numbers(function) or _creates_tensor(function, tensors))
+            _would_run_on_cpu(tensors, kwargs)
+            and (draws_random_numbers(function) or _creates_tensor_from_none(function, tensors))
         ):
             return function(*args, **kwargs)
         targets = mutated_tensors(function, args, kwargs)
         if any(not on_meta(target) for target in targets):
             # A write to an ordinary tensor cannot be postponed: compute the deferred arguments now.
-            _refuse_random_write(function)
+            _refuse_random_write_to_initialized(function)
         elif targets or _returns_tensors(function):
-            _refuse_computation(record, function, tensors, targets)
+            _refuse_computation_with_deferred(record, function, tensors, targets)
             try:
                 return _record_call(record, function, args, kwargs)
             except NotImplementedError as error:
                 # The shape of the result depends on values, or the operator has no meta kernel.
-                _check_meta_kernel(function, targets, error)
+                _refuse_missing_meta_kernel(function, targets, error)
         args, kwargs = pytree.tree_map_only(Deferred, value_of, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -219,7 +219,7 @@ def _record_call(
 
     def result_or_original(result: Tensor) -> Tensor:
         return (
-            original_of[id(result)] if id(result) in original_of else _as_deferred(result, record)
+            original_of[id(result)] if id(result) in original_of else _make_deferred(result, record)
         )
 
     with without_torch_dispatch():
@@ -227,12 +227,12 @@ def _record_call(
         if torch.Tag.inplace_view in function.tags:
             return function(*args, **kwargs)
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_argument, (args, kwargs))
-        results = function(*meta_args, **meta_kwargs | _meta_keywords(function, kwargs))
+        results = function(*meta_args, **meta_kwargs | _keywords_for_meta_device(function, kwargs))
         record.add(function, args, kwargs, results)
         return pytree.tree_map_only(Tensor, result_or_original, results)
 
 
-def _as_deferred(tensor: Tensor, record: Record) -> Deferred:
+def _make_deferred(tensor: Tensor, record: Record) -> Deferred:
     """Return a meta tensor as a deferred tensor of `record`."""
     deferred = as_subclass(Deferred, tensor)
     deferred._record = record
@@ -282,7 +282,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
     return values
 
 
-def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _keywords_for_meta_device(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that make `function` create its results on the meta device."""
     names = {argument.name for argument in schema_of(function).arguments}
     keywords: dict[str, Any] = {}
@@ -294,14 +294,14 @@ def _meta_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def _runs_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
+def _would_run_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether an operator call would run on the CPU outside the deferred-initialization context;
     meta tensors count as CPU."""
     device = kwargs.get("device") or torch.device("cpu")
     return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
 
 
-def _creates_tensor(function: Any, tensors: Iterable[Tensor]) -> bool:
+def _creates_tensor_from_none(function: Any, tensors: Iterable[Tensor]) -> bool:
     """Whether an operator call creates a tensor and reads no tensor."""
     names = {argument.name for argument in schema_of(function).arguments}
     return not tensors and "device" in names and _returns_tensors(function)
@@ -311,7 +311,7 @@ def _returns_tensors(function: Any) -> bool:
     return any("Tensor" in str(result.type) for result in schema_of(function).returns)
 
 
-def _refuse_random_write(function: Any) -> None:
+def _refuse_random_write_to_initialized(function: Any) -> None:
     if draws_random_numbers(function):
         raise DeferredError(
             f"`{function}` writes random numbers into an initialized tensor inside "
@@ -320,7 +320,9 @@ def _refuse_random_write(function: Any) -> None:
         )
 
 
-def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplementedError) -> None:
+def _refuse_missing_meta_kernel(
+    function: Any, targets: list[Tensor], error: NotImplementedError
+) -> None:
     if targets or draws_random_numbers(function):
         raise DeferredError(
             f"cannot record `{function}` inside `no_init_parameters`, because it has no meta kernel"
@@ -328,7 +330,7 @@ def _check_meta_kernel(function: Any, targets: list[Tensor], error: NotImplement
         ) from error
 
 
-def _refuse_computation(
+def _refuse_computation_with_deferred(
     record: Record, function: Any, tensors: list[Tensor], targets: list[Tensor]
 ) -> None:
     """Reject operator calls that compute with deferred tensors after `no_init_parameters` has

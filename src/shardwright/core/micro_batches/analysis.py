@@ -40,9 +40,9 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
         UnsplittableError: for the first operator before the loss that cannot run on micro-batches.
     """
     graph = flow.pair.batch
-    on_path = set() if graph.loss is None else set(_ops_computing(graph, graph.loss))
+    on_path = set() if graph.loss is None else set(_ops_on_which_value_depends(graph, graph.loss))
     for op in graph.ops:
-        _set_output_states(flow, op, op in on_path)
+        _determine_output_states(flow, op, op in on_path)
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
     if graph.loss is not None and state == WHOLE:
         loss_op = graph.producer[graph.loss]
@@ -55,7 +55,7 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     return flow.result.result(SUM if state == SUM else AVERAGE, outputs)
 
 
-def _set_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
+def _determine_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
     """Determine the states of an operator's outputs from the states of its inputs.
 
     Args:
@@ -73,8 +73,8 @@ def _set_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
     if free:
         flow.free.update(op.outputs)
     try:
-        _check_input_states(flow, op)
-        states = _output_states(flow, op, free)
+        _check_no_unknown_inputs(flow, op)
+        states = _states_of_outputs(flow, op, free)
     except UnsplittableError:
         if not free and on_path:
             raise
@@ -89,14 +89,14 @@ def _set_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
             flow.outside.add(value)
 
 
-def _check_input_states(flow: SampleFlow, op: Op) -> None:
+def _check_no_unknown_inputs(flow: SampleFlow, op: Op) -> None:
     # In training, running statistics do not change what a batch norm returns.
     read = op.inputs[:1] if flow.keeps_statistics(op) else op.inputs
     if any(flow.states[value] == UNKNOWN for value in read):
         raise UnsplittableError(op, "the operator reads a value that mixes samples")
 
 
-def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
+def _states_of_outputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
     """Return the state of each output of `op`.
 
     Args:
@@ -136,7 +136,7 @@ def _output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
     return states
 
 
-def _ops_computing(graph: Graph, value: Value) -> list[Op]:
+def _ops_on_which_value_depends(graph: Graph, value: Value) -> list[Op]:
     needed, ops = {value}, []
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):

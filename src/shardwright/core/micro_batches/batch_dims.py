@@ -19,10 +19,10 @@ candidate."""
 def sample_dims(graph: Graph) -> dict[Value, int]:
     """Return the batch dimension of each input that has one.
 
-    The batch dimension is dimension 0 of all inputs whose dimension 0 is as long as that of the
-    first input. If no other input has this size in dimension 0, and a later dimension of the first
-    input shares a factor with dimension 0 of labels or lengths, as with `nn.LSTM`, all dimensions
-    that share this factor are batch dimensions.
+    The batch dimension is dimension 0 of all inputs whose dimension 0 has the size of dimension 0
+    of the first input. If no other input has this size in dimension 0, and a later dimension of the
+    first input shares a factor with dimension 0 of labels or lengths, as with `nn.LSTM`, all
+    dimensions that share this factor are batch dimensions.
 
     Args:
         graph: the graph of a batch or micro-batch.
@@ -90,7 +90,7 @@ class JoinedDims:
             all_joined = self.of_inputs(
                 {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
             )
-            candidates |= dict.fromkeys(map(self._leaf_batch_dims, (all_joined, joined)))
+            candidates |= dict.fromkeys(map(self._batch_dims_of_leaves, (all_joined, joined)))
         yield from list(candidates)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
@@ -126,7 +126,9 @@ class JoinedDims:
                 given[by_name[name]] = dim % rank
         dims = {**self.of_inputs(given), **given}
         in_full = {name for name, dim in batch_dims.items() if dim is None}
-        return self._leaf_batch_dims({v: dim for v, dim in dims.items() if v.name not in in_full})
+        return self._batch_dims_of_leaves(
+            {v: dim for v, dim in dims.items() if v.name not in in_full}
+        )
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
         """Return the first dimension of each input that is in the same group as one of `dims`;
@@ -139,7 +141,7 @@ class JoinedDims:
             if self.root_of_group((value, dim)) in roots
         }
 
-    def _leaf_batch_dims(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
+    def _batch_dims_of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
         leaves = self._graph.inputs
         return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in leaves)
 

@@ -13,7 +13,7 @@ BATCH_NORMS = (WHOLE_BATCH, PER_MICRO_BATCH)
 
 NORMALIZES_ALL = "the operator normalizes by statistics of all samples"
 AVERAGES_ALL = "the operator updates running statistics with statistics of all samples"
-"""Reasons, for errors that `batch_norm="per_micro_batch"` resolves."""
+"""Reasons in errors that the option `batch_norm="per_micro_batch"` resolves."""
 
 UPDATED = "each micro-batch updates "
 """Start of the error for a buffer that `forward` updates."""
@@ -31,7 +31,8 @@ def use_of_statistics(op: Op) -> str:
 
 
 def running_statistics(graph: Graph) -> set[Value]:
-    """Return updated buffers, new running statistics, and values computed from these only."""
+    """Return updated buffers, new running statistics, and values that are computed only from
+    updated buffers and running statistics."""
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
         if takes_statistics(op):

@@ -1,4 +1,4 @@
-"""Derives the graph of a model for one batch size from its graphs for two other sizes.
+"""Derive the graph of a model for one batch size from its graphs for two other batch sizes.
 
 Capturing a deep model takes far longer than comparing two of its graphs, and a planner needs one
 graph for each number of micro-batches. Sizes in a graph are `fixed + slope * rows` for most models,
@@ -25,7 +25,7 @@ from shardwright.core.graph.graph import Graph, Op, Value
 
 
 class NotInterpolableError(Exception):
-    """Two graphs differ in more than sizes that are linear in the number of rows."""
+    """Raised if two graphs differ in more than sizes that are linear in the batch size."""
 
 
 @dataclass
@@ -80,20 +80,23 @@ class GraphsBySize:
     def _interpolate_graph(self, key: tuple[Any, ...]) -> Graph | None:
         (key_a, graph_a), (key_b, graph_b), *_ = self.captured.items()
         try:
-            rows = _rows(key_a, key_b, key)
-            return _Interpolation(graph_a, graph_b, *rows).graph()
+            rows = _batch_sizes_of_calls(key_a, key_b, key)
+            return _GraphInterpolation(graph_a, graph_b, *rows).graph()
         except NotInterpolableError:
             return None
 
 
 def _argument_cache_key(leaf: Any) -> Any:
-    """Return what identifies the graph for a leaf: shape and kind of a tensor, or the object."""
+    """Return the part of the cache key for one leaf of a call: shape and dtype of a tensor, or the
+    object."""
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, (int, float, str, bool)) else id(leaf)
     return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
 
 
-def _rows(key_a: Sequence[Any], key_b: Sequence[Any], key: Sequence[Any]) -> tuple[int, int, int]:
+def _batch_sizes_of_calls(
+    key_a: Sequence[Any], key_b: Sequence[Any], key: Sequence[Any]
+) -> tuple[int, int, int]:
     """Return the batch sizes of three calls whose arguments differ only in the batch size."""
     if not len(key_a) == len(key_b) == len(key):
         raise NotInterpolableError
@@ -115,14 +118,15 @@ def _rows(key_a: Sequence[Any], key_b: Sequence[Any], key: Sequence[Any]) -> tup
     return sizes_of_calls
 
 
-class _Interpolation:
-    """Derives the graph for a batch of `rows` rows from those for `rows_a` and `rows_b` rows."""
+class _GraphInterpolation:
+    """Derivation of the graph for a batch of size `rows` from the graphs `a` and `b` for batches of
+    sizes `rows_a` and `rows_b`."""
 
     def __init__(self, a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> None:
         self._a, self._b = a, b
-        self._rows_a, self._rows_b, self._rows = rows_a, rows_b, rows
+        self._rows_a, self._rows_b, self._batch_sizes_of_calls = rows_a, rows_b, rows
         self._values: dict[Value, tuple[Value, Value]] = {}
-        """For each value of `a`, that of `b` and that of the derived graph."""
+        """(value of graph `b`, value of the derived graph), by the matching value of graph `a`."""
 
     def graph(self) -> Graph:
         """Return the derived graph.
@@ -152,7 +156,7 @@ class _Interpolation:
         return replace(a, ops=ops, inputs=inputs, capture_seconds=0.0, **derived)
 
     def _pair_equal_values(self, values: Sequence[Value], others: Sequence[Value]) -> None:
-        """Pair values that do not depend on the batch size, which the derived graph shares."""
+        """Pair equal values of the two graphs, which the derived graph contains unchanged."""
         if len(values) != len(others):
             raise NotInterpolableError
         for value, other in zip(values, others, strict=True):
@@ -169,7 +173,7 @@ class _Interpolation:
         return tuple(map(self._interpolate_argument, leaves, others))
 
     def _interpolate_value(self, value: Value, other: Value) -> Value:
-        """Pair a new value of each graph, and return that of the derived graph."""
+        """Pair two matching values of different size, and return the value of the derived graph."""
         if _non_shape_fields(value) != _non_shape_fields(other) or len(value.shape) != len(
             other.shape
         ):
@@ -192,7 +196,7 @@ class _Interpolation:
         return replace(op, args=args, kwargs=kwargs, outputs=outputs)
 
     def _interpolate_argument(self, argument: Any, other: Any) -> Any:
-        """Return an argument of the derived graph, given that of each graph."""
+        """Return an argument of the derived graph, given the matching argument of each graph."""
         if isinstance(argument, Value):
             if argument not in self._values or self._values[argument][0] is not other:
                 raise NotInterpolableError
@@ -224,7 +228,7 @@ class _Interpolation:
         # A negative fixed part is a sign of a number that grows faster than the batch.
         if remainder or fixed < 0:
             raise NotInterpolableError
-        return fixed + slope * self._rows
+        return fixed + slope * self._batch_sizes_of_calls
 
 
 def _non_shape_fields(value: Value) -> tuple[object, ...]:

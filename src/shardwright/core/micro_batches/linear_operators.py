@@ -36,7 +36,7 @@ def dims_of_indexed_sum(
         states: the state of each value.
         outside: values that the prologue computes; micro-batches can read slices of these.
     """
-    if not _is_indexed_sum(op):
+    if not _adds_rows_at_indices(op):
         return None
     base, *indices, added = op.inputs
     if states[base] != WHOLE or not base.shape or not added.shape:
@@ -59,7 +59,7 @@ def dims_of_indexed_sum(
     return (None, *(index_dim for _ in indices), dim) if split else None
 
 
-def _is_indexed_sum(op: Op) -> bool:
+def _adds_rows_at_indices(op: Op) -> bool:
     arguments = call_arguments(op)
     adds = {
         "scatter_reduce": arguments.get("reduce") == "sum" and arguments.get("include_self", True),

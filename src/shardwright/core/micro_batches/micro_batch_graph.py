@@ -87,7 +87,7 @@ class MicroBatchGraph:
             reader: the operator that reads the result. The division is inserted before `reader`.
         """
         if value not in self.shares:
-            source = self._micro_batch_value(value, reader)
+            source = self._value_in_micro_batch(value, reader)
             args = (source, 1 / self.count)
             dtype = source.dtype if source.dtype.is_floating_point else reader.output.dtype
             self.shares[value] = self._insert_op_after(
@@ -95,7 +95,7 @@ class MicroBatchGraph:
             )
         return self.shares[value]
 
-    def _micro_batch_value(self, value: Value, reader: Op) -> Value:
+    def _value_in_micro_batch(self, value: Value, reader: Op) -> Value:
         micro_value = self.replaced.get(value, self.pair.values.get(value))
         if micro_value is None:
             why = "the operator reads a value that does not exist in a micro-batch of one sample"
@@ -150,7 +150,7 @@ class MicroBatchGraph:
         for name, number in (numbers or {}).items():
             args, kwargs = with_argument(micro_op, args, kwargs, name, number)
         if changed or numbers:
-            self._replace_op(op, replace(micro_op, args=args, kwargs=kwargs))
+            self._add_replacement_of_op(op, replace(micro_op, args=args, kwargs=kwargs))
 
     def _insert_uncaptured_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
@@ -160,7 +160,7 @@ class MicroBatchGraph:
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
             raise UnsplittableError(op, NOT_CALLED)
         args, kwargs, _ = merged_arguments(
-            op, op, lambda v, n: read(v, n) or self._micro_batch_value(v, op)
+            op, op, lambda v, n: read(v, n) or self._value_in_micro_batch(v, op)
         )
         for name, number in numbers.items():
             args, kwargs = with_argument(op, args, kwargs, name, number)
@@ -187,7 +187,7 @@ class MicroBatchGraph:
             raise UnsplittableError(op, NOT_CALLED)
         made = self._ops[op][-1] if op in self._ops else micro_op
         args, kwargs = with_argument(micro_op, made.args, made.kwargs, "reduction", SUM_REDUCTION)
-        summed = self._replace_op(op, replace(made, args=args, kwargs=kwargs))
+        summed = self._add_replacement_of_op(op, replace(made, args=args, kwargs=kwargs))
         arguments = (summed.output, self.take(count, None))
         dtype, wide = summed.output.dtype, count.dtype
         mean = self._insert_op_after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
@@ -195,7 +195,7 @@ class MicroBatchGraph:
             mean = self._insert_op_after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
         self.replaced[op.output] = mean
 
-    def _replace_op(self, op: Op, made: Op) -> Op:
+    def _add_replacement_of_op(self, op: Op, made: Op) -> Op:
         outputs = tuple(replace(value) for value in self.pair.ops[op].outputs)
         made = replace(made, outputs=outputs)
         emitted = self._ops.setdefault(op, [])
@@ -249,7 +249,11 @@ class MicroBatchGraph:
         pairs = list(zip(self.pair.batch.output_values, graph.output_values, strict=True))
         ends_of = {twin: self.replaced.get(value, twin) for value, twin in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
-        ops = list(_producing_ops(self._merged_ops(), (*ends, *(new for _, new in graph.updates))))
+        ops = list(
+            _ops_on_which_values_depend(
+                self._captured_and_added_ops_in_order(), (*ends, *(new for _, new in graph.updates))
+            )
+        )
         if self.pair.micro is not self.pair.twin:
             self.pair.check_operators(ops)
             for value, twin in pairs:
@@ -271,14 +275,14 @@ class MicroBatchGraph:
             loss=None if graph.loss is None else ends_of[graph.loss],
             whole_batch=WholeBatch(
                 reduction,
-                self._prologue_graph([value for value, _ in taken]) if taken else None,
+                self._build_prologue([value for value, _ in taken]) if taken else None,
                 tuple((value.name, dim) for (_, dim), value in taken.items()),
                 tuple((names[value], each) for value, each in outputs.items()),
                 rewritten=bool(self._ops),
             ),
         )
 
-    def _merged_ops(self) -> list[Op]:
+    def _captured_and_added_ops_in_order(self) -> list[Op]:
         """Return the operators of the micro-batch, each followed by its replacements."""
         following: dict[Op | None, list[Op]] = {}
         before = None
@@ -288,9 +292,13 @@ class MicroBatchGraph:
         first = following.get(None, [])
         return [*first, *(e for op in self.pair.micro.ops for e in (op, *following.get(op, ())))]
 
-    def _prologue_graph(self, values: Sequence[Value]) -> Graph:
+    def _build_prologue(self, values: Sequence[Value]) -> Graph:
         batch = self.pair.batch
-        ops = tuple(_producing_ops((*map(_fill_like_as_full, batch.ops), *self.counts), values))
+        ops = tuple(
+            _ops_on_which_values_depend(
+                (*map(_replace_fill_like_by_full, batch.ops), *self.counts), values
+            )
+        )
         read = {value for op in ops for value in op.inputs} | set(values)
         return replace(
             batch,
@@ -311,7 +319,7 @@ class MicroBatchGraph:
         )
 
 
-def _fill_like_as_full(op: Op) -> Op:
+def _replace_fill_like_by_full(op: Op) -> Op:
     """Return `aten.full` of equal shape in place of an operator in `FILLED_LIKE`; other operators
     are returned unchanged."""
     if op.short_name not in FILLED_LIKE:
@@ -321,7 +329,7 @@ def _fill_like_as_full(op: Op) -> Op:
     return replace(op, target=aten.full.default, args=arguments, kwargs={"dtype": op.output.dtype})
 
 
-def _producing_ops(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
+def _ops_on_which_values_depend(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
     """Return the operators among `ops` on which `values` depend, in order of execution."""
     needed, needed_ops = set(values), []
     for op in reversed(list(ops)):

@@ -36,7 +36,7 @@ DEPENDENCES_ON_SIZE = (
     *(NOT_CALLED, FEWER_TENSORS, CALLED_ONCE, DIVIDES_BATCH, OTHER_ARGUMENTS),
     *(TAKES_PART, NOT_PROPORTIONAL),
 )
-"""Reasons, for errors about operators that depend on the batch size."""
+"""Reasons in errors about operators that depend on the batch size."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PairedGraphs:
             micro_op = calls.get(op)
             if micro_op is None or len(op.inputs) != len(micro_op.inputs):
                 continue
-            views = _PairedViews(self, ops, values)
+            views = _ValuesUpToViews(self, ops, values)
             read = zip(map(views.source_of_inserted, op.inputs), micro_op.inputs, strict=True)
             same_number = len(op.outputs) == len(micro_op.outputs)
             if same_number and all(views.are_paired(*pair) for pair in read):
@@ -119,7 +119,7 @@ class PairedGraphs:
             value: a value of `batch`.
             micro_value: a value of `micro`.
         """
-        return _PairedViews(self, self.ops, self.values).are_paired(value, micro_value)
+        return _ValuesUpToViews(self, self.ops, self.values).are_paired(value, micro_value)
 
     def check_operators(self, ops: Iterable[Op]) -> None:
         """Check that each operator of a rewritten `micro` matches an operator of `batch`.
@@ -151,7 +151,10 @@ class PairedGraphs:
         if twin is None or len(twin.shape) != len(value.shape):
             return value.shape
         pairs = zip(value.shape, twin.shape, strict=True)
-        return [size if size == other else size // self._num_micro_batches for size, other in pairs]
+        return [
+            size if size == other else size // self._num_micro_batches_in_batch
+            for size, other in pairs
+        ]
 
     def is_proportional(self, value: Value, dim: int) -> bool:
         """Whether the size of a dimension of a value of `batch` is a fixed multiple of the batch
@@ -162,7 +165,7 @@ class PairedGraphs:
         return value.shape[dim] * twin_size == self.twin_values[value].shape[dim] * size
 
     @cached_property
-    def _num_micro_batches(self) -> int:
+    def _num_micro_batches_in_batch(self) -> int:
         inputs = zip(self.batch.input_values, self.micro.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
         return max((size // micro_size for size, micro_size in pairs if micro_size), default=1)
@@ -178,7 +181,7 @@ class PairedGraphs:
 
 
 @dataclass(frozen=True)
-class _PairedViews:
+class _ValuesUpToViews:
     """Comparison of the values of two graphs, up to views that only one graph has.
 
     Args:
@@ -297,7 +300,7 @@ def _names_of_size_arguments(op: Op, other: Op) -> frozenset[str]:
 
 
 def _have_equal_options(op: Op, other: Op) -> bool:
-    """Whether two matching operators have equal arguments, tensors, numbers and sizes aside."""
+    """Whether two matching operators have equal arguments apart from tensors, numbers and sizes."""
     arguments, others = call_arguments(op), call_arguments(other)
     if arguments.keys() != others.keys():
         return False

@@ -1,4 +1,4 @@
-"""Compare values of the graphs of a batch and of a micro-batch, aside from unmatched views."""
+"""Compare values of the graphs of a batch and of a micro-batch up to views of only one graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Viewed:
 
 
 def viewed(value: Value, graph: Graph, paired: Collection[Op]) -> Viewed:
-    """Trace a value back through view operators that only its graph has.
+    """Trace a value back through view operators that the other graph lacks.
 
     Args:
         value: a value of `graph`.
@@ -76,20 +76,24 @@ def read_equal_elements(
     numbers = random.Random(0)
     for _ in range(NUM_POSITIONS):
         position = [numbers.randrange(max(size, 1)) for size in compared]
-        read = _position_before_views(value.views, _insert_unit_dims(position, sizes))
-        own_read = _position_before_views(micro_view.views, _insert_unit_dims(position, own_sizes))
+        read = _trace_position_through_views(
+            value.views, _insert_index_of_unit_dims(position, sizes)
+        )
+        own_read = _trace_position_through_views(
+            micro_view.views, _insert_index_of_unit_dims(position, own_sizes)
+        )
         source, own_source = shape(value.source), shape(micro_view.source)
-        if _drop_unit_dims(read, source) != _drop_unit_dims(own_read, own_source):
+        if _drop_index_of_unit_dims(read, source) != _drop_index_of_unit_dims(own_read, own_source):
             return False
     return True
 
 
-def _insert_unit_dims(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
+def _insert_index_of_unit_dims(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
     indices = iter(position)
     return tuple(0 if size == 1 else next(indices) for size in sizes)
 
 
-def _drop_unit_dims(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
+def _drop_index_of_unit_dims(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
     """Drop dimensions of size 1 from `position`; return None for a position out of range."""
     pairs = list(zip(position, sizes, strict=True))
     if any(index >= size for index, size in pairs):
@@ -97,13 +101,13 @@ def _drop_unit_dims(position: ElementIndex, sizes: Sequence[int]) -> ElementInde
     return tuple(index for index, size in pairs if size != 1)
 
 
-def _position_before_views(views: Sequence[Op], position: ElementIndex) -> ElementIndex:
+def _trace_position_through_views(views: Sequence[Op], position: ElementIndex) -> ElementIndex:
     for op in views:
-        position = _position_before_view(op, position)
+        position = _trace_position_through_view(op, position)
     return position
 
 
-def _position_before_view(op: Op, position: ElementIndex) -> ElementIndex:
+def _trace_position_through_view(op: Op, position: ElementIndex) -> ElementIndex:
     shape, result = op.inputs[0].shape, op.output.shape
     if op.short_name in ("permute", "transpose"):
         read = dict(zip(_permutation_of_dims(op), position, strict=True))

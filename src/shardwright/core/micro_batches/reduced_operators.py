@@ -38,7 +38,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         condition = [arguments["condition"]] if name == "where" else []
         if any(value in reduced for value in condition):
             raise nonlinear
-        state = _state_of_sum(flow, op, [v for v in op.inputs if v not in condition])
+        state = _output_state_of_additive_op(flow, op, [v for v in op.inputs if v not in condition])
         return [state] * len(op.outputs)
     alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
     # A quotient is linear in its numerator only, a linear layer only without bias.
@@ -50,7 +50,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     return [flow.states[reduced[0]]] * len(op.outputs)
 
 
-def _state_of_sum(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
+def _output_state_of_additive_op(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
     """Return the state of the output of an additive operator.
 
     Where the output is a `SUM` over micro-batches, terms that are equal in all micro-batches are

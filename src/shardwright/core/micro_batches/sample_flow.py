@@ -1,4 +1,4 @@
-"""`SampleFlow`: how the values of a graph depend on samples, as determined so far."""
+"""`SampleFlow`: states of a graph's values, which say how the values depend on samples."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
             op, "the operator's input, a sum over samples, depends on parameters"
         )
     rule = rule_of(op)
-    factor, why = (None, NO_RULE) if rule is None else _sample_factor(flow, op, rule)
+    factor, why = (None, NO_RULE) if rule is None else _factor_of_batch_dim(flow, op, rule)
     summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
     if factor is None and summed_dims is not None:
         shared = flow.shared_values(op.inputs[:1])
@@ -86,17 +86,21 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     if rule is None or factor is None:
         raise UnsplittableError(op, _unsplittable_reason(flow, op, why))
     dims = [
-        factors.index(factor) if _needs_slice(flow, value, factors, factor) else None
+        factors.index(factor)
+        if _needs_slice_of_shared_value(flow, value, factors, factor)
+        else None
         for value, factors in zip(op.inputs, rule.inputs, strict=True)
     ]
-    flow.result.emit(op, dims, flow.outside, numbers=_shard_numbers(flow, op, rule, factor))
+    flow.result.emit(
+        op, dims, flow.outside, numbers=_number_arguments_in_micro_batch(flow, op, rule, factor)
+    )
     reduced: list[SampleState]
     if isinstance(op.target, LocalCall):
         reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
     elif takes_statistics(op) or all(factor in factors for factors in rule.outputs):
         reduced = [SUM] * len(op.outputs)
     else:
-        reduced = [_reduction_state(flow, op, rule, factor)] * len(op.outputs)
+        reduced = [_state_of_reduced_batch_dim(flow, op, rule, factor)] * len(op.outputs)
     return [
         factors.index(factor) if factor in factors else state
         for factors, state in zip(rule.outputs, reduced, strict=True)
@@ -104,7 +108,7 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
 
 
 def _unsplittable_reason(flow: SampleFlow, op: Op, why: str) -> str:
-    """Return the reason for an error: one that is specific to the type of `op`, else `why`."""
+    """Return the reason why `op` cannot be split: specific to the type of `op`, else `why`."""
     if flow.keeps_statistics(op):
         return "the operator normalizes samples that are not in its dimension 0"
     if op.short_name in DIVISIONS:
@@ -118,9 +122,9 @@ def _unsplittable_reason(flow: SampleFlow, op: Op, why: str) -> str:
     return use_of_statistics(op) if takes_statistics(op) else RAGGED.get(op.short_name, why)
 
 
-def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
-    """Return the factor of the batch dimension in the rule of `op`, and the reason if the factor is
-    None, as `op` mixes samples."""
+def _factor_of_batch_dim(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
+    """Return (factor of the batch dimension in the rule of `op`, ""), or (None, reason) if `op`
+    mixes samples."""
     factors: set[str | None] = set()
     for value, dims in zip(op.inputs, rule.inputs, strict=True):
         state = flow.states[value]
@@ -135,7 +139,7 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
     for value, dims in zip(op.inputs, rule.inputs, strict=True):
         # A value that depends on no sample must be equal for all samples: positional embeddings
         # along the batch dimension would differ between a micro-batch and the batch.
-        if _needs_slice(flow, value, dims, factor) and value not in flow.outside:
+        if _needs_slice_of_shared_value(flow, value, dims, factor) and value not in flow.outside:
             return None, MIXES
     if rule.capacity.get(factor, 0) % flow.count:
         return None, flow.not_divisible
@@ -151,7 +155,9 @@ def _sample_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | 
     return (None, MIXES) if reduces or selects else (factor, "")
 
 
-def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> dict[str, Any]:
+def _number_arguments_in_micro_batch(
+    flow: SampleFlow, op: Op, rule: ShardingRule, factor: str
+) -> dict[str, Any]:
     """Return the number arguments of `op`, by name, that differ between micro-batch and global
     batch, such as the groups of a norm.
 
@@ -181,9 +187,11 @@ def _shard_numbers(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) ->
     return {name: number for name, number in replaced if number != arguments[name]}
 
 
-def _needs_slice(flow: SampleFlow, value: Value, factors: Dims, factor: str) -> bool:
-    """Whether `value` is equal for all micro-batches, but an operator on a micro-batch would read a
-    slice only.
+def _needs_slice_of_shared_value(
+    flow: SampleFlow, value: Value, factors: Dims, factor: str
+) -> bool:
+    """Whether a micro-batch of an operator reads only a slice of `value`, which is equal for all
+    micro-batches.
 
     Args:
         flow: the states determined so far.
@@ -195,7 +203,9 @@ def _needs_slice(flow: SampleFlow, value: Value, factors: Dims, factor: str) -> 
     return sliced and value.shape[factors.index(factor)] > 1
 
 
-def _reduction_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:
+def _state_of_reduced_batch_dim(
+    flow: SampleFlow, op: Op, rule: ShardingRule, factor: str
+) -> SampleState:
     """Return the state of the outputs of `op`, which reduces the batch dimension: `SUM` or
     `AVERAGE`.
 

@@ -21,7 +21,7 @@ SampleState = int | Literal["mean", "sum", "whole", "positions", "unknown"]
 - `AVERAGE`, `SUM`: the value for the global batch is the mean or sum of the micro-batches' values;
 - `WHOLE`: the value is equal in all micro-batches;
 - `POSITIONS`: the value contains the indices of all samples, as `arange(len(x))`;
-- `UNKNOWN`: none of the above; the loss must not depend on the value.
+- `UNKNOWN`: none of these cases applies; the loss must not depend on the value.
 """
 
 
@@ -30,7 +30,7 @@ class UnsplittableError(Exception):
 
     Args:
         op: the operator.
-        why: reason of the error, a clause such as "the operator mixes samples".
+        why: reason for the error as a clause, such as "the operator mixes samples".
     """
 
     def __init__(self, op: Op, why: str) -> None:

@@ -53,7 +53,7 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
     states: list[SampleState] = []
     for value in op.outputs:
         dims = flow.varying_dims(value)
-        if len(dims) != 1 or not _is_constant_along(flow, value, *dims):
+        if len(dims) != 1 or not _are_slices_equal_along(flow, value, *dims):
             raise UnsplittableError(
                 op, "the shape of the operator's output depends on the batch size"
             )
@@ -91,8 +91,8 @@ def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
     return begins and op.output.shape == (flow.num_samples(),)
 
 
-def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
-    """Whether all slices of `value`, which depends on no sample, along `dim` are equal."""
+def _are_slices_equal_along(flow: SampleFlow, value: Value, dim: int) -> bool:
+    """Whether the slices along `dim` of `value`, which does not depend on samples, are equal."""
     if dim < 0:
         return False
     op = flow.pair.batch.producer.get(value)
@@ -116,7 +116,7 @@ def _is_constant_along(flow: SampleFlow, value: Value, dim: int) -> bool:
     read = zip(op.inputs, rule.inputs, strict=True)
     carriers = [(v, dims) for v, dims in read if factor in dims]
     return bool(carriers) and all(
-        dims.count(factor) == 1 and _is_constant_along(flow, v, dims.index(factor))
+        dims.count(factor) == 1 and _are_slices_equal_along(flow, v, dims.index(factor))
         for v, dims in carriers
     )
 

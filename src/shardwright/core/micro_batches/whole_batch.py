@@ -46,13 +46,13 @@ def with_whole_batch(
     if refusal is not None:
         return replace(graph, whole_batch=refusal)
     try:
-        pair = _pair_graphs(graph, micro_batches, captured)
+        pair = _pair_batch_and_micro_batch(graph, micro_batches, captured)
         return graph_of_micro_batch(SampleFlow(pair, micro_batches, per_micro_batch))
     except UnsplittableError as mixed:
         return replace(graph, whole_batch=str(mixed))
 
 
-def _pair_graphs(
+def _pair_batch_and_micro_batch(
     graph: Graph, micro_batches: int, captured: Callable[[int], Graph]
 ) -> PairedGraphs:
     batch = captured(micro_batches)

@@ -1,4 +1,4 @@
-"""Detect ranks that make other calls of the model, or pass other batches, than the other ranks.
+"""Detect ranks that call the model differently, or pass different batches.
 
 Each call starts an all-reduce of a few numbers per rank: hashes of the call's signature and of its
 inputs. After the first calls, the hash of a large input covers only a sample of its elements. A
@@ -142,24 +142,26 @@ class BatchGuard:
         """
         if not self._active:
             return
-        self._check_comparisons(len(self._pending_comparisons) + 1 - MAX_PENDING_COMPARISONS)
+        self._check_arrived_comparisons(
+            len(self._pending_comparisons) + 1 - MAX_PENDING_COMPARISONS
+        )
         self._calls += 1
         table = self._signature_tables.pop(signature, None)
         new = table is None
         if table is None:
-            table = self._signature_table(signature, leaves)
+            table = self._make_row_table(signature, leaves)
         self._signature_tables[signature] = table  # in order of use, for eviction
         if len(self._signature_tables) > MAX_CACHED_SIGNATURES:
             del self._signature_tables[next(iter(self._signature_tables))]
         is_full = new or is_due(self._calls, FIRST_CALLS, PERIOD)
-        contents = self._content_hashes(dict(zip(input_indices, leaves, strict=True)), is_full)
-        self._pending_comparisons.append(self._start_comparison(table.clone(), contents))
+        contents = self._hash_shared_inputs(dict(zip(input_indices, leaves, strict=True)), is_full)
+        self._pending_comparisons.append(self._start_comparison_of_ranks(table.clone(), contents))
         if new:
-            self._check_comparisons(len(self._pending_comparisons))
+            self._check_arrived_comparisons(len(self._pending_comparisons))
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Context that replaces errors raised in it by the error of a pending comparison, if any.
+        """Context that replaces errors raised inside by the error of a pending comparison, if any.
 
         Ranks with different batches fail in many ways; the error of the comparison names the cause.
         An index that is out of bounds becomes a `DataError`.
@@ -168,7 +170,7 @@ class BatchGuard:
             yield
         except (RuntimeError, IndexError) as error:
             with suppress(RuntimeError):
-                self._check_comparisons(0)
+                self._check_arrived_comparisons(0)
             if isinstance(error, IndexError) or "out of bounds" in str(error):
                 raise DataError(
                     f"an index in the batch is out of range ({error}), such as a token beyond the "
@@ -186,9 +188,11 @@ class BatchGuard:
         Raises:
             DataError: on every rank, if the call differs between ranks.
         """
-        self._check_comparisons(len(self._pending_comparisons) if self._side_stream is None else 0)
+        self._check_arrived_comparisons(
+            len(self._pending_comparisons) if self._side_stream is None else 0
+        )
 
-    def _content_hashes(self, leaves: Mapping[int | None, Any], is_full: bool) -> list[Tensor]:
+    def _hash_shared_inputs(self, leaves: Mapping[int | None, Any], is_full: bool) -> list[Tensor]:
         """Return a hash of the inputs of each `SharedInputs`.
 
         Args:
@@ -210,17 +214,17 @@ class BatchGuard:
             hashes.append(combined)
         return hashes
 
-    def _signature_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
+    def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
         """Return this rank's `CallComparison.rows` before the all-reduce, without hashes of inputs.
 
         The rows of other ranks are zero.
         """
         table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
         table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(signature)))
-        table[dist.get_rank(), 1] = _batch_size(leaves)
+        table[dist.get_rank(), 1] = _batch_size_of_leaves(leaves)
         return table
 
-    def _start_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
+    def _start_comparison_of_ranks(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
         """Start an all-reduce of the tables of all ranks, which is cheaper than gathering rows.
 
         Args:
@@ -245,7 +249,7 @@ class BatchGuard:
             rows.copy_(device_rows, non_blocking=True)
             return CallComparison(self._calls, rows, contents, work, self._side_stream.event())
 
-    def _check_comparisons(self, min_count: int) -> None:
+    def _check_arrived_comparisons(self, min_count: int) -> None:
         """Check the pending comparisons that have arrived, oldest first.
 
         Args:
@@ -259,9 +263,9 @@ class BatchGuard:
                 comparison.wait()
             min_count -= 1
             with delay_data_errors():
-                self._check_equal_rows(comparison.call, comparison.rows.tolist())
+                self._check_rows_of_ranks_are_equal(comparison.call, comparison.rows.tolist())
 
-    def _check_equal_rows(self, call: int, rows: list[list[int]]) -> None:
+    def _check_rows_of_ranks_are_equal(self, call: int, rows: list[list[int]]) -> None:
         """Check that all ranks have equal rows for one call.
 
         Args:
@@ -271,7 +275,7 @@ class BatchGuard:
         Raises:
             DataError: if signatures, batch sizes, or inputs that must be equal differ.
         """
-        self._warn_of_equal_shards(call, rows)
+        self._warn_if_batch_shards_are_equal(call, rows)
         if rows.count(rows[0]) == len(rows):
             return
         for rank, (signature, size, *_) in enumerate(rows):
@@ -295,8 +299,8 @@ class BatchGuard:
                             f" input {', '.join(map(repr, inputs.names))}\n{self._remedy}"
                         )
 
-    def _warn_of_equal_shards(self, call: int, rows: list[list[int]]) -> None:
-        """Warn once if ranks that should pass different shards of the batch pass equal ones."""
+    def _warn_if_batch_shards_are_equal(self, call: int, rows: list[list[int]]) -> None:
+        """Warn once if ranks that should pass different shards of the batch pass equal shards."""
         for column, inputs in enumerate(self._inputs, 2):
             hashes = {rows[rank][column] for rank in inputs.shard_owners}
             if len(inputs.shard_owners) > 1 and len(hashes) == 1 and hashes != {0}:
@@ -334,7 +338,7 @@ def _group_shared_inputs(
     return tuple(result)
 
 
-def _batch_size(leaves: Sequence[Any]) -> int:
+def _batch_size_of_leaves(leaves: Sequence[Any]) -> int:
     """Return the size of dimension 0 of the first tensor with dimensions; 0 if all tensors are
     scalars."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

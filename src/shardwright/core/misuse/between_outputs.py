@@ -115,7 +115,7 @@ class OutputsOffPath:
                 continue
             if not all_off_path and is_on_path(graph, flow, value):
                 continue
-            for dependent in _dependent_outputs(graph, value):
+            for dependent in _indices_of_dependent_outputs(graph, value):
                 if dependent != index:
                     self._computed_from.setdefault(dependent, []).append(index)
 
@@ -129,33 +129,33 @@ class OutputsOffPath:
         if not self._computed_from:
             return
         with without_torch_function_of_subclasses():
-            self._watch_outputs(outputs, result)
+            self._watch_hooks_of_outputs(outputs, result)
 
-    def _watch_outputs(self, outputs: Sequence[Any], result: Any) -> None:
+    def _watch_hooks_of_outputs(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
-        self._names = self._names or _output_names(result, len(outputs))
+        self._names = self._names or _paths_of_outputs(result, len(outputs))
         watched: dict[int, WatchedOutput] = {}
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                watched[index] = WatchedOutput.of(self._returned_output(index), tensor, outputs)
-                _attach_output(tensor, watched[index].output)
+                watched[index] = WatchedOutput.of(self._mark_of_output(index), tensor, outputs)
+                _store_mark_on_autograd_node(tensor, watched[index].output)
         for index, sources in self._computed_from.items():
             tensor = outputs[index]
             missing = [watched[i] for i in sources if i in watched]
             if missing and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 existing = watched.get(index)
-                output = self._returned_output(index) if existing is None else existing.output
+                output = self._mark_of_output(index) if existing is None else existing.output
                 computed_from = tuple(each.output for each in missing)
                 object.__setattr__(output, "computed_from", computed_from)
-                _attach_output(tensor, output)
+                _store_mark_on_autograd_node(tensor, output)
                 hook = _make_incomplete_gradient_hook(output, missing)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         # The hooks registered above, and those of the program, are not the user's.
         for each in watched.values():
             each.internal_hooks = frozenset(each.hook_keys())
 
-    def _returned_output(self, index: int) -> OutputMark:
+    def _mark_of_output(self, index: int) -> OutputMark:
         op = self._graph.producer.get(self._graph.outputs[index])
         return OutputMark(self._names[index], op.source if op is not None else "")
 
@@ -181,7 +181,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     )
 
 
-def _dependent_outputs(graph: Graph, value: Value) -> list[int]:
+def _indices_of_dependent_outputs(graph: Graph, value: Value) -> list[int]:
     """Return the indices of output `value` and of all outputs computed from `value`."""
     dependents = {value}
     for op in graph.ops:
@@ -190,7 +190,7 @@ def _dependent_outputs(graph: Graph, value: Value) -> list[int]:
     return [index for index, output in enumerate(graph.outputs) if output in dependents]
 
 
-def _output_names(result: Any, count: int) -> list[str]:
+def _paths_of_outputs(result: Any, count: int) -> list[str]:
     try:
         leaves, _ = pytree.tree_flatten_with_path(result)
     except ValueError:  # a registered class without `flatten_with_keys_fn`
@@ -236,21 +236,23 @@ def _incomplete_gradient_message(call: str, output: OutputMark, later: OutputMar
 def refuse_gradients_of_outputs() -> None:
     """Make `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose
     gradients would be incomplete."""
-    check_before_grad(_check_gradient_inputs)
+    check_before_grad(_check_requested_gradients)
 
 
-def _check_gradient_inputs(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+def _check_requested_gradients(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        sources = (_output_of_autograd_edge(*gradient_edge_of(each)) for each in inputs)
+        sources = (_mark_of_autograd_edge(*gradient_edge_of(each)) for each in inputs)
         requested = {source for source in sources if source is not None}
-        later = next(_visited_outputs(requested, outputs), None) if requested else None
+        later = next(_outputs_reached_by_backward(requested, outputs), None) if requested else None
     if later is not None:
         output = next(source for source in later.computed_from if source in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
         raise PlanError(_incomplete_gradient_message(call, output, later))
 
 
-def _visited_outputs(requested: set[OutputMark], outputs: Sequence[Any]) -> Iterator[OutputMark]:
+def _outputs_reached_by_backward(
+    requested: set[OutputMark], outputs: Sequence[Any]
+) -> Iterator[OutputMark]:
     """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
     of `requested`."""
     stack = [gradient_edge_of(each) for each in outputs]
@@ -260,7 +262,7 @@ def _visited_outputs(requested: set[OutputMark], outputs: Sequence[Any]) -> Iter
         if node is None or (node, output_index) in edges:
             continue
         edges.add((node, output_index))
-        output = _output_of_autograd_edge(node, output_index)
+        output = _mark_of_autograd_edge(node, output_index)
         if output is not None and not requested.isdisjoint(output.computed_from):
             yield output
         if node not in nodes:
@@ -268,12 +270,12 @@ def _visited_outputs(requested: set[OutputMark], outputs: Sequence[Any]) -> Iter
             stack += node.next_functions
 
 
-def _attach_output(tensor: Tensor, output: OutputMark) -> None:
+def _store_mark_on_autograd_node(tensor: Tensor, output: OutputMark) -> None:
     node, output_index = gradient_edge_of(tensor)
     node.metadata.setdefault(_METADATA_KEY, {})[output_index] = output
 
 
-def _output_of_autograd_edge(node: Any, output_index: int) -> OutputMark | None:
+def _mark_of_autograd_edge(node: Any, output_index: int) -> OutputMark | None:
     output: OutputMark | None = None
     if node is not None:
         output = node.metadata.get(_METADATA_KEY, {}).get(output_index)

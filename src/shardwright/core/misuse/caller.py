@@ -18,35 +18,38 @@ LIBRARIES = frozenset(
 
 
 def user_line() -> str:
-    """Return the innermost calling line outside `LIBRARIES`, as ` (file:line)`, else empty."""
-    for frame in _calling_frames():
-        if _module_name(frame).partition(".")[0] not in LIBRARIES:
+    """Return the innermost calling line outside of `LIBRARIES` as ` (file:line)`; empty if there is
+    no such line."""
+    for frame in _frames_of_callers():
+        if _module_name_of_frame(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
     return ""
 
 
 def is_called_by(*modules: str) -> bool:
-    """Whether code of one of the packages or modules named `modules` is on the call stack."""
+    """Whether a function of one of the packages or modules `modules` is on the call stack."""
     names = tuple(f"{module}." for module in modules)
-    return any(f"{_module_name(frame)}.".startswith(names) for frame in _calling_frames())
+    return any(
+        f"{_module_name_of_frame(frame)}.".startswith(names) for frame in _frames_of_callers()
+    )
 
 
 def optimizer_among_callers() -> Optimizer | None:
     """Return the optimizer whose method is innermost on the call stack; None if the caller is no
     optimizer."""
-    for frame in _calling_frames():
+    for frame in _frames_of_callers():
         variables = frame.f_code.co_varnames
         if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):
             return first
     return None
 
 
-def _calling_frames() -> Iterator[FrameType]:
+def _frames_of_callers() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _module_name(frame: FrameType) -> str:
+def _module_name_of_frame(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

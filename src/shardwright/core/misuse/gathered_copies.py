@@ -35,12 +35,12 @@ VIEWS = (
 
 
 def refuse_lost_writes() -> None:
-    """Make views of all DTensors of this process reject writes if the views are copies."""
+    """Make views of DTensors that are gathered copies reject writes, in all of this process."""
     for view in VIEWS:
-        change_results(view, _make_copies_read_only)
+        change_results(view, _make_gathered_views_read_only)
 
 
-def _make_copies_read_only(results: Any, args: Sequence[Any]) -> Any:
+def _make_gathered_views_read_only(results: Any, args: Sequence[Any]) -> Any:
     viewed_storage = storage_id(local_tensor(args[0]))
 
     def read_only_if_copied(result: DTensor) -> DTensor:
@@ -74,7 +74,7 @@ class GatheredCopy(Tensor):
         for index, argument in enumerate(schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
-                _check_writable(function, value)
+                _check_has_no_gathered_copy(function, value)
         unwrap = partial(pytree.tree_map_only, cls, lambda copy: copy.tensor)
         results = function(*unwrap(args), **unwrap(kwargs))
         is_view = any(result.alias_info is not None for result in schema.returns)
@@ -95,7 +95,7 @@ class GatheredCopy(Tensor):
         return self.tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def _check_writable(function: Any, value: Any) -> None:
+def _check_has_no_gathered_copy(function: Any, value: Any) -> None:
     """Check that `value`, an argument that an operator writes to, contains no `GatheredCopy`.
 
     Raises:

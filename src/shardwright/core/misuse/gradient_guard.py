@@ -1,9 +1,9 @@
 """Detect losses outside the model that differ between ranks.
 
-If each rank passes a local batch, outputs without samples, such as the loss, are those of the
-global batch, so their gradients must be equal on all ranks. Checksums of the gradient are compared
+If each rank passes a local batch, an output without samples, such as the loss, is computed from the
+global batch, so its gradient must be equal on all ranks. Checksums of the gradient are compared
 where a backward pass enters the model, in the first backward passes and periodically in later
-ones.
+backward passes.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class GradientGuard:
         A backward pass raises `DataError`, with the output's `name`, if gradients differ.
         """
         if self._active and output.requires_grad:
-            hook = partial(self._compare_gradient, name)
+            hook = partial(self._compare_gradient_between_ranks, name)
             output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _compare_gradient(self, name: str, gradient: Tensor) -> None:
+    def _compare_gradient_between_ranks(self, name: str, gradient: Tensor) -> None:
         self._passes += 1
         if not is_due(self._passes, FIRST_CALLS, PERIOD):
             return
         with torch.no_grad():
-            sums = _gradient_checksums(gradient.detach())
+            sums = _checksums_of_gradient(gradient.detach())
             table = sums.new_zeros(dist.get_world_size(), len(sums))
             table[dist.get_rank()] = sums
             dist.all_reduce(table)
@@ -83,7 +83,7 @@ class GradientGuard:
                 )
 
 
-def _gradient_checksums(gradient: Tensor) -> Tensor:
+def _checksums_of_gradient(gradient: Tensor) -> Tensor:
     """Return the sum, the sum of absolute values, and a sum weighted by position, which detects
     permutations, of the gradient's elements; shape (3,), float32."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -36,8 +36,8 @@ SUBMODULES, PARAMETERS, VALUES = "submodules", "parameters", "values of paramete
 TRAINED = "requires_grad of parameters"
 
 WatchedAttribute = tuple[str, str]
-"""Path of a submodule, and the name of its attribute or one of `SUBMODULES`, `PARAMETERS`,
-`VALUES`, `TRAINED`."""
+"""(path of a submodule, name of its attribute or one of `SUBMODULES`, `PARAMETERS`, `VALUES`,
+`TRAINED`)."""
 
 
 class OriginalModel:
@@ -57,13 +57,13 @@ class OriginalModel:
             if name not in OF_MODULES and content != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
-        self._last_state = dict(self._attribute_contents(net))
+        self._last_state = dict(self._contents_of_watched_attributes(net))
         self._warned_attributes: set[WatchedAttribute] = set()
         self._num_training_calls = 0
-        self._stop_observing_calls = observe_calls(net, self._warn_if_trained)
+        self._stop_observing_calls = observe_calls(net, self._warn_if_original_is_trained)
 
     def check(self, planned: nn.Module) -> None:
-        """Warn, once per attribute, if the original has changed and `planned` has not.
+        """Warn, once per attribute, if the original model has changed but `planned` has not.
 
         Called at each call of the planned model.
         """
@@ -75,9 +75,9 @@ class OriginalModel:
         self._calls += 1
         if net.training is not self._training or is_due(self._calls, FIRST_CALLS, PERIOD):
             self._training = net.training
-            self._warn_if_changed(net, planned)
+            self._warn_if_original_has_changed(net, planned)
 
-    def _warn_if_trained(self) -> None:
+    def _warn_if_original_is_trained(self) -> None:
         """Warn, once, if the original is trained before the planned model is called.
 
         Called at each call of the original.
@@ -97,8 +97,8 @@ class OriginalModel:
                 type(net).__name__,
             )
 
-    def _warn_if_changed(self, net: nn.Module, planned: nn.Module) -> None:
-        current = dict(self._attribute_contents(net))
+    def _warn_if_original_has_changed(self, net: nn.Module, planned: nn.Module) -> None:
+        current = dict(self._contents_of_watched_attributes(net))
         previous = self._last_state
         changed = [each for each, value in current.items() if previous.get(each) != value]
         self._last_state = current
@@ -124,7 +124,9 @@ class OriginalModel:
                 type(net).__name__,
             )
 
-    def _attribute_contents(self, net: nn.Module) -> Iterator[tuple[WatchedAttribute, Hashable]]:
+    def _contents_of_watched_attributes(
+        self, net: nn.Module
+    ) -> Iterator[tuple[WatchedAttribute, Hashable]]:
         """Yield each watched attribute of `net`, with its content as a value to compare."""
         modules = dict(net.named_modules())
         for path, name in self._watched:
@@ -162,10 +164,10 @@ def _has_equal_attribute_in_planned(
         # Parameters of other pipeline stages are None in the planned model.
         return all(p is None or q is None or p.requires_grad == q.requires_grad for p, q in pairs)
     value, other = (variable(modules, path, name) for modules in (original, planned))
-    return _have_equal_contents(value, other)
+    return _have_equal_plain_contents(value, other)
 
 
-def _have_equal_contents(value: Any, other: Any) -> bool:
+def _have_equal_plain_contents(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
     if (

@@ -34,10 +34,10 @@ SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
 def refuse_to_save_shards() -> None:
     """Make DTensors of planned models reject pickling, unless every rank has the full model."""
-    refuse_pickling(_check_complete_state)
+    refuse_pickling(_check_rank_has_full_state)
 
 
-def _check_complete_state(tensor: DTensor) -> None:
+def _check_rank_has_full_state(tensor: DTensor) -> None:
     """Check that this rank has the full state of the planned model that `tensor` belongs to.
 
     The check does not apply to tensors of other models.
@@ -130,14 +130,14 @@ class StageTensor(Tensor):
         return copied
 
     def untyped_storage(self) -> Any:
-        self._check_safetensors()
+        self._refuse_safetensors()
         return super().untyped_storage()
 
     def storage(self) -> Any:
-        self._check_safetensors()
+        self._refuse_safetensors()
         return super().storage()  # type: ignore[no-untyped-call]
 
-    def _check_safetensors(self) -> None:
+    def _refuse_safetensors(self) -> None:
         """Reject `safetensors`, which reads the memory instead of pickling.
 
         `safetensors` falls back to `storage` if `untyped_storage` raises, so both methods check.

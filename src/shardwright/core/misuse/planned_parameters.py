@@ -114,10 +114,10 @@ class PlannedParameters:
         """
         if not recomputes:
             return []
-        versions = self._parameter_versions()
+        versions = self._version_counters_of_parameters()
 
         def check() -> None:
-            if self._parameter_versions() != versions:
+            if self._version_counters_of_parameters() != versions:
                 raise RuntimeError(
                     "a parameter that the backward pass reads to recompute operators has been "
                     "modified by an inplace operation since the forward pass\n"
@@ -126,5 +126,5 @@ class PlannedParameters:
 
         return [check]
 
-    def _parameter_versions(self) -> tuple[int, ...]:
+    def _version_counters_of_parameters(self) -> tuple[int, ...]:
         return tuple(map(version, self._tensors))

@@ -27,7 +27,8 @@ def is_due(number: int, first: int, period: int) -> bool:
 def delay_data_errors() -> Iterator[None]:
     """Context that delays a `DataError` by `GRACE_SECONDS`, so that other ranks detect it too.
 
-    If this process ended at once, the comparison of other ranks would fail with a network error.
+    If this process ended immediately, the comparison of other ranks would fail with a network
+    error.
     """
     try:
         yield

@@ -18,8 +18,8 @@ from shardwright.errors import PlanError
 
 @cache
 def watch_optimizers_of_stages() -> None:
-    """Reject LBFGS over the parameters of a stage, pickling of the state dict of a stage's
-    optimizer, and loading of that state dict into an optimizer over other parameters.
+    """Reject LBFGS over the parameters of one stage, pickling the state dict of a stage's
+    optimizer, and loading this state dict into an optimizer over other parameters.
 
     Applies to all optimizers of this process, from their first step on.
     """

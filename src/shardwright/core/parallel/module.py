@@ -92,8 +92,8 @@ def _refuse_distributed_data_parallel(net: ParallelModule) -> tuple[str, ...]:
     """Refuse `DistributedDataParallel` around a model on several devices."""
     if net.execution.devices.is_distributed:
         raise PlanError(
-            f"DistributedDataParallel around the planned {type(net).__name__}, which reduces its"
-            " gradients itself\ncall the model as it is; under Accelerate prepare it with"
+            f"DistributedDataParallel wraps the planned {type(net).__name__}, which reduces its"
+            " gradients itself\ncall the model without it; under Accelerate prepare the model with"
             " `shardwright.integrations.accelerate.prepare(accelerator, net, optimizer, loader)`,"
             " under Lightning pass `strategy=ShardwrightStrategy()` of"
             " `shardwright.integrations.lightning`"

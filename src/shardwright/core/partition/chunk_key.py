@@ -38,12 +38,13 @@ class _ChunkDescription:
         for op in graph.ops:
             yield self._describe_op(op)
         yield tuple(
-            (self._ordinal_number(old), self._ordinal_number(new)) for old, new in graph.updates
+            (self._number_by_first_occurrence(old), self._number_by_first_occurrence(new))
+            for old, new in graph.updates
         )
         for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
-            yield tuple(map(self._ordinal_number, values))
+            yield tuple(map(self._number_by_first_occurrence, values))
 
-    def _ordinal_number(self, named: object) -> int:
+    def _number_by_first_occurrence(self, named: object) -> int:
         """Return the number of a value or of a segment name, in order of first appearance."""
         # Repeated layers have different names, but first appearances in the same order.
         return self._numbers.setdefault(named, len(self._numbers))
@@ -51,7 +52,7 @@ class _ChunkDescription:
     def _describe_value(self, value: Value) -> tuple[object, ...]:
         name, decisions = value.name, self.decisions
         return (
-            self._ordinal_number(value),
+            self._number_by_first_occurrence(value),
             *(value.shape, value.dtype, value.stored_dtype, value.requires_grad),
             decisions.storage.get(name) if value.origin is Origin.PARAMETER else None,
             *(decisions.arrivals.get(name), decisions.departures.get(name)),
@@ -64,11 +65,11 @@ class _ChunkDescription:
         return (
             op.target,
             op.structure,
-            tuple(map(self._ordinal_number, op.inputs)),
+            tuple(map(self._number_by_first_occurrence, op.inputs)),
             tuple(map(self._describe_value, op.outputs)),
             tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
             decisions.outputs.get(op.name),
             None
             if recompute is None
-            else (self._ordinal_number(recompute.segment), recompute.communication),
+            else (self._number_by_first_occurrence(recompute.segment), recompute.communication),
         )

@@ -159,7 +159,7 @@ def _keep_divisible_output_layouts(outputs: Outputs, graph: Graph, mesh: DeviceM
     divisible."""
     return {
         op.name: tuple(
-            axes if axes is not None and _shards_evenly(mesh, axes, value.shape) else None
+            axes if axes is not None and _do_axes_divide_shape(mesh, axes, value.shape) else None
             for axes, value in zip(outputs[op.name], op.outputs, strict=False)
         )
         for op in graph.ops
@@ -176,7 +176,7 @@ def _leading_divisible_axes(
     return axes[: divisible[-1]] if divisible else ()
 
 
-def _shards_evenly(
+def _do_axes_divide_shape(
     mesh: DeviceMatrix, axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> bool:
     # A count of 0 marks a tensor with another number of dimensions.

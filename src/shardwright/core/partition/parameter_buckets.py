@@ -194,7 +194,9 @@ def buckets(
             # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
     limit = max(sum(map(_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES)
-    return _form_buckets(uses.values(), stored, level, min(limit, decisions.bucket_bytes))
+    return _group_uses_into_buckets(
+        uses.values(), stored, level, min(limit, decisions.bucket_bytes)
+    )
 
 
 @dataclass
@@ -227,7 +229,7 @@ class _BucketedParameterUse:
         return steps, value.dtype, value.stored_dtype, gradients, segment
 
 
-def _form_buckets(
+def _group_uses_into_buckets(
     uses: Iterable[_BucketedParameterUse],
     stored: Mapping[Value, TensorLayout],
     level: str,

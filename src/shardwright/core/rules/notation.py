@@ -68,7 +68,8 @@ def from_notation(
     if (len(inputs), len(outputs)) != (len(op.inputs), len(op.outputs)):
         raise ValueError(
             f"{op}: the notation {notation!r} has {len(inputs)} inputs and {len(outputs)} outputs, "
-            f"but the operator has {len(op.inputs)} and {len(op.outputs)}"
+            f"but the operator has {len(op.inputs)} and {len(op.outputs)}; write the dimensions of"
+            " each tensor, separated by commas"
         )
     pairs = list(zip((*inputs, *outputs), (*op.inputs, *op.outputs), strict=True))
     used = {token for tokens, _ in pairs for token in tokens}
@@ -111,7 +112,7 @@ def sharding_rule(
         if len(dims) != len(value.shape):
             raise ValueError(
                 f"{op}: {value} has {len(value.shape)} dimensions, but the rule names "
-                f"{len(dims)}: {dims}"
+                f"{len(dims)}: {dims}; write one name per dimension"
             )
         for name, size in zip(dims, value.shape, strict=True):
             # The first size above 1: a dimension of size 1 may be broadcast to it.
@@ -136,7 +137,7 @@ def sharding_rule(
             if not is_consistent:
                 raise ValueError(
                     f"{op}: factor {name!r} has size {size} in {value}, but another tensor has "
-                    "another size"
+                    "another size; write different names for dimensions of different sizes"
                 )
     return ShardingRule(
         inputs=broadcast,
@@ -207,7 +208,7 @@ def _parse_dims(tokens: list[str], ndim: int, leading: list[str]) -> Dims:
         if count < 0:
             raise ValueError(
                 f"the notation {' '.join(tokens)!r} names {len(tokens) - 1} dimensions, but the"
-                f" tensor has only {ndim}"
+                f" tensor has only {ndim}; write one name per dimension"
             )
         # Right-aligned, as broadcasting aligns shapes.
         expanded = leading[len(leading) - count :]
