@@ -142,7 +142,7 @@ class PairedGraphs:
                 raise UnsplittableError(micro_op, why)
             read = zip(op.inputs, micro_op.inputs, made.inputs, strict=True)
             paired = all(twin is not arg or self.are_paired(v, twin) for v, twin, arg in read)
-            if not paired or not _have_equal_options(op, micro_op):
+            if not paired or not _have_equal_arguments_except_numbers(op, micro_op):
                 raise UnsplittableError(op, OTHER_ARGUMENTS)
 
     def shape_of_micro_batch(self, value: Value) -> Sequence[int]:
@@ -271,7 +271,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
             or (constants and value in larger.constants and micro_value in graph.constants)
             for value, micro_value in pairs
         )
-        if not same or not _have_equal_options(larger_op, op):
+        if not same or not _have_equal_arguments_except_numbers(larger_op, op):
             return larger_op, OTHER_ARGUMENTS
         paired.update(zip(larger_op.outputs, op.outputs, strict=True))
     if len(graph.ops) != len(larger.ops):
@@ -299,7 +299,7 @@ def _names_of_size_arguments(op: Op, other: Op) -> frozenset[str]:
     return SIZES
 
 
-def _have_equal_options(op: Op, other: Op) -> bool:
+def _have_equal_arguments_except_numbers(op: Op, other: Op) -> bool:
     """Whether two matching operators have equal arguments apart from tensors, numbers and sizes."""
     arguments, others = call_arguments(op), call_arguments(other)
     if arguments.keys() != others.keys():

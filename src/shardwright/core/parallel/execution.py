@@ -173,7 +173,7 @@ class Execution(Recapture):
             # train this program.
             gradients = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-                captured = self._capture(*pytree.tree_unflatten(global_leaves, spec))
+                captured = self._capture_specialization(*pytree.tree_unflatten(global_leaves, spec))
                 self._evict_oldest_programs(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
         bound = _get_as_most_recently_used(self._forwards, key)
@@ -426,7 +426,7 @@ class Execution(Recapture):
             is_planned &= micro_batches == partitioned.pipeline.micro_batches
             if not (is_planned and self._python.holds(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
-                partitioned = self._capture(of_args, of_kwargs, micro_batches, dims)
+                partitioned = self._capture_specialization(of_args, of_kwargs, micro_batches, dims)
             self._evict_oldest_programs(self._train_steps)
             self._train_steps[key] = self._bind_train_step(partitioned)
         bound = _get_as_most_recently_used(self._train_steps, key)

@@ -145,7 +145,7 @@ class PipelineExecution(Execution):
                     )
         return RankStages(partitioned, self._devices_of_program(partitioned))
 
-    def _capture(
+    def _capture_specialization(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -159,7 +159,7 @@ class PipelineExecution(Execution):
                     f"`requires_grad` of {name!r} has changed since the model was planned in"
                     " pipeline stages\nplan and parallelize the model again"
                 )
-        return super()._capture(args, kwargs, micro_batches, batch_dims)
+        return super()._capture_specialization(args, kwargs, micro_batches, batch_dims)
 
     def _pipeline_of_graph(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline

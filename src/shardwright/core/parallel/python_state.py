@@ -230,8 +230,8 @@ class PythonState:
         ):
             if children != planned:
                 raise PlanError(
-                    f"a submodule of {_describe_module(path)} was replaced after planning, which "
-                    "would have no effect\nreplace it before `plan`"
+                    f"a submodule of {_describe_module_path(path)} was replaced after planning,"
+                    " which would have no effect\nreplace it before `plan`"
                 )
 
     def _refuse_replaced_forwards(self) -> None:
@@ -242,7 +242,7 @@ class PythonState:
             now = _forward_of(submodule)
             if now != planned and not (now is None or explains_calls(now)):
                 raise PlanError(
-                    f"`forward` of {_describe_module(path)} was replaced after planning,"
+                    f"`forward` of {_describe_module_path(path)} was replaced after planning,"
                     " which would have no effect\nreplace it before `plan`"
                 )
         self._forwards = list(map(_forward_of, self._submodules))
@@ -340,7 +340,7 @@ class PythonState:
         for path, counts in self._count_hooks().items():
             if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
                 raise PlanError(
-                    f"a hook was registered on {_describe_module(path)} after planning, which "
+                    f"a hook was registered on {_describe_module_path(path)} after planning, which "
                     "would have no effect\nregister forward hooks, and call functions that "
                     "register hooks, such as `gradient_checkpointing_enable`, before `plan`; or "
                     "register hooks on the module that `parallelize` returned, or its parameters"
@@ -403,5 +403,5 @@ _forward_of: Callable[[Mapping[str, Any]], Any] = methodcaller("get", "forward")
 `forward` is set."""
 
 
-def _describe_module(path: str) -> str:
+def _describe_module_path(path: str) -> str:
     return f"module {path!r}" if path else "the model"

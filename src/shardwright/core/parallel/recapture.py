@@ -126,7 +126,7 @@ class Recapture:
         """The caller's autocast region, outside of which programs run with casts as operators."""
         return Autocast.around(self.devices.device)
 
-    def _capture(
+    def _capture_specialization(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

@@ -87,7 +87,7 @@ class _ChunkSequence:
         step = StepContext.of(inputs, count, self._whole_batch)
         weight = loss_weight(self.partitioned)
         for module in self.modules:
-            with self._count_sent_bytes(module.chunk, 0):
+            with self._count_communication_bytes(module.chunk, 0):
                 module.begin_step(step, inputs)
         # The order of passes changes no value and no byte; only their times.
         runs = [self._run_forward_of_all_chunks(number) for number in range(count)]
@@ -106,7 +106,7 @@ class _ChunkSequence:
             previous_outputs = runs[-1].outputs if runs else ()
             # Detached: each stage has an autograd graph of its own, as on real ranks.
             received = tuple(t.detach().requires_grad_(t.requires_grad) for t in previous_outputs)
-            with self._count_sent_bytes(module.chunk, 0):
+            with self._count_communication_bytes(module.chunk, 0):
                 outputs = module(*received, number=micro_batch)
             runs.append(
                 _ForwardPassOfChunk(received, outputs if isinstance(outputs, tuple) else (outputs,))
@@ -123,7 +123,7 @@ class _ChunkSequence:
         for module, run in zip(reversed(self.modules), reversed(runs), strict=True):
             roots = [(t, g) for t, g in zip(starts, gradients, strict=True) if t.requires_grad]
             if roots:
-                with self._count_sent_bytes(module.chunk, 1):
+                with self._count_communication_bytes(module.chunk, 1):
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             trained = [tensor for tensor in run.received if tensor.requires_grad]
             if module.chunk.number and self._is_followed_by_other_stage(module.chunk.number - 1):
@@ -139,7 +139,7 @@ class _ChunkSequence:
         """Return the gradients of local shards by name, summed over chunks and stages."""
         total: dict[str, Tensor] = {}
         for module in self.modules:
-            with self._count_sent_bytes(module.chunk, 1):
+            with self._count_communication_bytes(module.chunk, 1):
                 gradients = module.unsharded.end_step()
             for name, gradient in gradients.items():
                 total[name] = total[name] + gradient if name in total else gradient
@@ -157,7 +157,7 @@ class _ChunkSequence:
         return chunks[chunk_number].stage != chunks[chunk_number + 1].stage
 
     @contextmanager
-    def _count_sent_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
+    def _count_communication_bytes(self, chunk: Chunk, direction: int) -> Iterator[None]:
         """Context whose communication volume is added to `sent` of the chunk's stage.
 
         Args:

@@ -98,7 +98,7 @@ class UnshardedParameters:
             if bound.dtype != bound.stored_dtype:
                 # One autograd node per parameter: a split backward pass runs the node of one
                 # parameter by itself.
-                accumulators = zip(tensors, self._accumulators_of(bound), strict=True)
+                accumulators = zip(tensors, self._gradient_accumulators_of(bound), strict=True)
                 tensors = [
                     prioritize_gradient(_AccumulateInStoredDtype.apply(tensor, accumulator))  # type: ignore[no-untyped-call]
                     for tensor, accumulator in accumulators
@@ -128,7 +128,9 @@ class UnshardedParameters:
         gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
         with torch.no_grad():
             # Start all reductions before waiting for the first, so that they overlap.
-            reductions = [(bound, self._start_reduction(bound)) for bound in self._reduced_once]
+            reductions = [
+                (bound, self._start_gradient_reduction(bound)) for bound in self._reduced_once
+            ]
             started = [
                 (b, b.sum_replicas(pending)) for b, pending in reductions if pending is not None
             ]
@@ -164,7 +166,7 @@ class UnshardedParameters:
             ]
         return self._gathered[number]
 
-    def _accumulators_of(self, bound: BoundBucket) -> list[Tensor]:
+    def _gradient_accumulators_of(self, bound: BoundBucket) -> list[Tensor]:
         """Return leaf tensors that take no memory, whose `grad` accumulates in the stored dtype.
 
         Sums of bfloat16 gradients lose small terms, and autograd requires that a leaf and its
@@ -180,7 +182,7 @@ class UnshardedParameters:
             ]
         return self._accumulators[number]
 
-    def _start_reduction(self, bound: BoundBucket) -> Tensor | None:
+    def _start_gradient_reduction(self, bound: BoundBucket) -> Tensor | None:
         """Start reducing a bucket's accumulated gradients; return the pending result, or None if
         the bucket has no gradient."""
         number = bound.bucket.number

@@ -121,10 +121,15 @@ def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair
     """Yield the stored shard counts of each parameter that both plans have."""
     for name in first.storage:
         if name in second.storage:
-            yield name, "storage", _shard_counts_text(first, name), _shard_counts_text(second, name)
+            yield (
+                name,
+                "storage",
+                _describe_stored_shard_counts(first, name),
+                _describe_stored_shard_counts(second, name),
+            )
 
 
-def _shard_counts_text(plan: PlanData, name: str) -> str:
+def _describe_stored_shard_counts(plan: PlanData, name: str) -> str:
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 

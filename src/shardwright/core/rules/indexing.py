@@ -219,7 +219,7 @@ def index(op: Op) -> ShardingRule | None:
     _, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
     trailing = len(result) - len(at) - (result.index(at[0]) if at else 0)
-    indexed = Indexed("indices", _indexed_factors(op), is_list=True, trailing=trailing)
+    indexed = Indexed("indices", _factors_of_indexed_dims(op), is_list=True, trailing=trailing)
     return _build_indexed_read_rule(op, (names(op.inputs[0]), *indices), result, indexed)
 
 
@@ -235,7 +235,7 @@ def index_put(op: Op) -> ShardingRule | None:
     # With sharded indices each device would write only some of the rows of its copy.
     written = tuple(None if name in at else name for name in result)
     replicated = [(None,) * len(value.shape) for value in indices]
-    first = dict([next(iter(_indexed_factors(op).items()))])
+    first = dict([next(iter(_factors_of_indexed_dims(op).items()))])
     source = tuple(first.get(dim, name) for dim, name in enumerate(source))
     return sharding_rule(
         op,
@@ -260,7 +260,7 @@ def _build_indexed_read_rule(
     )
 
 
-def _indexed_factors(op: Op) -> dict[int, str]:
+def _factors_of_indexed_dims(op: Op) -> dict[int, str]:
     """Return the factor of each indexed dimension of `x[indices]`."""
     dims = names(op.inputs[0])
     return {dim: str(dims[dim]) for dim, index in enumerate(op.args[1]) if index is not None}

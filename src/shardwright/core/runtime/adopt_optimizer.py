@@ -197,12 +197,12 @@ def _refuse_steps_without_gradients() -> None:
         # The hook runs for every optimizer of the process, also for those of other models.
         if closure is not None or first is None or _origin_of_parameter(first) is None:
             return
-        _check_gradients(type(optimizer).__name__, [first, *parameters])
+        _check_parameters_have_gradients(type(optimizer).__name__, [first, *parameters])
 
     register_optimizer_step_pre_hook(before_step)
 
 
-def _check_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
+def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
     with_origin = [(p, origin) for p in parameters if (origin := _origin_of_parameter(p))]
     is_planned = _is_planned_parameter(with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.

@@ -117,13 +117,13 @@ def accept_full_optimizer_states() -> None:
     def before_step(optimizer: Optimizer, *_: object) -> None:
         if optimizer not in registered:
             registered.add(optimizer)
-            _shard_full_states(optimizer)
-            optimizer.register_load_state_dict_post_hook(_shard_full_states)
+            _shard_full_optimizer_states(optimizer)
+            optimizer.register_load_state_dict_post_hook(_shard_full_optimizer_states)
 
     register_optimizer_step_pre_hook(before_step)
 
 
-def _shard_full_states(optimizer: Optimizer) -> None:
+def _shard_full_optimizer_states(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor):
             continue

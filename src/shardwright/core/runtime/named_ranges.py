@@ -169,7 +169,7 @@ class RangedBucket(BoundBucket):
         return self._collective_range("all_gather", [gather.group.axes for gather in self.gathers])
 
     @cached_property
-    def _scatter_range(self) -> CollectiveRange:
+    def _reduce_scatter_range(self) -> CollectiveRange:
         axes = [gather.group.axes for gather in self.gathers if gather.reduces]
         return self._collective_range("reduce_scatter", axes)
 
@@ -200,7 +200,9 @@ class RangedBucket(BoundBucket):
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
         with self._range_of_bucket:
             if self._has_reduce_scatter:
-                with self._scatter_range.send(self._num_bytes_of_shards * self._scatter_range.size):
+                with self._reduce_scatter_range.send(
+                    self._num_bytes_of_shards * self._reduce_scatter_range.size
+                ):
                     return super().reduce(gradients)
             if self.replicas is not None:
                 with self._all_reduce_range.send(self._num_bytes_of_shards):
@@ -212,7 +214,7 @@ class RangedBucket(BoundBucket):
             return super().sum_replicas(flat)
         # Wait here, so that the range covers only the wait; the wait in `super()` returns at once.
         with self._range_of_bucket:
-            with self._scatter_range.wait():
+            with self._reduce_scatter_range.wait():
                 flat = self._wait_for_collective(flat)
             if self.replicas is None:
                 return flat

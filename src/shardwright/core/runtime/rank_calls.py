@@ -352,7 +352,7 @@ def _calls_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
 
 
 @cache
-def _group_numbers() -> Iterator[int]:
+def _numbers_of_default_groups() -> Iterator[int]:
     return count()
 
 
@@ -366,7 +366,7 @@ def rank_calls() -> RankCalls | None:
     groups, world = _calls_by_group(), dist.group.WORLD
     assert world is not None
     if world not in groups:
-        groups[world] = RankCalls(world, next(_group_numbers()))
+        groups[world] = RankCalls(world, next(_numbers_of_default_groups()))
     return groups[world]
 
 

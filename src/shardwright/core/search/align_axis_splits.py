@@ -42,14 +42,16 @@ def align_axis_splits(
         for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True)
     }
     positions = {
-        position for op_cuts in cuts.values() if (position := _split_position(op_cuts, equal_axes))
+        position
+        for op_cuts in cuts.values()
+        if (position := _split_position_of_axes(op_cuts, equal_axes))
     }
     for position in sorted(positions) if len(positions) > 1 else ():
         # Every position is tried, as the predictor of whole plans and not this pass knows which is
         # cheapest.
         aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
         for name, op_cuts in cuts.items():
-            if name not in pinned and _split_position(op_cuts, equal_axes):
+            if name not in pinned and _split_position_of_axes(op_cuts, equal_axes):
                 moved = _split_group_at(op_cuts, equal_axes, position)
                 if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
                     aligned[name] = moved
@@ -62,7 +64,7 @@ def _group_axes_by_factor(cuts: Cuts, group: Axes) -> dict[str, Axes]:
     return dict(sorted(((f, axes) for f, axes in group_axes.items() if axes), key=itemgetter(1)))
 
 
-def _split_position(cuts: Cuts, group: Axes) -> int:
+def _split_position_of_axes(cuts: Cuts, group: Axes) -> int:
     """Return the number of leading axes of `group` that cut the first of two factors, or 0 unless
     the remaining axes cut the second factor."""
     splits = list(_group_axes_by_factor(cuts, group).values())

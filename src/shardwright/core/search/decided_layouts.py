@@ -83,23 +83,27 @@ class TensorContext:
         Bytes are the sum of forward and backward. The leading steps that a redistribution to one of
         `other_targets` also runs are omitted.
         """
-        path, sizes = self._steps_and_bytes(source, target)
+        path, sizes = self._redistribution_steps_and_bytes(source, target)
         if not path:
             return []
         # A program runs leading steps that several redistributions of a value share only once.
         num_shared = max(
             (
-                _num_steps_shared_with_other_targets(path, self._steps_and_bytes(source, o)[0])
+                _num_steps_shared_with_other_targets(
+                    path, self._redistribution_steps_and_bytes(source, o)[0]
+                )
                 for o in other_targets
             ),
             default=0,
         )
         return list(zip(path, sizes, strict=True))[num_shared:]
 
-    def _steps_and_bytes(
+    def _redistribution_steps_and_bytes(
         self, source: TensorLayout, target: TensorLayout
     ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
-        return _steps_and_bytes(source, target, self.shape, self.itemsize, self.differentiable)
+        return _redistribution_steps_and_bytes(
+            source, target, self.shape, self.itemsize, self.differentiable
+        )
 
     def local_bytes(self, layout: TensorLayout) -> int:
         return prod(self.shape) * self.itemsize // prod(layout.shard_counts)
@@ -112,7 +116,7 @@ def without_partial(layout: TensorLayout) -> TensorLayout:
 
 
 @lru_cache(maxsize=1 << 16)
-def _steps_and_bytes(
+def _redistribution_steps_and_bytes(
     source: TensorLayout,
     target: TensorLayout,
     shape: tuple[int, ...],

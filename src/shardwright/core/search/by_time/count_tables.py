@@ -157,9 +157,11 @@ class CountTables:
         return cut_counts
 
     def _counts_of_cuts(self, variable: OpVariable, cuts: Cuts) -> Counts:
-        return self._count_axes([cuts.get(factor, ()) for factor in variable.op_type.factors])
+        return self._num_axes_by_group(
+            [cuts.get(factor, ()) for factor in variable.op_type.factors]
+        )
 
-    def _count_axes(self, axes: Sequence[Sequence[int]]) -> Counts:
+    def _num_axes_by_group(self, axes: Sequence[Sequence[int]]) -> Counts:
         """Return the number of axes of each group in each element of `axes`, of shape
         (1, len(axes), axis group)."""
         counts = [[len(set(group.axes) & set(each)) for group in self.axis_groups] for each in axes]
@@ -277,7 +279,7 @@ class CountTables:
         """Return the layouts of a value for all cut counts of its producer."""
         if edge.producer_variable is None:
             axes = edge.fixed_axes or ((),) * len(edge.value.shape)
-            return self._count_axes((*axes, ()))
+            return self._num_axes_by_group((*axes, ()))
         assert edge.producer is not None
         index, output_index = edge.producer
         return self._tensor_layouts(
@@ -292,13 +294,13 @@ class CountTables:
                 self.problem.variables[index], False, input_index, cut_counts[index]
             )
         if edge.returned:
-            yield self._count_axes([()] * (len(edge.value.shape) + 1))
+            yield self._num_axes_by_group([()] * (len(edge.value.shape) + 1))
 
     def _add_edge_table(self, edge: TensorEdge) -> None:
         sources, source_of = _distinct_rows(self._producer_layouts(edge, self._cut_counts))
         plan_source = self._producer_layouts(edge, self._plan_counts)
         plan_costs = [
-            float(self._lower_bounds(edge, plan_source, targets)[0, 0])
+            float(self._redistribution_lower_bounds(edge, plan_source, targets)[0, 0])
             for targets in self._consumer_layouts(edge, self._plan_counts)
         ]
         for consumer_index, (layouts, consumer_weight) in enumerate(
@@ -310,7 +312,7 @@ class CountTables:
         ):
             targets, target_of = _distinct_rows(layouts)
             scale = consumer_weight * edge.count * self.weights.redistributions
-            table = self._lower_bounds(edge, sources, targets)
+            table = self._redistribution_lower_bounds(edge, sources, targets)
             # Without a table the edge is free, and need not connect its variables.
             if not scale or not table.any():
                 continue
@@ -356,20 +358,22 @@ class CountTables:
         )
         plan_layouts = list(self._consumer_layouts(edge, self._plan_counts))
         plan_costs = [
-            float(self._lower_bounds(edge, storage_layouts, layouts).min())
+            float(self._redistribution_lower_bounds(edge, storage_layouts, layouts).min())
             for layouts in plan_layouts
         ]
         for (variable, _), (layouts, row_of), consumer_weight in zip(
             edge.consumers, layouts_of_consumers, _consumer_weights(plan_costs), strict=True
         ):
             weight = self.weights.gradients * self.model.parameter_weight
-            seconds = weight * self._lower_bounds(edge, storage_layouts, layouts)
+            seconds = weight * self._redistribution_lower_bounds(edge, storage_layouts, layouts)
             least_costs = (storage_costs[:, None] + seconds).min(axis=0)
             self.op_costs[variable] = (
                 self.op_costs[variable] + edge.count * consumer_weight * least_costs[row_of]
             )
 
-    def _lower_bounds(self, edge: TensorEdge, sources: Counts, targets: Counts) -> LayoutTable:
+    def _redistribution_lower_bounds(
+        self, edge: TensorEdge, sources: Counts, targets: Counts
+    ) -> LayoutTable:
         if len(sources) * len(targets) > MAX_TABLE_ENTRIES:
             raise TooManyCutsError
         num_bytes = edge.value.numel * edge.value.itemsize

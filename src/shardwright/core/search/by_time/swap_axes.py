@@ -196,8 +196,8 @@ class _AxisSwap:
             if self.objective.num_priced == num_priced:
                 return None
             for (edge, ops), table in zip(tabulated.items(), edge_tables, strict=True):
-                table[tuple(minimum.choices[number_of_op[op]] for op in ops)] = self._lower_bound(
-                    edge
+                table[tuple(minimum.choices[number_of_op[op]] for op in ops)] = (
+                    self._lower_bound_of_edge(edge)
                 )
         return None
 
@@ -229,10 +229,10 @@ class _AxisSwap:
         table = np.zeros((2,) * len(ops))
         for choices in product((0, 1), repeat=len(ops)):
             self._select_combination(ops, choices)
-            table[choices] = self._lower_bound(edge)
+            table[choices] = self._lower_bound_of_edge(edge)
         self._select_combination(ops, (0,) * len(ops))
         return table
 
-    def _lower_bound(self, edge: TensorEdge) -> float:
+    def _lower_bound_of_edge(self, edge: TensorEdge) -> float:
         cost, _ = self.objective.lower_bound(edge, self._cuts)
         return edge.count * self.weights.of(cost)

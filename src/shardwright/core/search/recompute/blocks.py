@@ -228,11 +228,11 @@ class RecomputeBlocks:
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
         for option, recompute in self._decisions_by_option(block_of).items():
             flow = self._communication_with_recompute(recompute)
-            freed = self._freed_by_block(flow, block_of)
+            freed = self._freed_bytes_by_block(flow, block_of)
             recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
             for name, each in recompute.items():
                 recompute_by_block.setdefault(block_of[name], {})[name] = each
-            operations = self._repeated_operations(flow, block_of)
+            operations = self._num_repeated_operations(flow, block_of)
             for block, size in freed.items():
                 # An option may free no memory: recomputing a block of views saves its inputs
                 # instead.
@@ -261,7 +261,7 @@ class RecomputeBlocks:
                 for name in segment.repeated_ops:
                     if (block := block_of.get(name)) is not None:
                         recomputed.setdefault(block, []).append(name)
-            for block, size in self._freed_by_block(flow, block_of).items():
+            for block, size in self._freed_bytes_by_block(flow, block_of).items():
                 if size > 0:
                     options.setdefault(block, []).append((size, recomputed.get(block, [])))
         return options
@@ -277,7 +277,7 @@ class RecomputeBlocks:
             "block_and_communication": self._recompute_full_blocks(block_of, True),
         }
 
-    def _freed_by_block(
+    def _freed_bytes_by_block(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], int]:
         """Return the bytes that each block frees, given the communication with recomputation."""
@@ -309,7 +309,7 @@ class RecomputeBlocks:
     def _saved_bytes_with_recompute(self, recompute: RecomputeByOp) -> SavedBytes:
         return self._estimate.saved_bytes(self._communication_with_recompute(recompute))
 
-    def _repeated_operations(
+    def _num_repeated_operations(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], float]:
         """Return the floating-point operations that a device repeats for each block.
@@ -334,10 +334,12 @@ class RecomputeBlocks:
                 operations[first_block] = operations.get(first_block, 0.0) + sending
             for name in segment.repeated_ops:
                 if (block := block_of.get(name)) is not None:
-                    operations[block] = operations.get(block, 0.0) + self._forward_operations(name)
+                    operations[block] = operations.get(block, 0.0) + self._num_forward_operations(
+                        name
+                    )
         return operations
 
-    def _forward_operations(self, name: str) -> float:
+    def _num_forward_operations(self, name: str) -> float:
         """Return the floating-point operations of an operator's forward pass on a device.
 
         Bytes moved count as operations by their price.

@@ -157,7 +157,7 @@ class StageLevels:
         decisions."""
         if level not in self._cached_recompute:
             self._cached_recompute[level] = dict(
-                self._enumerate_recompute(*self._freed_bytes_and_options[level])
+                self._recompute_decisions_of_level(*self._freed_bytes_and_options[level])
             )
         return self._cached_recompute[level]
 
@@ -166,7 +166,9 @@ class StageLevels:
         `option`."""
         return [block for block in self._blocks if block.name and option in block.options]
 
-    def _enumerate_recompute(self, needed: int, option: str) -> Iterator[tuple[str, Recompute]]:
+    def _recompute_decisions_of_level(
+        self, needed: int, option: str
+    ) -> Iterator[tuple[str, Recompute]]:
         """Yield (operator name, `Recompute` decision) for each operator that a level recomputes.
 
         Args:
