@@ -28,9 +28,8 @@ from shardwright.core.torch_internals.tensors import (
 from shardwright.errors import DeferredError
 
 COPY_LIMIT = 1 << 20
-"""Size in bytes up to which an ordinary tensor that an operation reads is copied, so that the user
-may modify it afterwards. Larger tensors are not copied; the replay checks that they are
-unmodified."""
+"""Maximum size in bytes at which an ordinary tensor that an operation reads is copied, so that the
+user may modify the tensor afterwards. The replay checks that larger tensors are unmodified."""
 
 
 @dataclass(frozen=True)

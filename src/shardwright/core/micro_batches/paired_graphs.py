@@ -23,7 +23,7 @@ SIZES = frozenset({"size", "sizes", "shape", "repeats", "output_size", "split_si
 batch size; shapes of results are compared instead."""
 
 ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "pow"})
-"""Names of operators that are not captured where a number makes them the identity, as `x / 1`."""
+"""Names of operators that are not captured if a number makes the operator the identity: `x / 1`."""
 
 NOT_CALLED = "the model calls the operator for the full batch, but not for a micro-batch"
 FEWER_TENSORS = "the operator returns fewer tensors for a micro-batch than for the batch"

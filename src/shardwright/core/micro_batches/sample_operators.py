@@ -1,4 +1,4 @@
-"""Operators that read samples: their sharding rules say what they compute on a micro-batch."""
+"""States of the outputs of operators that read samples, derived from sharding rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = frozenset({"slice", "select", "narrow"})
 """Names of operators that return one slice of a tensor along a dimension."""
 
 JOINS = frozenset({"view", "reshape", "flatten", "_unsafe_view"})
-"""Names of operators that may join the batch dimension with a dimension before it."""
+"""Names of operators that may merge the batch dimension with the dimension before it."""
 
 MIXES = "the operator mixes samples"
 RESHAPED = (

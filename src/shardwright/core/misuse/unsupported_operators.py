@@ -100,10 +100,10 @@ def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _assign_data_of_dtensor(tensor: DTensor, value: Any) -> None:
-    """Assign `tensor.data = value`, as optimizers and averages of parameters do.
+    """Assign `tensor.data = value`, for optimizers and averages of parameters.
 
     Raises:
-        PlanError: if `tensor` cannot share the memory of `value`, as it would on one device.
+        PlanError: if `tensor` cannot share the memory of `value`.
     """
     if not isinstance(value, DTensor):
         given = f"an ordinary tensor of shape {tuple(value.shape)}"

@@ -1,5 +1,5 @@
-"""Bind calls of a planned module to the signature of `forward`, and check them against the planned
-call."""
+"""Bind calls of a planned module to the signature of `forward`, and check each call against the
+planned call."""
 
 from __future__ import annotations
 

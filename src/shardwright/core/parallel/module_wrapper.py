@@ -22,8 +22,7 @@ class ModuleWrapper(nn.Module):
     """
 
     _wrapped: tuple[nn.Module]
-    """The wrapped module, in a tuple so that `nn.Module` does not register it under a name
-    prefix."""
+    """The wrapped module, in a tuple so that `nn.Module` does not register it as a submodule."""
 
     def wrap(self, module: nn.Module) -> None:
         """Wrap `module`.

@@ -105,6 +105,6 @@ class ReachablePython:
 
 
 def _is_same_tensor(before: Tensor, now: Tensor) -> bool:
-    """Whether two tensors are the same object; comparing values would read both tensors in every
-    call."""
+    """Whether two tensors are the same object. Values are not compared, which would read both
+    tensors in every call."""
     return before is now

@@ -159,7 +159,7 @@ class UninitializedShard(Uninitialized, DTensor):
         return self.redistribute(*args, **kwargs)
 
     def take_value(self) -> None:
-        """Make this shard an ordinary DTensor, with the recorded values if any."""
+        """Make this shard an ordinary DTensor, with recorded values if values were recorded."""
         if self.full is not None and is_initialized(self.full):
             self.store(value_of(self.full))
         self.become_ordinary()

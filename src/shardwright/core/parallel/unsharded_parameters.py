@@ -33,8 +33,8 @@ class UnshardedParameters:
     All tensors are local. The handling of a bucket depends on the plan's ZeRO level:
 
     - without ZeRO and with `level1`: gathered and cast once per step. `tensors()` returns leaves,
-      in which
-      unsharded gradients accumulate in the stored dtype; `end_step()` reduces them once per step.
+      in which unsharded gradients accumulate in the stored dtype; `end_step()` reduces the
+      gradients once per step.
     - `level2`: gathered once per step. `tensors()` returns the gathered tensors; each backward pass
       reduces the gradients of a bucket as soon as they are complete.
     - `level3`: the program gathers. `tensors()` returns the local shards as leaves.

@@ -44,7 +44,7 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """Kind of plan that options request: recomputation is left out, as the memory limit
+        """This kind of plan without recomputation, which options do not request: the memory limit
         decides it."""
         return replace(self, recomputes=False)
 

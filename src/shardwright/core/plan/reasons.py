@@ -1,5 +1,4 @@
-"""Explain an operator's cuts: whether the user, the search or neighbors decided them, and what
-alternatives would cost."""
+"""Explain an operator's cuts: who decided (user, search, neighbors), and costs of alternatives."""
 
 from __future__ import annotations
 

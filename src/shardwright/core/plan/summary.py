@@ -61,8 +61,8 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
 
 
 def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for step time, optimality gap, memory, communication volume and batch
-    size, without those that are unknown."""
+    """Yield (label, text) of each known metric: step time, optimality gap, memory, communication
+    volume, batch size."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
         words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]

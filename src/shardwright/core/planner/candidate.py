@@ -227,8 +227,8 @@ class PlanTask:
     """A captured model, and the options to plan it with.
 
     Args:
-        is_derived: whether the graph depends on graphs that were derived from those of other batch
-            sizes instead of captured.
+        is_derived: whether the graph was derived from graphs of other batch sizes instead of
+            captured, or depends on a derived graph.
     """
 
     model: CapturedModel

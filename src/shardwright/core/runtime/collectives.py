@@ -104,7 +104,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
-    """Return an all-to-all over the group, from sharded along `dim` to sharded along `to_dim`."""
+    """Return an all-to-all over the group, which moves sharding from `dim` to `to_dim`."""
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.
@@ -285,7 +285,7 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_local_block_slice(step: RedistributionStep, devices: Devices) -> Collective:
-    """Return a collective that keeps this rank's block along the step's dimension."""
+    """Return a collective that keeps this rank's block along the sharded dimension of `step`."""
     dim, count, index = (
         _sharded_dim_of_step(step),
         devices.matrix.size(step.axes),

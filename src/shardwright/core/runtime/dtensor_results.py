@@ -75,7 +75,8 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
 def _draw_from_full_tensor(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Gather the arguments, draw on the first rank of the mesh, and broadcast the result."""
+    """Gather the arguments of a random operator, run the operator on the first rank of the mesh,
+    and broadcast the result."""
     if not isinstance(args[0], DTensor) or _draws_as_one_device(args[0]):
         return operator(*args, **kwargs)
     return compute_on_full_tensors(operator, args, kwargs)

@@ -87,7 +87,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step.
+        """Update the parameters once from their gradients.
 
         Args:
             closure: computes the gradients and returns the loss.

@@ -63,8 +63,8 @@ POLL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
 
 MAX_WAIT = 15.0
-"""Maximum seconds for which a rank waits for others before an asynchronous call or one with a
-source rank, which other ranks need not begin before this rank goes on."""
+"""Maximum seconds for which a rank waits for other ranks before an asynchronous call or a call with
+a source rank, which this rank may finish before other ranks begin the call."""
 
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""

@@ -63,7 +63,7 @@ class PackedBucket:
     tensors: list[Tensor] | None = None
 
     def start(self) -> None:
-        """Start the gather, unless the bucket is gathered or its gather was started."""
+        """Start to gather the bucket, unless it is gathered or its gather was started."""
         if self.tensors is None and self.pending is None:
             self.pending = self.bound.start_gather(self.shards)
 

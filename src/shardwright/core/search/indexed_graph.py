@@ -285,8 +285,8 @@ def index_graph(graph: Graph) -> IndexedGraph:
 
 
 _INDEXED_GRAPHS: WeakKeyDictionary[Graph, tuple[int, IndexedGraph]] = WeakKeyDictionary()
-"""For each graph the number of rules that were registered when it was indexed, and the indexed
-graph. Rules may be registered at any time, and a cached graph must not hide a new rule."""
+"""Cached (number of registered rules at indexing, indexed graph), by graph. Rules may be registered
+at any time, and a cached graph must not hide a new rule."""
 
 
 def _build_indexed_graph(graph: Graph) -> IndexedGraph:

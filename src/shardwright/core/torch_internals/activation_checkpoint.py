@@ -34,7 +34,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
 
 
 class _NonReentrantCheckpoint:
-    """Replacement of `CheckpointFunction` that runs reentrant checkpoints as non-reentrant ones."""
+    """Replacement of `CheckpointFunction` that makes reentrant checkpoints non-reentrant."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

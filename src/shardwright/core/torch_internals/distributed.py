@@ -117,7 +117,7 @@ ROOTED_COLLECTIVES = (
     *("broadcast", "broadcast_object_list", "reduce", "gather", "gather_object", "scatter"),
     "scatter_object_list",
 )
-"""Names of functions that may return on one rank before other ranks have called them."""
+"""Names of functions that may return on one rank before other ranks have called the function."""
 
 
 def around_world_collectives(context: Callable[[str, bool], AbstractContextManager[None]]) -> None:

@@ -143,7 +143,7 @@ def before_fully_shard(check: Callable[[Tensor], None]) -> None:
     The change is permanent for the process; a second check is ignored.
 
     Args:
-        check: function of the parameter, which may raise an error.
+        check: function that takes the parameter, and may raise an error.
     """
     initialize: Any = FSDPParam.__init__
 

@@ -116,8 +116,8 @@ Traced = TypeVar("Traced", bound=Callable[..., Any])
 
 
 def as_one_call(function: Traced) -> Traced:
-    """Make Dynamo record a call of `function` as one graph node, and call `function` with fake
-    tensors instead of tracing it."""
+    """Make Dynamo record a call of `function` as one graph node: Dynamo calls `function` with fake
+    tensors, and does not trace into `function`."""
     allowed: Traced = allow_in_graph(function)  # type: ignore[no-untyped-call]
     return allowed
 

@@ -164,7 +164,7 @@ def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
 @contextmanager
 def on_simulated_rank(rank: int) -> Iterator[None]:
     """Context manager in which code runs as one simulated rank: on ordinary tensors, with random
-    numbers of that rank."""
+    generator of the rank."""
     mode = get_local_tensor_mode_list()[-1]
     with mode.disable():
         states, generator = mode._per_rank_rng_states, torch.default_generator

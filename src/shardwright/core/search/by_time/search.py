@@ -416,7 +416,7 @@ class TimedSearch:
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:
         """Return the cost of the model, given the cuts of each operator, by name.
 
-        A variable of several operators takes the cuts of the first of them.
+        A variable of several operators takes the cuts of its first operator.
         """
         return self.objective.cost([cuts.get(v.op.name, {}) for v in self.problem.variables])
 

@@ -46,7 +46,7 @@ Levels = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MeasuredDecisions:
-    """Decisions, and the memory per device that a dry run measures for them."""
+    """Decisions with the memory per device that a dry run of the decisions measures."""
 
     decisions: Decisions
     memory: Memory
@@ -185,8 +185,8 @@ class RecomputeSearch:
         return MeasuredDecisions(decisions, memory)
 
     def _next_level_to_measure(self, stage_index: int) -> int:
-        """Return the recomputation level of a stage to measure next; the lowest level that fits
-        once it has been measured."""
+        """Return the recomputation level of a stage to measure next or, once the lowest level that
+        fits has been measured, that level."""
         stage, peaks = self._stages[stage_index], self._peaks[stage_index]
         lowest_fitting = min(
             (n for n, size in peaks.items() if size <= self._limit), default=stage.last_level
