@@ -69,7 +69,7 @@ def advance_generators(record: Record) -> None:
 
 @dataclass(frozen=True)
 class ReplaySchedule:
-    """The operations to replay.
+    """Schedule of a replay: the recorded operations that compute requested tensors, in order.
 
     Args:
         steps: for each operation, in order, its index in the record, the requested storages that

@@ -44,7 +44,7 @@ class GraphsBySize:
     _derived: dict[tuple[Any, ...], Graph] = field(default_factory=dict)
 
     def graph(self, leaves: Sequence[Any], capture: Callable[[list[Any]], Graph]) -> Graph:
-        """Return the graph for `leaves`.
+        """Return the model's graph for a call with the arguments `leaves`, captured or derived.
 
         Args:
             leaves: the leaves of the arguments of a call.
@@ -129,7 +129,7 @@ class _GraphInterpolation:
         """(value of graph `b`, value of the derived graph), by the matching value of graph `a`."""
 
     def graph(self) -> Graph:
-        """Return the derived graph.
+        """Return the graph derived for the batch size `rows`.
 
         Raises:
             NotInterpolableError: if the graphs differ in more than sizes.

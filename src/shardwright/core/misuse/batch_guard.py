@@ -193,7 +193,7 @@ class BatchGuard:
         )
 
     def _hash_shared_inputs(self, leaves: Mapping[int | None, Any], is_full: bool) -> list[Tensor]:
-        """Return a hash of the inputs of each `SharedInputs`.
+        """Return one hash per `SharedInputs`, over the values of its inputs.
 
         Args:
             leaves: the leaves of the arguments, by the index of the input.

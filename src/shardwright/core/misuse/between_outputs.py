@@ -76,7 +76,7 @@ class WatchedOutput:
         return cls(output, ref(tensor), hooks)
 
     def hook_keys(self) -> Iterator[tuple[str, int]]:
-        """Yield (registering method, key) of each hook."""
+        """Yield (name of the registering method, key) of each hook on the output's tensor."""
         return ((method, key) for method, hooks in self.hooks.items() for key in hooks)
 
     def gradient_request(self) -> str:

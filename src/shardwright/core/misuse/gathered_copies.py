@@ -31,7 +31,7 @@ VIEWS = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
     *(aten.view.default, aten._unsafe_view.default),
 )
-"""Views for which DTensor gathers sharded dimensions."""
+"""View operators for which DTensor gathers sharded dimensions."""
 
 
 def refuse_lost_writes() -> None:

@@ -198,7 +198,7 @@ class Execution(Recapture):
         inputs: list[Any],
         constants: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Any], Any]:
-        """Run a program.
+        """Run a program on the inputs of a call.
 
         Args:
             bound: the program, with the module tensors that it reads and updates.

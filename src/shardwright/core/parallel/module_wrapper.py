@@ -25,7 +25,7 @@ class ModuleWrapper(nn.Module):
     """The wrapped module, in a tuple so that `nn.Module` does not register it as a submodule."""
 
     def wrap(self, module: nn.Module) -> None:
-        """Wrap `module`.
+        """Make this module a wrapper of `module`.
 
         Raises:
             PlanError: if the model and the wrapper have an attribute with the same name.

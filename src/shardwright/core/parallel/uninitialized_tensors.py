@@ -48,7 +48,7 @@ class PendingInit:
     device: torch.device
 
     def check_device(self, device: torch.device) -> None:
-        """Check the device on which memory is allocated.
+        """Check that memory may be allocated on `device`.
 
         Raises:
             PlanError: if `device` is of another type than the device of the planned model.

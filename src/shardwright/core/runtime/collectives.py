@@ -72,7 +72,7 @@ def blocking(function: Function) -> Collective:
 
 
 def all_reduce(group: Group, operation: str = "sum") -> Collective:
-    """Return an all-reduce over the group; `operation` is "sum" or "max"."""
+    """Return an all-reduce over `group`; `operation` is "sum" or "max"."""
     return Collective(
         lambda x: c10d.all_reduce(sendable(x), operation, group.name),
         _make_finish_for_final_shape(group),
@@ -80,7 +80,7 @@ def all_reduce(group: Group, operation: str = "sum") -> Collective:
 
 
 def all_gather(dim: int, group: Group) -> Collective:
-    """Return an all-gather over the group, concatenated along `dim`."""
+    """Return an all-gather over `group`, whose result is concatenated along `dim`."""
 
     def start(x: Tensor) -> Tensor:
         out: Tensor = c10d.all_gather_into_tensor(sendable(x), group.size, group.name)
@@ -104,7 +104,7 @@ def reduce_scatter(dim: int, group: Group) -> Collective:
 
 
 def all_to_all(dim: int, to_dim: int, group: Group) -> Collective:
-    """Return an all-to-all over the group, which moves sharding from `dim` to `to_dim`."""
+    """Return an all-to-all over `group`, which moves sharding from `dim` to `to_dim`."""
 
     def start(x: Tensor) -> Tensor:
         # The collective exchanges rows: block i along dimension 0 goes to rank i of the group.

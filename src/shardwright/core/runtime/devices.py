@@ -163,7 +163,7 @@ class Devices:
         return cls(matrix, torch.device("cpu"), lambda function: function(coordinates), rank)
 
     def with_matrix(self, matrix: DeviceMatrix, mesh_axes: tuple[Axes, ...]) -> Devices:
-        """Return these devices with another device matrix or mesh.
+        """Return a copy with another device matrix or mesh.
 
         The first call with given arguments is collective, so every rank must make the same calls in
         the same order.
@@ -213,7 +213,7 @@ class Devices:
         return replace(self, mesh=mesh, mesh_axes=mesh_axes, mesh_matrix=joined)
 
     def group(self, axes: Axes) -> Group:
-        """Return the group over the flattened `axes`.
+        """Return this rank's process group over the flattened mesh axes `axes`.
 
         The first call for a set of axes is collective, so every rank must make the same calls in
         the same order.

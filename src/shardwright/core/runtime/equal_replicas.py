@@ -46,7 +46,7 @@ class EqualReplicas:
         return result
 
     def _check_equal_results(self, results: Sequence[Tensor]) -> None:
-        """Check that the results are equal over the group, by digests.
+        """Check by digests that `results` are equal on all ranks of the group.
 
         Raises:
             CaptureError: on every rank of the group, if results differ.

@@ -46,7 +46,7 @@ class WaitTimer:
 
     @contextmanager
     def measure(self, sign: int = 1) -> Iterator[None]:
-        """Context whose duration is added to the time of waiting.
+        """Context whose duration counts as waiting for communication.
 
         Args:
             sign: -1 to subtract the duration, for computation within a measured wait.

@@ -17,7 +17,7 @@ Hook = Callable[[Any], Any]
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether the parameter has gradient or post-accumulation hooks."""
+    """Whether `parameter` has gradient or post-accumulation hooks."""
     return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
 
 

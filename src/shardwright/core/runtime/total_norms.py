@@ -102,7 +102,7 @@ def extend_total_norms() -> None:
 
 
 class TotalNorms:
-    """Computation of norms in place of `torch.nn.utils`; see `extend_norms`."""
+    """Norms over all stages and meshes, which replace norms of `torch.nn.utils`."""
 
     def total(
         self,
