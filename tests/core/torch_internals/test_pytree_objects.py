@@ -192,7 +192,7 @@ def test_a_field_of_which_nothing_is_known_is_refused_where_it_is_read() -> None
         sw.plan(Reader(), (Locked(X),), devices=1)
     field = pytree.tree_map(lambda leaf: leaf, Locked(X)).tokenizer
     assert isinstance(field, UnreadField)
-    with pytest.raises(CaptureError, match="reads a field of an argument"):
+    with pytest.raises(CaptureError, match="reads a field of class Tokenizer"):
         bool(field)
 
 
