@@ -330,7 +330,7 @@ class MemorySearch:
     def _queue_unsharded(
         self, bound: float, stage_options: StageOptions, attempts: list[Attempt]
     ) -> tuple[list[Attempt], float]:
-        """Queue the first attempt by itself if it shards no storage and others do.
+        """Queue the first attempt as its own entry if only later attempts shard storage.
 
         Without ZeRO a device stores at least as much as with the first level, so the attempt is
         postponed if no candidate of that level may fit. A step with the cuts of the first level is
