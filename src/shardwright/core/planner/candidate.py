@@ -178,7 +178,7 @@ class Candidate:
 
     def with_sharding_of(self, options: PlanOptions) -> Candidate:
         """Return a candidate with the cuts of this one, and storage sharded as in `options`."""
-        storage = _storage_layouts(self.model, self.mesh, self.decisions.cuts, options)
+        storage = _parameter_storage_layouts(self.model, self.mesh, self.decisions.cuts, options)
         decisions = replace(self.decisions, storage=storage, sharding=options.sharding)
         return replace(self, options=options, decisions=decisions, measured=None)
 
