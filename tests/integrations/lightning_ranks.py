@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning import Fabric, LightningModule, Trainer
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -236,6 +237,21 @@ def fabric_trains_and_resumes() -> None:
             assert_equal_runs(resumed, wanted[1], with_state=on_rank_0())
 
 
+def model_parallel_strategy_takes_a_plan() -> None:
+    (wanted,) = reference(1)
+    plan = sw.plan(classifier(0), SHAPES[:1], devices=2)
+    strategy = ModelParallelStrategy(
+        parallelize_fn=lambda net, mesh: sw.parallelize(net, plan), data_parallel_size=1
+    )
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    net = fabric.setup_module(classifier(dist.get_rank()))
+    optimizer = fabric.setup_optimizers(optimizer_of(net))
+    batches = fabric.setup_dataloaders(loader(COUNT))
+    run = fabric_epoch(fabric, batches, net, optimizer, schedule_of(optimizer))
+    assert_equal_runs(run, wanted, with_state=on_rank_0())
+
+
 def of_fabric(fabric: Fabric, seed: int) -> tuple[dict[str, Any], Any]:
     net = classifier(seed)
     net, optimizer = fabric.setup(net, optimizer_of(net))
@@ -287,6 +303,7 @@ CHECKS = (
     stages_train_and_resume_as_one_process,
     resumes_under_another_plan,
     fabric_trains_and_resumes,
+    model_parallel_strategy_takes_a_plan,
     refuses_what_would_be_wrong,
 )
 
