@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchmetrics
 from lightning import Fabric, LightningModule, Trainer
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.pytorch import strategies
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -115,8 +116,11 @@ class PlansItself(Module):
             sw.parallelize(self.net, sw.plan(self.net, SHAPES[:1], devices=2))
 
 
-def trained(module: Module, strategy: Any, epochs: int = 1, **options: Any) -> tuple[Run, Trainer]:
+def trained(
+    module: Module, strategy: Any, epochs: int = 1, *, keep_sampler: bool = False, **options: Any
+) -> tuple[Run, Trainer]:
     trainer = Trainer(
+        use_distributed_sampler=not keep_sampler,
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
@@ -249,6 +253,10 @@ def model_parallel_strategy_takes_a_plan() -> None:
     optimizer = fabric.setup_optimizers(optimizer_of(net))
     batches = fabric.setup_dataloaders(loader(COUNT))
     run = fabric_epoch(fabric, batches, net, optimizer, schedule_of(optimizer))
+    assert_equal_runs(run, wanted, with_state=on_rank_0())
+    # The sampler that the trainer adds shuffles, also for one part of the data.
+    of_trainer = strategies.ModelParallelStrategy(data_parallel_size=1)
+    run, _ = trained(PlansItself(), of_trainer, keep_sampler=True)
     assert_equal_runs(run, wanted, with_state=on_rank_0())
 
 
