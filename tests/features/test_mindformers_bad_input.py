@@ -64,9 +64,9 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         "pipeline_config.pipeline_interleave: True is not supported with gpipe\nset",
     ),
     "an unknown schedule": (
-        {"parallel__pipeline_config": {"pipeline_scheduler": "seqpipe"}},
+        {"parallel__pipeline_config": {"pipeline_scheduler": "dualpipe"}},
         8,
-        "pipeline_scheduler: 'seqpipe' is not supported\nuse one of 1f1b, gpipe, zero_bubble_v",
+        "pipeline_scheduler: 'dualpipe' is not supported\nuse one of 1f1b, gpipe, zero_bubble_v",
     ),
     "stages of different sizes": (
         {
@@ -79,6 +79,20 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         8,
         "model.model_config.offset: [1, 1] does not divide 4 layers over 2 stages\nuse 2 numbers"
         " that add up to 0",
+    ),
+    "chunks of different sizes": (
+        {
+            **SEMI,
+            "parallel__pipeline_config": {"pipeline_interleave": True},
+            "parallel_config__data_parallel": 2,
+            "parallel_config__pipeline_stage": 2,
+            "parallel_config__micro_batch_num": 2,
+            "model__model_config__pp_interleave_num": 2,
+            "model__model_config__offset": [[1, -1], [0]],
+        },
+        8,
+        "model.model_config.offset: [[1, -1], [0]] does not divide 4 layers over 2 stages of 2"
+        " chunks\nuse 2 lists of 2 numbers that add up to 0",
     ),
     # What an expert cuts.
     "shards that do not divide the replicas": (

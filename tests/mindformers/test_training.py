@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mindformers.files import run_of
-from shardwright.mindformers.training import Recomputation
 from shardwright.run.config.schema import ScheduleSection
 
 
@@ -49,18 +48,6 @@ def test_gradients_are_clipped_where_it_is_asked_for() -> None:
     assert clips.training.optimizer["clip_norm"] == 1.0
     both = run_of(runner_wrapper={"use_clip_grad": True, "max_grad_norm": 0.5})
     assert both.training.optimizer["clip_norm"] == 0.5
-
-
-def test_recomputation_is_as_said() -> None:
-    assert run_of().training.recompute == Recomputation()
-    section = {
-        "recompute": True,
-        "select_recompute": True,
-        "mp_comm_recompute": False,
-        "parallel_optimizer_comm_recompute": True,
-    }
-    found = run_of(recompute_config=section).training.recompute
-    assert found == Recomputation(True, True, communication=False, gathers=True)
 
 
 @pytest.mark.parametrize("kind", ["CheckpointMonitor", "CheckpointMointor"])

@@ -36,7 +36,7 @@ class MindFormersRun(LanguageRun):
         """
         self.check_devices(devices)
         data = {"batch_size": self.batch.global_batch(devices)}
-        stages = {"max_stages": self.parallelism.max_stages(servers)}
+        stages = {"max_stages": self.parallelism.max_stages}
         return config.model_copy(
             update={
                 "data": config.data.model_copy(update=data),

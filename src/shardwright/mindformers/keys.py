@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,6 +13,18 @@ from shardwright.errors import ConfigError
 
 _BYTES_PER_UNIT = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 _SIZE_PATTERN = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
+
+
+class InvalidKeyError(ConfigError):
+    """Error of one key of a file.
+
+    Args:
+        key: full path of the key.
+    """
+
+    def __init__(self, message: str, key: str) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,7 @@ class Keys:
     file: str
     _read_names: set[str] = field(default_factory=set)
     _opened_sections: dict[str, Keys] = field(default_factory=dict)
+    _ignored_keys: set[str] = field(default_factory=set)
 
     def section(self, name: str) -> Keys:
         """Return the subsection `name`; an empty section if the key is missing.
@@ -46,8 +59,19 @@ class Keys:
                 raise self.error(
                     name, f"{content!r} is not a mapping\nwrite one `key: value` per line"
                 )
-            self._opened_sections[name] = Keys(content, self._full_key(name), self.file)
+            path = self._full_key(name)
+            self._opened_sections[name] = Keys(
+                content, path, self.file, _ignored_keys=self._ignored_keys
+            )
         return self._opened_sections[name]
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
+        """Return a reader of this section with values for keys that it does not have.
+
+        Keys that the new reader reads count as read here.
+        """
+        content = {**defaults, **self.content}
+        return replace(self, content=content)
 
     def has(self, name: str) -> bool:
         """Whether the key is present and not null."""
@@ -149,9 +173,18 @@ class Keys:
         """Return the value at `name` as parsed from YAML; None if the key is missing."""
         return self._read_value(name)
 
-    def error(self, name: str, problem: str) -> ConfigError:
+    def ignore(self, key: str) -> None:
+        """Treat a key as missing from now on, in this section and in all that it opens.
+
+        Args:
+            key: full path of the key.
+        """
+        self._ignored_keys.add(key)
+
+    def error(self, name: str, problem: str) -> InvalidKeyError:
         """Return an error whose message starts with the file and the full key."""
-        return ConfigError(f"{self.file}: {self._full_key(name)}: {problem}")
+        key = self._full_key(name)
+        return InvalidKeyError(f"{self.file}: {key}: {problem}", key)
 
     def unread(self) -> Iterator[str]:
         """Yield the full paths of keys that were never read and of sections never opened.
@@ -171,7 +204,9 @@ class Keys:
     def _read_value(self, name: str) -> Any:
         self._read_names.add(name)
         value = self.content.get(name)
-        return None if value in ("None", "") else value
+        return (
+            None if value in ("None", "") or self._full_key(name) in self._ignored_keys else value
+        )
 
     def _full_key(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else str(name)

@@ -110,8 +110,8 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     return MindFormersModel(
         sizes=sizes,
         attention="explicit" if is_explicit else "fused",
-        param_dtype=_read_dtype(config, "param_init_type", "float32", notes),
-        compute_dtype=_read_dtype(config, "compute_dtype", "float16", notes),
+        param_dtype=read_dtype(config, "param_init_type", "float32", notes),
+        compute_dtype=read_dtype(config, "compute_dtype", "float16", notes),
         adaptation=adaptation,
     )
 
@@ -254,8 +254,13 @@ def _read_dropout(config: Keys) -> float:
     return next(iter(rates.values()), 0.1)
 
 
-def _read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
-    """Read a dtype; float16 is replaced with bfloat16, whose range needs no loss scaling."""
+def read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
+    """Read a dtype; float16 is replaced with bfloat16, whose range needs no loss scaling.
+
+    Args:
+        default: dtype of a missing key.
+        notes: receives a note if the dtype is replaced.
+    """
     requested = config.string(name, default, valid=list(_DTYPES))
     dtype = _DTYPES[requested]
     if dtype != requested and config.has(name):

@@ -18,7 +18,7 @@ _MODES: Mapping[str, str] = {
     "auto_parallel": "auto",
 }
 _SEARCHES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
-_SCHEDULES = ("1f1b", "gpipe", "zero_bubble_v")
+_SCHEDULES = ("1f1b", "gpipe", "zero_bubble_v", "seqpipe")
 SEARCH_MODES = ("recursive_programming", "sharding_propagation")
 """Modes in which a search decides how operators are sharded."""
 
@@ -85,11 +85,10 @@ class Parallelism:
         """Whether there are several pipeline stages, or the planner may choose several."""
         return self.stages > 1 or (bool(self.auto_pipeline) and self.micro_batch_num > 1)
 
-    def max_stages(self, servers: int) -> int:
-        """Return the largest number of stages for `auto_pipeline` on `servers` servers."""
-        # MindFormers allows one stage per server unless the file requests more, and needs at least
-        # one micro-batch per stage.
-        return min(max(self.stages, servers), self.micro_batch_num)
+    @property
+    def max_stages(self) -> int:
+        """Largest number of stages for `auto_pipeline`: one micro-batch per stage."""
+        return self.micro_batch_num
 
 
 def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
@@ -112,7 +111,7 @@ def read_parallelism(keys: Keys, notes: list[str]) -> Parallelism:
         expert_parallel=config.integer("expert_parallel", 1),
         stages=config.integer("pipeline_stage", 1),
         micro_batch_num=config.integer("micro_batch_num", 1),
-        schedule=_read_pipeline_schedule(parallel.section("pipeline_config")),
+        schedule=_read_pipeline_schedule(parallel.section("pipeline_config"), keys, notes),
         auto_pipeline=_read_auto_pipeline(parallel),
         full_batch=parallel.flag("full_batch", False),
         seq_parallel=config.flag("use_seq_parallel", False),
@@ -174,9 +173,21 @@ def _read_mem_coeff(config: Keys) -> float | str:
         ) from None
 
 
-def _read_pipeline_schedule(config: Keys) -> str:
+def _read_pipeline_schedule(config: Keys, keys: Keys, notes: list[str]) -> str:
     schedule = config.string("pipeline_scheduler", "1f1b", valid=_SCHEDULES)
-    if not config.flag("pipeline_interleave", False):
+    interleaves = config.flag("pipeline_interleave", False)
+    if schedule == "seqpipe":
+        seq_split_num = keys.section("parallel_config").integer("seq_split_num", 1)
+        model = keys.section("model").section("model_config")
+        # With `seqpipe`, MindFormers sets `pipeline_interleave` also without several chunks.
+        interleaves = interleaves and model.integer("pp_interleave_num", 1) > 1
+        schedule = "1f1b"
+        notes.append(
+            f"pipeline_scheduler is {'interleaved_1f1b' if interleaves else '1f1b'}, not seqpipe:"
+            f" sequences are not divided into seq_split_num {seq_split_num} parts, so activations"
+            " take more memory"
+        )
+    if not interleaves:
         return schedule
     if schedule == "gpipe":
         raise config.error(

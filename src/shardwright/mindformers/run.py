@@ -10,10 +10,15 @@ from typing import Any
 from shardwright.core.constraints.parse import divisors
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.errors import ConfigError
+from shardwright.mindformers.all_errors import AllErrors
 from shardwright.mindformers.keys import Keys
 from shardwright.mindformers.model import MindFormersModel, read_model
 from shardwright.mindformers.parallelism import Parallelism, read_parallelism
 from shardwright.mindformers.training import Batch, Training, read_batch, read_training
+from shardwright.mindformers.transformers_model import (
+    has_transformers_keys,
+    read_transformers_model,
+)
 from shardwright.models.sizes import Dimensions
 
 
@@ -24,7 +29,8 @@ class LanguageRun:
     Args:
         file: name of the file, the prefix of each error message.
         name: name of the model, for messages and tables.
-        layers: number of blocks in each pipeline stage.
+        layers: number of blocks in each pipeline stage; with `pp_interleave_num`, in each chunk,
+            chunks in model order.
         memory_limit: memory limit in bytes per device; None for all of the device's memory.
         dataset: folder or file of the training data; empty if not set.
         strategy_file: path of the file for the strategies of the plan; empty to save none.
@@ -60,12 +66,27 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         file: name of the file, for error messages.
 
     Raises:
-        ConfigError: if a key is missing, has the wrong type, or contradicts another.
+        ConfigError: if a key is missing, has the wrong type, or contradicts another; one error for
+            all keys of the file.
     """
     keys, notes = Keys(content, "", file), list[str]()
-    model, parallelism = read_model(keys, notes), read_parallelism(keys, notes)
-    layers = check_parallelism(keys, parallelism, model.sizes)
-    strategy_file = _read_strategy_output_file(keys)
+    errors = AllErrors(keys)
+    read_sizes = read_transformers_model if has_transformers_keys(keys) else read_model
+    model = errors.read(lambda: read_sizes(keys, notes))
+    parallelism = errors.read(lambda: read_parallelism(keys, notes))
+    layers = errors.read(
+        lambda: check_parallelism(keys, parallelism, model.sizes) if model and parallelism else None
+    )
+    stages = parallelism.stages if parallelism else 1
+    chunks = len(layers) // stages if layers else 1
+    batch = errors.read(lambda: read_batch(keys, parallelism, notes) if parallelism else None)
+    training = errors.read(lambda: read_training(keys, stages, chunks, notes))
+    strategy_file = errors.read(lambda: _read_strategy_output_file(keys)) or ""
+    only = errors.read(lambda: _read_only_save_strategy(keys, strategy_file))
+    memory_limit = errors.read(lambda: keys.section("context").size("max_device_memory"))
+    dataset = errors.read(lambda: _read_dataset(keys))
+    errors.raise_errors()
+    assert model and parallelism and layers and batch and training
     if strategy_file:
         notes.append(f"{strategy_file}: strategies of the plan are written as JSON")
     run = LanguageRun(
@@ -73,17 +94,21 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         name=keys.section("trainer").string("model_name", model.sizes.family),
         model=model,
         parallelism=parallelism,
-        batch=read_batch(keys, parallelism, notes),
-        training=read_training(keys, parallelism.stages, notes),
+        batch=batch,
+        training=training,
         layers=layers,
-        memory_limit=keys.section("context").size("max_device_memory"),
-        dataset=keys.section("train_dataset").section("data_loader").string("dataset_dir"),
+        memory_limit=memory_limit,
+        dataset=dataset or "",
         strategy_file=strategy_file,
-        only_strategies=_read_only_save_strategy(keys, strategy_file),
+        only_strategies=bool(only),
         notes=tuple(notes),
         unused=(),
     )
     return replace(run, unused=tuple(keys.unread()))
+
+
+def _read_dataset(keys: Keys) -> str:
+    return keys.section("train_dataset").section("data_loader").string("dataset_dir")
 
 
 def _read_strategy_output_file(keys: Keys) -> str:
@@ -117,7 +142,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
         sizes: dimensions of the model.
 
     Returns:
-        The number of blocks in each stage.
+        The number of blocks in each stage, or in each chunk.
 
     Raises:
         ConfigError: if a degree does not divide the dimension that it shards.
@@ -128,7 +153,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
         _check_optimizer_shards(keys, parallelism)
         _check_tensor_parallel(config, parallelism, sizes)
         _check_sequence_sharding(config, parallelism, sizes)
-    return _read_layers_per_stage(keys, parallelism, sizes.num_layers)
+    return _read_layers_per_chunk(keys, parallelism, sizes.num_layers)
 
 
 def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, file: str) -> None:
@@ -170,31 +195,63 @@ def _check_num_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions)
         )
 
 
-def _read_layers_per_stage(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
-    """Return the number of blocks in each stage.
+def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
+    """Return the number of blocks in each chunk, chunks in model order; a stage has one, or
+    `pp_interleave_num` with an interleaved schedule.
 
-    With the key `offset`, each stage has layers // stages blocks plus its offset; without it, the
-    remainder of the division is spread over the stages.
+    With the key `offset`, each chunk has layers // chunks blocks plus its offset; without it, the
+    remainder of the division is spread over the chunks.
     """
     config, stages = keys.section("model").section("model_config"), parallelism.stages
+    interleave = config.integer("pp_interleave_num", 1)
+    if parallelism.schedule != "interleaved_1f1b" or not parallelism.shards_by_degrees:
+        interleave = 1
+    chunks = stages * interleave
+    if chunks > layers:
+        raise config.error(
+            "pp_interleave_num",
+            f"{stages} stages of {interleave} chunks are more than the {layers} layers\nuse at most"
+            f" {layers // stages}",
+        )
     offset = config.any("offset") if parallelism.shards_by_degrees else None
     if offset in (None, 0):
-        stage_of_layer = [layer * stages // layers for layer in range(layers)]
-        return tuple(stage_of_layer.count(stage) for stage in range(stages))
-    offsets = offset if isinstance(offset, list) else [offset] * stages
-    layers_per_stage, remainder = divmod(layers, stages)
-    # `type` instead of `isinstance`, because a bool is an int.
-    has_integers = len(offsets) == stages and all(type(each) is int for each in offsets)
-    if SCHEDULES[parallelism.schedule].chunked:
+        chunk_of_layer = [layer * chunks // layers for layer in range(layers)]
+        return tuple(chunk_of_layer.count(chunk) for chunk in range(chunks))
+    if SCHEDULES[parallelism.schedule].chunked and interleave == 1:
+        # Without it, the planner assigns chunks of equal numbers of layers.
         reason = "chunks of interleaved schedules have equal numbers of layers"
-        raise config.error("offset", f"{offset} is not supported, because {reason}\nset it to 0")
-    # Every stage must keep at least one layer.
-    if not has_integers or sum(offsets) != remainder or min(offsets) <= -layers_per_stage:
-        remedy = f"use {stages} numbers that add up to {remainder}"
+        remedy = "set it to 0"
+        if parallelism.schedule == "interleaved_1f1b":
+            remedy += ", or `pp_interleave_num` to the number of chunks of a stage"
+        raise config.error("offset", f"{offset} is not supported, because {reason}\n{remedy}")
+    layers_per_chunk, remainder = divmod(layers, chunks)
+    offsets = _offsets_of_chunks(offset, stages, interleave)
+    # Every chunk must keep at least one layer.
+    if offsets is None or sum(offsets) != remainder or min(offsets) <= -layers_per_chunk:
+        lists = f"{interleave} lists of {stages} numbers" if interleave > 1 else f"{stages} numbers"
+        divisions = f"{stages} stages" + (f" of {interleave} chunks" if interleave > 1 else "")
         raise config.error(
-            "offset", f"{offset} does not divide {layers} layers over {stages} stages\n{remedy}"
+            "offset",
+            f"{offset} does not divide {layers} layers over {divisions}\nuse {lists} that add up to"
+            f" {remainder}",
         )
-    return tuple(layers_per_stage + each for each in offsets)
+    return tuple(layers_per_chunk + each for each in offsets)
+
+
+def _offsets_of_chunks(offset: Any, stages: int, interleave: int) -> list[int] | None:
+    """Return the offset of each chunk, in model order; None if there is not one for each.
+
+    Args:
+        offset: a number for all chunks, a number for each stage, or a list of these for each chunk
+            of a stage.
+    """
+    row = offset if isinstance(offset, list) else [offset] * stages
+    is_nested = all(isinstance(each, list) for each in row)
+    rows = row if is_nested else [row] * interleave
+    fits = len(rows) == interleave and all(len(each) == stages for each in rows)
+    offsets = [each for row in rows for each in row]
+    # `type` instead of `isinstance`, because a bool is an int.
+    return offsets if fits and all(type(each) is int for each in offsets) else None
 
 
 def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
@@ -215,8 +272,9 @@ def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
 
 
 def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
+    replicas = parallelism.data_parallel * parallelism.model_parallel
     for name, size in (
-        ("data_parallel", parallelism.data_parallel),
+        ("data_parallel · model_parallel", replicas),
         ("expert_num", sizes.num_experts),
     ):
         if size % parallelism.expert_parallel:

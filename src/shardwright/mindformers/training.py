@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.mindformers.keys import Keys
 from shardwright.mindformers.parallelism import WITHOUT_OPERATOR_PARALLEL, Parallelism
-from shardwright.models.sizes import MAX_LAYERS
+from shardwright.mindformers.recomputation import Recomputation, read_recomputation
 
 _OPTIMIZERS = (
     *("FP32StateAdamWeightDecay", "FusedAdamWeightDecay", "AdamWeightDecayX"),
@@ -33,29 +33,6 @@ _DEFAULT_CLIP_NORM = 1.0
 """MindFormers' default of `max_grad_norm`."""
 
 
-StageBlocks = bool | tuple[int, ...]
-"""Blocks to which a setting applies: True for all, False for none, or the number of leading blocks
-of each stage."""
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """Activation checkpointing.
-
-    Args:
-        blocks: blocks that are recomputed fully.
-        selective: blocks in which only activation functions and the softmax of attention are
-            recomputed.
-        communication: whether communication inside blocks is recomputed too.
-        gathers: whether sharded parameters are gathered again in the backward pass (ZeRO stage 3).
-    """
-
-    blocks: StageBlocks = False
-    selective: StageBlocks = False
-    communication: bool = True
-    gathers: bool = False
-
-
 @dataclass(frozen=True)
 class Training:
     """Training options.
@@ -73,12 +50,13 @@ class Training:
     train: Mapping[str, Any]
 
 
-def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
+def read_training(keys: Keys, stages: int, chunks: int, notes: list[str]) -> Training:
     """Read the training options.
 
     Args:
         keys: all keys of the file.
         stages: number of pipeline stages.
+        chunks: number of chunks of each stage.
         notes: receives a note for each key without effect.
 
     Raises:
@@ -91,7 +69,7 @@ def read_training(keys: Keys, stages: int, notes: list[str]) -> Training:
         keys.section("runner_config").integer("epochs", 1),
     )
     optimizer = _read_optimizer(keys, notes)
-    recompute = _read_recomputation(keys.section("recompute_config"), stages, notes)
+    recompute = read_recomputation(keys.section("recompute_config"), stages, chunks, notes)
     load, resume = keys.string("load_checkpoint"), keys.flag("resume_training", False)
     if resume and not load:
         raise keys.error(
@@ -207,36 +185,6 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
         "total_steps": None if total < 1 else total,
         "power": section.number("lr_power", 1.0, above=0),
     }
-
-
-def _read_recomputation(section: Keys, stages: int, notes: list[str]) -> Recomputation:
-    communication = _read_recomputed_blocks(section, "select_comm_recompute", stages)
-    if communication is True or (communication and any(communication)):
-        notes.append(
-            "recompute_config.select_comm_recompute has no effect: communication is recomputed in"
-            " fully recomputed blocks"
-        )
-    return Recomputation(
-        blocks=_read_recomputed_blocks(section, "recompute", stages),
-        selective=_read_recomputed_blocks(section, "select_recompute", stages),
-        communication=section.flag("mp_comm_recompute", True),
-        gathers=section.flag("parallel_optimizer_comm_recompute", False),
-    )
-
-
-def _read_recomputed_blocks(section: Keys, name: str, stages: int) -> StageBlocks:
-    value = section.any(name)
-    if not isinstance(value, list):
-        return section.flag(name, False)
-    has_integers = all(isinstance(each, int) and each >= 0 for each in value)
-    if not has_integers or len(value) != stages:
-        raise section.error(
-            name,
-            f"{value} does not fit {stages} stages\n"
-            f"set True, False or a list of {stages} numbers of blocks, one for each stage",
-        )
-    # True in the list means all blocks of that stage.
-    return tuple(MAX_LAYERS if each is True else int(each) for each in value)
 
 
 @dataclass(frozen=True)

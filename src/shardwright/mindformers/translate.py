@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from shardwright.mindformers.model import MindFormersModel
+from shardwright.mindformers.recomputation import StageBlocks, leading_blocks
 from shardwright.mindformers.run import LanguageRun
-from shardwright.mindformers.training import StageBlocks
 from shardwright.run.config.load import validate_config
 from shardwright.run.config.schema import Config
 
@@ -87,33 +86,26 @@ def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
         # Gathering again in the backward pass means that parameters are freed after the forward
         # pass, which is ZeRO stage 3.
         section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
-    if recompute.blocks or recompute.selective:
-        full = _leading_block_indices(run, recompute.blocks)
-        selective = [
-            block for block in _leading_block_indices(run, recompute.selective) if block not in full
-        ]
-        section["recompute"] = {
-            "communication": recompute.communication,
-            "blocks": selective or full,
-        }
-        if selective:
-            section["recompute"] |= {
-                "operators": _recomputed_op_types(run.model),
-                "whole_blocks": full,
-            }
+    if recompute.blocks or recompute.selective or recompute.operators:
+        section["recompute"] = _recompute_section(run)
     return section
 
 
-def _leading_block_indices(run: LanguageRun, leading_blocks: StageBlocks) -> list[int]:
-    """Return the indices of the leading blocks of each stage, counted over all stages."""
-    stage_ends = list(accumulate(run.layers))
-    counts = run.layers if leading_blocks is True else leading_blocks or (0,) * len(stage_ends)
-    stages = zip(stage_ends, run.layers, counts, strict=True)
-    return [
-        block
-        for end, layers, count in stages
-        for block in range(end - layers, end - layers + min(count, layers))
-    ]
+def _recompute_section(run: LanguageRun) -> dict[str, Any]:
+    recompute, stages = run.training.recompute, run.parallelism.stages
+    full = leading_blocks(run.layers, stages, recompute.blocks)
+
+    def partly(blocks: StageBlocks) -> list[int]:
+        return [each for each in leading_blocks(run.layers, stages, blocks) if each not in full]
+
+    section: dict[str, Any] = {"communication": recompute.communication}
+    of_types = {op_type: partly(blocks) for op_type, blocks in recompute.operators.items()}
+    if any(of_types.values()):
+        return section | {"operators": of_types, "whole_blocks": full}
+    if selective := partly(recompute.selective):
+        operators = _recomputed_op_types(run.model)
+        return section | {"blocks": selective, "operators": operators, "whole_blocks": full}
+    return section | {"blocks": full}
 
 
 def _compute_dtype_key(model: MindFormersModel) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""LLaMA, TeleChat, Qwen, GLM, Mixtral and DeepSeek-V2, built from decoders of `transformers`."""
+"""LLaMA, TeleChat, Qwen, GLM, Mixtral and DeepSeek, built from decoders of `transformers`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         config: Any = self.model.config
         if hasattr(config, "kv_lora_rank"):
             raise ConfigError(
-                "prefix: multi-head latent attention (DeepSeek-V2) is not supported\nuse LoRA"
+                "prefix: multi-head latent attention (DeepSeek) is not supported\nuse LoRA"
             )
         self.requires_grad_(False)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
@@ -97,9 +97,12 @@ MODEL_TYPES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "llama": ("llama", ()),
     "telechat": ("llama", ()),
     "qwen": ("qwen2", ()),
+    "qwen3": ("qwen3", ()),
     "glm": ("glm", ()),
     "mixtral": ("mixtral", ("num_local_experts", "num_experts_per_tok")),
     "qwen_moe": ("qwen2_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
+    "qwen3_moe": ("qwen3_moe", ("num_experts", "num_experts_per_tok", "moe_intermediate_size")),
+    "deepseek_v3": ("deepseek_v3", ("n_routed_experts", "num_experts_per_tok")),
     "deepseek_v2": ("deepseek_v2", ("n_routed_experts", "num_experts_per_tok")),
 }
 """`model_type` of `transformers` by model family, and its configuration arguments for the number of

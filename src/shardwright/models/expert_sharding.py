@@ -10,6 +10,7 @@ al., 2022).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 
 from torch import nn
 
@@ -50,7 +51,8 @@ def pin_expert(
         model_parallel: number of shards of heads, MLP and vocabulary.
         context_parallel: number of shards of the sequence in all layers; attention gathers keys and
             values.
-        expert_parallel: number of shards of the experts; a divisor of `data_parallel`.
+        expert_parallel: number of shards of the experts; a divisor of `data_parallel` ·
+            `model_parallel`, taken from `data_parallel` as far as possible.
         seq_parallel: whether to shard norms and residuals along the sequence, over the
             `model_parallel` devices too.
         vocab_emb_dp: whether to replicate the embedding table, not shard it along the vocabulary.
@@ -61,15 +63,20 @@ def pin_expert(
     mp = model_parallel
     for path, dimension, size in tensor_parallel_dimensions(net, vocab_emb_dp):
         _check_divisible(path, dimension, size, mp)
-    if data_parallel % expert_parallel:
+    from_data = gcd(expert_parallel, data_parallel)
+    from_model = expert_parallel // from_data
+    if mp % from_model:
         raise ConfigError(
-            f"expert_parallel {expert_parallel} does not divide data_parallel {data_parallel}\n"
-            "use a divisor of data_parallel"
+            f"expert_parallel {expert_parallel} does not divide data_parallel {data_parallel} ·"
+            f" model_parallel {mp}\nuse a divisor of {data_parallel * mp}"
         )
     layout = Layout((data_parallel, context_parallel, mp), ("dp", "cp", "mp"))
-    # The experts' own device matrix, in which expert parallelism takes a part of `dp`.
-    expert_matrix = (data_parallel // expert_parallel, expert_parallel, context_parallel, mp)
-    expert_layout = Layout(expert_matrix, ("dp", "ep", "cp", "mp"))
+    # The experts' own device matrix, in which expert parallelism takes parts of `dp` and `mp`.
+    expert_matrix = (
+        *(data_parallel // from_data, from_data, context_parallel),
+        *(from_model, mp // from_model),
+    )
+    expert_layout = Layout(expert_matrix, ("dp", "ep", "cp", "ep_mp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
     output = layout("dp", sequence, "None")
     has_row_layers = False
@@ -115,8 +122,9 @@ def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | N
     width_dimensions = (
         ("None", "mp") if getattr(module, "is_concatenated", True) else ("mp", "None")
     )
-    projections = layout("ep", *width_dimensions, "None"), layout("ep", "None", "mp")
-    biases = layout("ep", *width_dimensions), layout("ep", "None")
+    experts = ("ep", "ep_mp")
+    projections = layout(experts, *width_dimensions, "None"), layout(experts, "None", "mp")
+    biases = layout(experts, *width_dimensions), layout(experts, "None")
     has_biases = getattr(module, "has_bias", False)
     return layout("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
 

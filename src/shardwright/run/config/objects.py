@@ -161,6 +161,7 @@ def _recomputed_op_types_by_path(
 ) -> dict[str, list[str] | None]:
     """Return the operator types to recompute of each module, by path; None for all types."""
     if section.modules is not None:
+        assert not isinstance(section.operators, dict)
         return dict.fromkeys(section.modules, section.operators)
     blocks = list(paths_of_blocks(net))
     if not blocks:
@@ -168,15 +169,29 @@ def _recomputed_op_types_by_path(
             "parallel.recompute: the model has no transformer blocks\n"
             "set the key `modules` to paths of modules, for example `modules: [encoder]`"
         )
-    block_indices = range(len(blocks)) if section.blocks is None else section.blocks
-    if (last := max((*block_indices, *section.whole_blocks), default=0)) >= len(blocks):
+    types_of_block = _op_types_of_blocks(section, len(blocks))
+    if (last := max((*types_of_block, *section.whole_blocks), default=0)) >= len(blocks):
         raise ConfigError(
             f"parallel.recompute: the model has no block {last}\n"
             f"use block indices from 0 to {len(blocks) - 1}"
         )
-    op_types = dict.fromkeys((blocks[index] for index in block_indices), section.operators)
+    op_types = {blocks[index]: types for index, types in types_of_block.items()}
     # Fully recomputed blocks win where a block is in both lists.
     return op_types | dict.fromkeys(blocks[index] for index in section.whole_blocks)
+
+
+def _op_types_of_blocks(
+    section: schema.RecomputeSection, num_blocks: int
+) -> dict[int, list[str] | None]:
+    """Return operator types to recompute, by index of the block; None for all operators."""
+    if not isinstance(section.operators, dict):
+        indices = range(num_blocks) if section.blocks is None else section.blocks
+        return dict.fromkeys(indices, section.operators)
+    op_types: dict[int, list[str] | None] = {}
+    for op_type, indices_of_type in section.operators.items():
+        for index in indices_of_type:
+            op_types[index] = [*(op_types.get(index) or []), op_type]
+    return op_types
 
 
 def load_batches(

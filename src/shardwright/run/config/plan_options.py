@@ -29,7 +29,8 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
     }
     if _has_megatron_stages(config) and isinstance(parallel.stages, int) and parallel.stages > 1:
         layers = parallel.expert.layers if parallel.expert else None
-        stage_config = expert_stages(model, parallel.stages, layers)
+        chunks = len(layers) // parallel.stages if layers and _has_chunks(config) else 1
+        stage_config = expert_stages(model, parallel.stages, layers, chunks, parallel.schedule)
         options |= {"stages": 1, "stage_config": stage_config}
     return options
 
@@ -38,5 +39,15 @@ def _has_megatron_stages(config: Config) -> bool:
     """Whether each stage is a fixed number of consecutive blocks, as in Megatron-LM."""
     is_manual = config.parallel.mode == "semi_auto" and config.model.is_language_model
     schedule = SCHEDULES.get(config.parallel.schedule)
-    # Interleaved schedules have several chunks per stage, which the planner assigns.
-    return is_manual and schedule is not None and not schedule.chunked
+    # Interleaved schedules have several chunks per stage, which the planner assigns unless the
+    # configuration has the number of blocks in each.
+    is_assigned = schedule is not None and (not schedule.chunked or _has_chunks(config))
+    return is_manual and is_assigned
+
+
+def _has_chunks(config: Config) -> bool:
+    """Whether the configuration has the number of blocks in each of several chunks of a stage."""
+    parallel = config.parallel
+    layers = parallel.expert.layers if parallel.expert else None
+    has_several = layers is not None and isinstance(parallel.stages, int) and parallel.stages > 1
+    return has_several and len(layers or ()) >= 2 * int(parallel.stages)

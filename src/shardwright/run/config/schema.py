@@ -221,7 +221,8 @@ class ExpertSection(Section, frozen=True):
     """Megatron-style parallel degrees of a language model, for `mode: semi_auto`.
 
     The arguments of `shardwright.models.expert_sharding.pin_expert`, and `layers`: the number of
-    blocks in each pipeline stage, by default the same number in all.
+    blocks in each pipeline stage, by default the same number in all; with `interleaved_1f1b`, in
+    each chunk, chunks in model order.
     """
 
     data_parallel: Count = 1
@@ -246,7 +247,8 @@ class RecomputeSection(Section, frozen=True):
 
     `modules`: paths of modules. `blocks`: indices of transformer blocks, counted from 0; without
     either, every block. `operators`: operator types to recompute (selective recomputation), by
-    default all. `whole_blocks`: indices of blocks that are recomputed fully despite `operators`.
+    default all; or a mapping from types to the indices of their blocks. `whole_blocks`: indices of
+    blocks that are recomputed fully despite `operators`.
     `recompute: auto` instead of a section recomputes as much as the memory limit requires.
     """
 
@@ -255,7 +257,7 @@ class RecomputeSection(Section, frozen=True):
     modules: list[str] | None = None
     blocks: list[Annotated[int, Field(ge=0)]] | None = None
     whole_blocks: list[Annotated[int, Field(ge=0)]] = []
-    operators: list[str] | None = None
+    operators: list[str] | dict[str, list[Annotated[int, Field(ge=0)]]] | None = None
     communication: bool = True
 
     @model_validator(mode="before")
@@ -269,6 +271,11 @@ class RecomputeSection(Section, frozen=True):
             raise ValueError("`auto: true` conflicts with the other keys of `recompute`; remove it")
         if self.modules is not None and (self.blocks is not None or self.whole_blocks):
             raise ValueError("`modules` conflicts with `blocks` and `whole_blocks`; remove one")
+        has_paths = self.modules is not None or self.blocks is not None
+        if isinstance(self.operators, dict) and has_paths:
+            raise ValueError(
+                "the blocks of each operator type are in `operators`; remove `modules` and `blocks`"
+            )
         return self
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,7 +197,12 @@ def _scale_recomputed_blocks(
             return None
         return [block for block in range(tiny_layers) if block * layers // tiny_layers in blocks]
 
-    changes = {key: scale(getattr(recompute, key)) for key in ("blocks", "whole_blocks")}
+    changes: dict[str, Any] = {
+        key: scale(getattr(recompute, key)) for key in ("blocks", "whole_blocks")
+    }
+    if isinstance(recompute.operators, dict):
+        operators = recompute.operators.items()
+        changes["operators"] = {op_type: scale(blocks) for op_type, blocks in operators}
     return recompute.model_copy(update=changes)
 
 

@@ -1,0 +1,74 @@
+"""Report all errors of a file at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shardwright.errors import ConfigError
+from shardwright.mindformers.keys import InvalidKeyError, Keys
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class AllErrors:
+    """Reader that goes on after an error, with the wrong key treated as missing.
+
+    Args:
+        keys: all keys of the file.
+    """
+
+    keys: Keys
+    _errors: list[ConfigError] = field(default_factory=list)
+    _wrong_keys: list[str] = field(default_factory=list)
+
+    def read(self, reader: Callable[[], _Result]) -> _Result | None:
+        """Call `reader` until it succeeds or cannot go on; None if it cannot.
+
+        It cannot go on after a required key.
+
+        An error whose text names a key that was wrong before may be its consequence, and is not
+        kept.
+        """
+        while True:
+            try:
+                return reader()
+            except InvalidKeyError as error:
+                is_repeated = error.key in self._wrong_keys
+                self._keep(error, error.key)
+                if is_repeated:
+                    return None
+                self._wrong_keys.append(error.key)
+                self.keys.ignore(error.key)
+            except ConfigError as error:
+                self._keep(error)
+                return None
+
+    def _keep(self, error: ConfigError, key: str | None = None) -> None:
+        message = str(error).replace(f"{key}: ", "", 1)
+        names = (each.rpartition(".")[2] for each in self._wrong_keys)
+        is_consequence = any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
+        if key not in self._wrong_keys and not is_consequence:
+            self._errors.append(error)
+
+    def raise_errors(self) -> None:
+        """Raise the error, or one error with all messages.
+
+        Raises:
+            ConfigError: if a reader failed.
+        """
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            prefix = f"{self.keys.file}: "
+            messages = [str(error).removeprefix(prefix) for error in self._errors]
+            lines = [line for message in messages for line in _indent(message)]
+            raise ConfigError("\n".join([f"{prefix}{len(messages)} errors", *lines]))
+
+
+def _indent(message: str) -> list[str]:
+    problem, *remedy = message.split("\n")
+    return [f"  {problem}", *(f"    {line}" for line in remedy)]
