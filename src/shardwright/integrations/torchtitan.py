@@ -88,10 +88,10 @@ def parallelize_fn(
         log.info("planned %s:\n%s", type(model).__name__, planned)
         net = parallelize(model, planned)
         assert isinstance(net, ParallelModule)
-        found = DataShards.of_model(net)
-        if found.owners != wanted.owners:
+        shards = DataShards.of_model(net)
+        if shards.owners != wanted.owners:
             raise PlanError(
-                f"the plan expects {found.count} parts of each batch, with part {found.index} on"
+                f"the plan expects {shards.count} parts of each batch, with part {shards.index} on"
                 f" this rank, but torchtitan's loader gives it part {wanted.index} of"
                 f" {wanted.count}\nplan with the `dataset_strategy` of the loader, or set"
                 " `data_parallel_shard_degree` and `tensor_parallel_degree` to what is planned"
@@ -128,28 +128,31 @@ def _check_supported(training: Any, parallelism: Any) -> None:
         )
 
 
-def _shards_of_loader(world: int, parts: int) -> DataShards:
+def _shards_of_loader(world: int, num_loaders: int) -> DataShards:
     """Return the parts of a batch that torchtitan's loaders give to the ranks.
 
     Args:
         world: number of ranks.
-        parts: number of loaders with different samples; neighboring ranks have the same.
+        num_loaders: number of loaders with different samples; neighboring ranks have the same.
     """
-    alike = world // parts
-    owners = tuple(tuple(range(part * alike, (part + 1) * alike)) for part in range(parts))
-    return DataShards(parts, dist.get_rank() // alike, owners)
+    ranks_per_loader = world // num_loaders
+    owners = tuple(
+        tuple(range(loader * ranks_per_loader, (loader + 1) * ranks_per_loader))
+        for loader in range(num_loaders)
+    )
+    return DataShards(num_loaders, dist.get_rank() // ranks_per_loader, owners)
 
 
 def _options(shards: DataShards, training: Any) -> dict[str, Any]:
     """Return the options of `sw.plan` that follow from torchtitan's configuration."""
-    alike = len(shards.owners[0])
-    by_ranks = Layout((shards.count, alike), ("dp", "tp"))("dp", "None")
+    ranks_per_loader = len(shards.owners[0])
+    by_ranks = Layout((shards.count, ranks_per_loader), ("dp", "tp"))("dp", "None")
     strategy: Any = (by_ranks, by_ranks)
     if shards.count == 1:
         strategy = "full_batch"
-    elif alike == 1:
+    elif ranks_per_loader == 1:
         strategy = "data_parallel"
-    options = {"devices": shards.count * alike, "dataset_strategy": strategy}
+    options = {"devices": shards.count * ranks_per_loader, "dataset_strategy": strategy}
     if training.mixed_precision_param != training.dtype:
         options["compute_dtype"] = training.mixed_precision_param
     return options
