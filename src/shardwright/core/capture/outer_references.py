@@ -67,12 +67,12 @@ class OuterReferences:
         if self._refuse_ids:
             self._check_keys((held for held, _ in holders), {id(child) for child, _ in self._pairs})
         to_copy = _Translation(self._pairs, self._pairs[0], self._follow_ids)
-        found = [_translate_holder(held, names, to_copy) for held, names in holders]
+        has_changed = [_translate_holder(held, names, to_copy) for held, names in holders]
         for _, child in self._pairs:
             attributes = vars(child)
-            found.append(_translate_holder(attributes, attributes.keys() - OF_TORCH, to_copy))
+            has_changed.append(_translate_holder(attributes, attributes.keys() - OF_TORCH, to_copy))
         try:
-            yield any(found)
+            yield any(has_changed)
         finally:
             pairs = [(new, old) for old, new in (*self._pairs, *to_copy.replaced)]
             back = _Translation(pairs, None, self._follow_ids)
@@ -150,10 +150,10 @@ class _Translation:
             items = tuple(self(item) for item in value)
             return value if _are_identical(value, items) else items
         if value_type is functools.partial and not vars(value):
-            parts = (value.func, value.args, tuple(value.keywords.values()))
-            function, args, values = new = tuple(self(part) for part in parts)
+            fields = (value.func, value.args, tuple(value.keywords.values()))
+            function, args, values = new = tuple(self(field) for field in fields)
             keywords = dict(zip(value.keywords, values, strict=True))
-            same = _are_identical(parts[:2], new[:2]) and _are_identical(parts[2], values)
+            same = _are_identical(fields[:2], new[:2]) and _are_identical(fields[2], values)
             return value if same else functools.partial(function, *args, **keywords)
         return value
 
@@ -171,8 +171,8 @@ def _are_identical(first: Iterable[Any], second: Iterable[Any]) -> bool:
 def _parts_of_keys(container: Any) -> Iterator[Any]:
     """Yield the keys of a container, the elements of tuples and the targets of weak references."""
     for key in container:
-        for part in key if type(key) is tuple else (key,):
-            yield part() if type(part) is weakref.ReferenceType else part
+        for item in key if type(key) is tuple else (key,):
+            yield item() if type(item) is weakref.ReferenceType else item
 
 
 def _translate_holder(held: Any, names: Iterable[str] | None, new_of: _Translation) -> bool:
