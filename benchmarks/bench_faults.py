@@ -9,11 +9,13 @@ and attributes that change, ranks with seeds or batches of their own. Each train
 once data parallel and once model parallel, on 4 processes with gloo; losses and final parameters
 are compared. Goal: exact, or refused by name.
 
-Files that users write are mutated: values, lines, bytes and pieces of syntax are changed, the same
-for each seed. Configurations go through the whole of `plan`. Goal: each ends in success or in one
-error of Shardwright's. Operators are those of PyTorch's own tests, with up to three of its samples
-each, on 5 simulated devices under a random plan; values and gradients are compared with the
-operator itself, random ones with their replicas and a repetition. Goal: equal, or refused.
+Files that users write, data and records are mutated: values, lines, bytes and pieces of syntax are
+changed, the same for each seed. Configurations go through the whole of `plan`. In place of each
+number that files and options of the command line take stand 0, -1, powers of two up to 2^64, 1e309,
+`true` and NaN. Goal: each ends in success or in one error of Shardwright's. Operators are those of
+PyTorch's own tests, with up to three of its samples each, on 5 simulated devices under a random
+plan; values and gradients are compared with the operator itself, random ones with their replicas
+and a repetition. Goal: equal, or refused.
 
 Kills are SIGKILLs of a rank, of two ranks at once or of the launcher of 4 processes, while they
 start, while they train, and while files of a checkpoint are there in part. A launcher is started
@@ -65,6 +67,8 @@ from benchmarks.torchrun import python, torchrun
 from shardwright.core.checkpoint.manifest import FileChecksum, find_damage
 
 FILE_KINDS = ("config", "plan", "cluster", "strategies")
+DATA_KINDS = ("images", "gzipped images", "profile", "step log", "runs", "tokens", "error")
+NUMBER_KINDS = ("configurations", "mindformers", "clusters", "options")
 MEGABYTES, FILES = 256, 4
 GUARDED, GUARD_SECONDS = 2, 1e-4
 
@@ -73,6 +77,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
     inputs = [
         user_programs(size.of(8, full=1)),
         mutated_files(size.of(25, full=100)),
+        extreme_numbers(size.of(40, full=1)),
         operator_samples(size.of(50, full=10)),
     ]
     breaks = [bit_flips(size.of(90, full=500)), kills(size.of(3, full=100))]
@@ -98,11 +103,28 @@ def user_programs(every: int) -> Table:
 def mutated_files(seeds: int) -> Table:
     """How reading ends of files that were changed at random."""
     table = Table(f"Mutated files, seeds 0 to {seeds - 1}", ("kind", "read", REFUSED, RAW))
-    for kind in FILE_KINDS:
-        arguments = ("features.fuzzed_files", kind, "0", str(seeds))
+    kinds = {
+        **dict.fromkeys(FILE_KINDS, "features.fuzzed_files"),
+        **dict.fromkeys(DATA_KINDS, "features.fuzzed_data"),
+    }
+    for kind, module in kinds.items():
+        arguments = (module, kind, "0", str(seeds))
         ends = json.loads(python(*arguments, folder=ROOT / "tests"))
         table.add(kind, ends["success"], ends["refused"], len(ends["raw"]))
         table.missed += [f"{kind}, seed {seed}: a {RAW}" for seed in ends["raw"]]
+    return table
+
+
+def extreme_numbers(every: int) -> Table:
+    """How commands end with extreme numbers in each place where files and options take one."""
+    title = "Extreme numbers" if every == 1 else f"One in {every} extreme numbers"
+    table = Table(title, ("in", "accepted", REFUSED, RAW))
+    for kind in NUMBER_KINDS:
+        arguments = ("features.number_cases", kind, str(every))
+        ends = json.loads(python(*arguments, folder=ROOT / "tests"))
+        table.add(kind, *(ends.get(end, 0) for end in ("success", "refused", "raw")))
+        if ends.get("raw"):
+            table.missed.append(f"{kind}: {ends['raw']} numbers end in a {RAW}")
     return table
 
 

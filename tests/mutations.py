@@ -58,14 +58,13 @@ CYCLE = "a: &a\n  <<: *a\n"
 _SCALAR = re.compile(r"[:\[,]\s*([^\s\[\]{},][^\n,\[\]{}]*)")
 
 
-def mutated(text: str, seed: int, dump: Callable[[Any], str]) -> bytes:
+def mutated(content: bytes, seed: int, dump: Callable[[Any], str]) -> bytes:
     """One to three mutations of a file, the same for equal seeds.
 
     Args:
         dump: writes the plain data of such a file.
     """
     draw = random.Random(seed)
-    content = text.encode()
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         (kind,) = draw.choices((_values, _lines, _bytes, _whole, _raw), (8, 1, 1, 1, 1))
         content = kind(content, draw, dump)

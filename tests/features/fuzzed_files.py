@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ class Fuzzed:
 
     suffix: str
     dump: Callable[[Any], str]
-    examples: Callable[[], tuple[str, ...]]
+    examples: Callable[[], tuple[str | bytes, ...]]
     read: Callable[[Path], None]
 
 
@@ -215,7 +216,8 @@ def _run(*arguments: str) -> None:
     assert status in (0, None, 1), (status, printed)
 
 
-def _plan_examples() -> tuple[str, ...]:
+@cache
+def plan_examples() -> tuple[str, ...]:
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     net = sw.WithLoss(net, torch.nn.CrossEntropyLoss())
     batch = (torch.randn(8, 8), torch.randint(4, (8,)))
@@ -249,7 +251,7 @@ KINDS: Mapping[str, Fuzzed] = {
         lambda: (TARGET, NAMED, SIZES, TRANSFORMERS, IMAGES, MINDFORMERS),
         lambda path: _run("plan", str(path), "--devices", "2"),
     ),
-    "plan": Fuzzed("json", json_text, _plan_examples, _read_plan),
+    "plan": Fuzzed("json", json_text, plan_examples, _read_plan),
     "cluster": Fuzzed(
         "yaml",
         yaml_text,
@@ -274,22 +276,29 @@ class Endings:
     raw: dict[int, str] = field(default_factory=dict)
 
 
-def fuzz(kind: str, seeds: range, folder: Path, mutate: bool = True) -> Endings:
+def fuzz(
+    kind: str,
+    seeds: range,
+    folder: Path,
+    mutate: bool = True,
+    kinds: Mapping[str, Fuzzed] | None = None,
+) -> Endings:
     """Reads a mutated file of this kind for each seed; works in `folder`."""
-    fuzzed, endings = KINDS[kind], Endings()
+    fuzzed, endings = (KINDS if kinds is None else kinds)[kind], Endings()
     (folder / "fuzzed_model.py").write_text(MODEL)
     (folder / "cluster.yaml").write_text(CLUSTER)
     (folder / "with_strategies.yaml").write_text(STRATEGIES_RUN)
     plain = "\n".join(line for line in STRATEGIES_RUN.splitlines() if "parallel" not in line)
     (folder / "strategies.yaml").write_text(plain)
     examples = fuzzed.examples()
-    (folder / "plan.json").write_text(examples[0])
+    (folder / "plan.json").write_text(plan_examples()[0])
     path = folder / f"fuzzed.{fuzzed.suffix}"
     for seed in seeds:
         text = examples[seed % len(examples)]
-        path.write_bytes(mutated(text, seed, fuzzed.dump) if mutate else text.encode())
+        content = text.encode() if isinstance(text, str) else text
+        path.write_bytes(mutated(content, seed, fuzzed.dump) if mutate else content)
         try:
-            with _limited():
+            with limited_time():
                 fuzzed.read(path)
             endings.success += 1
         except sw.ShardwrightError:
@@ -301,7 +310,7 @@ def fuzz(kind: str, seeds: range, folder: Path, mutate: bool = True) -> Endings:
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
+def limited_time() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} s of CPU time")
 
@@ -313,14 +322,15 @@ def _limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def main(kind: str, first: str, count: str) -> None:
+def main_of(kinds: Mapping[str, Fuzzed], kind: str, first: str, count: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
-        endings = fuzz(kind, range(int(first), int(first) + int(count)), Path(name))
+        seeds = range(int(first), int(first) + int(count))
+        endings = fuzz(kind, seeds, Path(name), kinds=kinds)
     print(json.dumps(vars(endings)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main_of(KINDS, *sys.argv[1:])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
+from features import fuzzed_data
 from features.fuzzed_files import CLUSTER, KINDS, STRATEGIES, fuzz
 from mutations import ALIASES, CYCLE, MERGES, RAW
 from random_cases import first_seed
@@ -37,6 +38,16 @@ def test_some_mutated_files_end_in_success_or_one_error(kind: str, folder: Path)
     endings = fuzz(kind, range(first, first + 24), folder)
     assert not endings.raw, endings.raw
     assert endings.refused > 5
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("kind", fuzzed_data.KINDS)
+def test_some_mutated_data_and_records_end_in_success_or_one_error(kind: str, folder: Path) -> None:
+    first, kinds = first_seed(), fuzzed_data.KINDS
+    count = len(kinds[kind].examples())
+    assert fuzz(kind, range(count), folder, mutate=False, kinds=kinds).success == count
+    endings = fuzz(kind, range(first, first + 24), folder, kinds=kinds)
+    assert not endings.raw, endings.raw
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from shardwright import __version__, errors
 from shardwright.core.torch_internals.modules import set_log_level
-from shardwright.errors import ShardwrightError, ShardwrightWarning, printable
+from shardwright.errors import ShardwrightError, ShardwrightWarning, one_line, printable
 from shardwright.run.launch.rank_failure import RankFailedError, StoppedError
 
 USER_PATH = (
@@ -117,9 +117,21 @@ def main() -> None:
         )
     except StoppedError as error:
         _exit_with_error(str(error), 128 + error.signal_number)
-    except Exception:
+    except Exception as error:
+        if _is_out_of_memory(error):
+            _exit_with_error(
+                f"memory ran out: {one_line(error) or type(error).__name__}\n"
+                "use a smaller model or batch, or more devices: `shardwright plan` predicts what"
+                " each needs",
+                2,
+            )
         sys.excepthook = _print_traceback
         raise
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # PyTorch's allocator for CPUs raises a RuntimeError.
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 # Typer has a copy of Click, or uses Click, depending on its version.

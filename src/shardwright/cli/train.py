@@ -426,6 +426,8 @@ def _train_one_rank(
             train_rank(run, plan, world, on_step, on_start, profile)
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
+    if writers:
+        logs.warn_if_deleted(logs.steps(0))
 
 
 def _check_profile_options(run: Run, steps: int) -> None:

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.text_files import INTEGERS
 
 _BYTES_PER_UNIT = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 _SIZE_PATTERN = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
@@ -113,13 +114,17 @@ class Keys:
         """Return the integer at `name`, which must be at least `minimum`.
 
         Raises:
-            ConfigError: if the key is missing, not an integer, or less than `minimum`.
+            ConfigError: if the key is missing, not an integer of 64 bits, or less than `minimum`.
         """
-        number = float(self.number(name, default))
+        number, value = float(self.number(name, default)), self._read_value(name)
+        # A float has not all digits of a large integer.
+        integer = value if isinstance(value, int) else int(number)
         if not number.is_integer():
-            value = self._read_value(name)
             raise self.error(name, f"{value!r} is not an integer\nset it to one, such as 8")
-        return int(self.number(name, default, minimum=minimum))
+        if integer not in INTEGERS:
+            raise self.error(name, f"{value!r} is out of range\nset an integer below 2^63")
+        self.number(name, default, minimum=minimum)
+        return integer
 
     def flag(self, name: str, default: bool) -> bool:
         """Return the boolean at `name`, which may be written as a string.

@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -68,9 +69,9 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         (idx(IMAGES)[:10], "truncated, 10 bytes are less than the header of 16"),
         (
             idx(IMAGES)[:-1],
-            r"the file has 45 bytes, but the shape \[5, 3, 2\] in its header needs 46",
+            r"the shape \[5, 3, 2\] in its header needs 30 bytes, but the file has 29",
         ),
-        (idx(IMAGES) + b"x", "the file has 47 bytes, .* needs 46"),
+        (idx(IMAGES) + b"x", ".* needs 30 bytes, but the file has more"),
         (idx(IMAGES[:4]), "has 4 images, but .* has 5 labels"),
     ],
 )
@@ -80,6 +81,27 @@ def test_a_damaged_file_is_named_with_what_is_wrong(
     (folder / "train-images-idx3-ubyte").write_bytes(content)
     with pytest.raises(DataError, match=f"train-images-idx3-ubyte:? {message}"):
         mnist(folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2**20, 2**10, 2**3), "in its header needs 8589934592 bytes, more than the limit"),
+        ((2**32 - 1,) * 3, "more than the limit of 2147483648 bytes for gzip files"),
+        ((5, 3, 2), "needs 30 bytes, but the file has more"),
+    ],
+)
+def test_a_gzip_file_expands_to_no_more_than_its_header_and_the_limit(
+    folder: Path, shape: tuple[int, ...], message: str
+) -> None:
+    (folder / "train-images-idx3-ubyte").unlink()
+    bomb = struct.pack(">BBBB3I", 0, 0, 8, 3, *shape) + bytes(2**26)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bomb, 1))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=message):
+        mnist(folder)
+    assert tracemalloc.get_traced_memory()[1] < 2**22
+    tracemalloc.stop()
 
 
 def test_a_truncated_gzip_file_is_a_data_error(folder: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from core.checkpoint.lock_holder import FORK
 from shardwright.run.launch.launch import launch
-from shardwright.run.launch.log_folder import LogFolder
+from shardwright.run.launch.log_folder import LogFolder, LogWarning
 from shardwright.run.launch.rank_failure import RankFailedError
 
 pytestmark = [
@@ -71,7 +71,9 @@ def test_the_error_of_a_rank_whose_log_folder_was_deleted_is_quoted(logs: LogFol
         f"import shutil; shutil.rmtree({str(logs.root)!r}, ignore_errors=True)\n"
         "if rank == 1: raise ValueError('no such sample')\n"
     )
-    launch(["-c", RANK + program.splitlines()[0]], 2, logs)
+    deleted = r"logs were deleted during the run, which has succeeded: .*rank\.0/stderr, .*stderr\n"
+    with pytest.warns(LogWarning, match=deleted):
+        launch(["-c", RANK + program.splitlines()[0]], 2, logs)
     with pytest.raises(RankFailedError) as caught:
         launch(["-c", RANK + "time.sleep(1 - rank)\n" + program], 2, logs)
     first, *_, last = str(caught.value).splitlines()

@@ -1,6 +1,7 @@
 """Which rank is blamed for a failed run."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,24 @@ def message(*ends: RankEnd) -> str:
 
 def test_a_killed_rank_is_named_not_those_that_failed_earlier_for_want_of_it() -> None:
     error = first_failure([end(0, 1, 1, error=WAITED), end(1, 1, 1), end(2, -9, 2)], LOGS)
-    assert str(error) == "rank 2 (process 102) was killed by SIGKILL; its log: logs/1/rank.2/stderr"
+    first, cause = str(error).splitlines()
+    assert first == "rank 2 (process 102) was killed by SIGKILL; its log: logs/1/rank.2/stderr"
+    assert cause.startswith("the kernel kills processes when memory runs out")
     assert error.lost_ranks == frozenset({2})
+
+
+@pytest.mark.parametrize(
+    ("number", "cause"),
+    [
+        (signal.SIGBUS, "or a disk or /dev/shm is full"),
+        (signal.SIGSEGV, "PYTHONFAULTHANDLER=1"),
+        (signal.SIGUSR1, "its log: logs/1/rank.2/stderr"),
+    ],
+)
+def test_the_usual_cause_of_a_signal_is_named(number: signal.Signals, cause: str) -> None:
+    told = message(end(0, 1, 1, error=WAITED), end(2, -number, 2))
+    assert told.startswith(f"rank 2 (process 102) was killed by {number.name}; ")
+    assert cause in told.splitlines()[-1]
 
 
 def test_all_ranks_that_were_killed_are_named() -> None:

@@ -35,6 +35,10 @@ At each call of the model:
   signature waits for the comparison. Ranks that call at different times are named by
   `core/runtime/rank_calls`.
 
+- `training_guard`: ranks scale the loss, clip gradients, or step optimizers differently. One pass
+  over up to 16,384 elements of the gradient of each output, and the options of each optimizer step;
+  compared with the batch of the next call.
+
 At each backward pass:
 
 - `between_outputs`: an incomplete gradient of an output from which other outputs are computed. No

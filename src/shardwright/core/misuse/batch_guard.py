@@ -1,10 +1,11 @@
 """Detect ranks that call the model differently, or pass different batches.
 
 Each call starts an all-reduce of a few numbers per rank: hashes of the call's signature and of its
-inputs. After the first calls, the hash of a large input covers only a sample of its elements. A
-training step reads the result before its gradients are used, an evaluation before it returns. Only
-the first call of each signature waits for the result before its program runs, because different
-programs on different ranks would deadlock.
+inputs, and what the rank has done since its previous call (`training_guard`). After the first
+calls, the hash of a large input covers only a sample of its elements. A training step reads the
+result before its gradients are used, an evaluation before it returns. Only the first call of each
+signature waits for the result before its program runs, because different programs on different
+ranks would deadlock.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from shardwright.core.agreement.content_hash import content_hash, host_hash, sam
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.misuse.ranks import delay_data_errors, is_due
+from shardwright.core.misuse.training_guard import check_equal_training
 from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.runtime.accelerator import DeviceEvent, SideStream, pinned
 from shardwright.core.runtime.devices import Devices
+from shardwright.core.runtime.training_record import NUM_COLUMNS, training_record
 from shardwright.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -80,8 +83,9 @@ class CallComparison:
 
     Args:
         call: the number of the call, from 1.
-        rows: int64 table on the host of shape (ranks, 2 + number of `SharedInputs`). A row has the
-            hash of the call's signature, the batch size, and hashes of the inputs; valid once the
+        rows: int64 table on the host of shape (ranks, 2 + number of `SharedInputs` +
+            `NUM_COLUMNS`). A row has the hash of the call's signature, the batch size, hashes of
+            the inputs, and the record of the training since the previous call; valid once the
             comparison has arrived.
         hashes: hashes of this rank's inputs; referenced here until the all-reduce has read them.
         work: handle of the asynchronous all-reduce.
@@ -125,6 +129,11 @@ class BatchGuard:
         self._pending_comparisons: deque[CallComparison] = deque()
         self._side_stream = SideStream.of(self._device) if self._active else None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether there are other ranks to compare calls with."""
+        return self._active
+
     def begin(
         self, signature: Hashable, leaves: Sequence[Any], input_indices: Sequence[int | None]
     ) -> None:
@@ -155,7 +164,13 @@ class BatchGuard:
             del self._signature_tables[next(iter(self._signature_tables))]
         is_full = new or is_due(self._calls, FIRST_CALLS, PERIOD)
         contents = self._hash_shared_inputs(dict(zip(input_indices, leaves, strict=True)), is_full)
-        self._pending_comparisons.append(self._start_comparison_of_ranks(table.clone(), contents))
+        rows = table.clone()
+        record, on_device = training_record().take()
+        # Writing through NumPy takes a fraction of the time.
+        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = record
+        self._pending_comparisons.append(
+            self._start_comparison_of_ranks(rows, [*contents, *on_device])
+        )
         if new:
             self._check_arrived_comparisons(len(self._pending_comparisons))
 
@@ -215,11 +230,13 @@ class BatchGuard:
         return hashes
 
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """Return this rank's `CallComparison.rows` before the all-reduce, without hashes of inputs.
+        """Return this rank's `CallComparison.rows` before the all-reduce, without hashes of inputs
+        and the record of the training.
 
         The rows of other ranks are zero.
         """
-        table = torch.zeros(dist.get_world_size(), 2 + len(self._inputs), dtype=torch.int64)
+        columns = 2 + len(self._inputs) + NUM_COLUMNS
+        table = torch.zeros(dist.get_world_size(), columns, dtype=torch.int64)
         table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(signature)))
         table[dist.get_rank(), 1] = _batch_size_of_leaves(leaves)
         return table
@@ -229,12 +246,13 @@ class BatchGuard:
 
         Args:
             rows: this rank's table, of shape (ranks, 2 + number of `SharedInputs`).
-            contents: hashes of this rank's inputs.
+            contents: hashes of this rank's inputs, and checksums of gradients on the device.
         """
         rank = dist.get_rank()
+        columns = slice(2, 2 + len(contents))
         if self._side_stream is None:
             if contents:
-                rows[rank, 2:] = torch.stack(contents)
+                rows[rank, columns] = torch.stack(contents)
             # For a few numbers, `dist.all_reduce` takes twice as long on the host.
             assert dist.group.WORLD is not None
             work = dist.group.WORLD.allreduce([rows])
@@ -243,7 +261,7 @@ class BatchGuard:
             rows = pinned(rows)
             device_rows = rows.to(self._device, non_blocking=True)
             if contents:
-                device_rows[rank, 2:] = torch.stack(contents)
+                device_rows[rank, columns] = torch.stack(contents)
             work = dist.all_reduce(device_rows, async_op=True)
             work.wait()  # only the stream waits
             rows.copy_(device_rows, non_blocking=True)
@@ -298,6 +316,7 @@ class BatchGuard:
                             f"call {call}: rank {rank} passed other values than rank {first} for"
                             f" input {', '.join(map(repr, inputs.names))}\n{self._remedy}"
                         )
+        check_equal_training(call, [row[-NUM_COLUMNS:] for row in rows])
 
     def _warn_if_batch_shards_are_equal(self, call: int, rows: list[list[int]]) -> None:
         """Warn once if ranks that should pass different shards of the batch pass equal shards."""

@@ -50,7 +50,7 @@ class GradientGuard:
 
     def __init__(self, devices: Devices) -> None:
         self._active = devices.is_distributed and has_other_ranks()
-        self._passes = 0
+        self._passes, self._device = 0, devices.device
 
     def watch(self, output: Tensor, name: str) -> None:
         """Compare the gradient of `output` between ranks in later backward passes.
@@ -61,12 +61,15 @@ class GradientGuard:
             hook = partial(self._compare_gradient_between_ranks, name)
             output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _compare_gradient_between_ranks(self, name: str, gradient: Tensor) -> None:
+    def _compare_gradient_between_ranks(self, name: str, gradient: Tensor | None) -> None:
         self._passes += 1
         if not is_due(self._passes, FIRST_CALLS, PERIOD):
             return
         with torch.no_grad():
-            sums = _checksums_of_gradient(gradient.detach())
+            # None for a loss that does not depend on this output, perhaps only on this rank.
+            sums = torch.zeros(3, device=self._device)
+            if gradient is not None:
+                sums = _checksums_of_gradient(gradient.detach())
             table = sums.new_zeros(dist.get_world_size(), len(sums))
             table[dist.get_rank()] = sums
             dist.all_reduce(table)

@@ -60,7 +60,7 @@ class BoundProgram:
             outputs: local results of the program.
             model: name of the model for errors.
             watch: registers the check that the gradients of a global output are equal on all
-                ranks; None if ranks pass the global batch.
+                ranks; None without other ranks.
         """
         flow = self.program.communication
         names = output_names(model, self.graph.out_spec)

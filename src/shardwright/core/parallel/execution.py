@@ -28,7 +28,7 @@ from shardwright.core.misuse.before_backward import (
     refuse_transforms,
 )
 from shardwright.core.misuse.between_outputs import OutputsOffPath
-from shardwright.core.misuse.gradient_guard import GradientGuard
+from shardwright.core.misuse.gradient_guard import GradientGuard, WatchGradient
 from shardwright.core.misuse.planned_parameters import PlannedParameters
 from shardwright.core.parallel.bound_program import BoundProgram, BoundStep
 from shardwright.core.parallel.call import argument_key
@@ -53,6 +53,7 @@ from shardwright.core.runtime.micro_batches import (
     micro_batch,
     num_micro_batches_of_call,
 )
+from shardwright.core.runtime.training_record import training_record
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules
 from shardwright.core.torch_internals.modules import alias_module
@@ -111,7 +112,11 @@ class Execution(Recapture):
         self._forwards: dict[tuple[Any, ...], BoundProgram] = {}
         self._train_steps: dict[tuple[Any, ...], BoundStep] = {}
         self._guard = BatchGuard(devices, graph, partitioned.decisions.arrivals)
-        self._gradients = GradientGuard(devices)
+        self._watch_gradient: WatchGradient | None = None
+        if partitioned.decisions.arrivals:
+            self._watch_gradient = GradientGuard(devices).watch
+        elif self._guard.is_active:
+            self._watch_gradient = training_record().watch
         self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
         self._planned_specialization: tuple[Any, ...] = (
@@ -229,9 +234,7 @@ class Execution(Recapture):
         names = (buffer.name for buffer, _ in bound.graph.updates)
         bound.tensors.write(dict(zip(names, updates, strict=True)))
         name = type(self.module).__name__
-        is_local = bool(self.partitioned.decisions.arrivals)
-        watch = self._gradients.watch if is_local else None
-        returned = bound.wrap_outputs(outputs, name, watch)
+        returned = bound.wrap_outputs(outputs, name, self._watch_gradient)
         result = bound.graph.result(returned)
         bound.off_path.watch(returned, result)
         return returned, result

@@ -23,6 +23,7 @@ import torch
 from shardwright.core.constraints import DatasetStrategy, check_dataset_strategy
 from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.layout.axes import MAX_DEVICES
 from shardwright.core.micro_batches.batch_norms import BATCH_NORMS, WHOLE_BATCH
 from shardwright.core.partition.decisions import BUCKET_BYTES, LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
@@ -52,6 +53,10 @@ gradient all-reduce of a small layer costs more than any sharding saves; with la
 not change."""
 
 COUNT = must_be("a whole number of at least 1", is_count)
+DEVICES = must_be(
+    f"a whole number of at least 1 and at most {MAX_DEVICES}",
+    lambda value: is_count(value) and value <= MAX_DEVICES,
+)
 COUNT_OR_AUTO = must_be(
     "a whole number of at least 1, or 'auto'", lambda value: value == AUTO or is_count(value)
 )
@@ -170,7 +175,7 @@ class PlanOptions(KeywordOptions):
         ConfigError: if the cluster is unknown.
     """
 
-    devices: Annotated[int, COUNT]
+    devices: Annotated[int, DEVICES]
     mode: Annotated[str, one_of(MODES)] = "recursive_programming"
 
     def __post_init__(self) -> None:

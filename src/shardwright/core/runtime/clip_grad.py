@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.dtensor import detached_local, stored_shards
+from shardwright.core.runtime.training_record import training_record
 from shardwright.core.torch_internals.tensors import norms_of_each, scale_all_
 
 
@@ -41,6 +42,8 @@ def clip_grad_norm_(
     norm = norm_over_devices(counted, devices)
     gradient_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = norm.to(dtype or gradient_dtype)
+    if math.isfinite(max_norm):
+        training_record().max_norm += max_norm
     if shards and math.isfinite(max_norm):
         # As in `torch.nn.utils.clip_grad_norm_`, with its epsilon: scaling by 1 costs less than a
         # synchronization with the device to know whether the norm is exceeded.

@@ -380,7 +380,8 @@ class TrainSection(Section, frozen=True):
     checkpoint: CheckpointSection | None = None
     resume: bool = False
     load: str | None = None
-    timeout_seconds: Positive = 600.0
+    # PyTorch counts the nanoseconds of a timeout in 64 bits.
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     non_finite: Literal["stop", "skip"] = "stop"
 
 

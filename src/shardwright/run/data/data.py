@@ -28,6 +28,9 @@ MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 IMAGES_FILE, LABELS_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 DIGITS_SIZE, MNIST_SIZE = 8, 28
 
+MAX_GZIPPED_BYTES = 2**31
+"""Maximum size of a decompressed IDX file; EMNIST, the largest published one, has 0.55 GB."""
+
 
 class Samples(Protocol):
     """One field of a dataset: a tensor with samples on dimension 0, or a lazy reader of a file."""
@@ -207,34 +210,50 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
     the number of dimensions, each dimension as a big-endian 32-bit integer, the data.
 
     Raises:
-        DataError: if the type is not unsigned bytes, or the file length does not match the header.
+        DataError: if the type is not unsigned bytes, the file length does not match the header, or
+            a gzipped file is larger than `MAX_GZIPPED_BYTES`.
     """
+    is_gzipped = path.suffix == ".gz"
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if is_gzipped else path.open("rb") as file:
+            shape = _read_idx_shape(path, file.read(4 + 4 * ndim), ndim)
+            # Never more than the header announces: a few KB of gzip can expand to any size.
+            size = math.prod(shape)
+            if is_gzipped and size > MAX_GZIPPED_BYTES:
+                raise DataError(
+                    f"{path}: the shape {list(shape)} in its header needs {size} bytes, more than"
+                    f" the limit of {MAX_GZIPPED_BYTES} bytes for gzip files\n"
+                    "decompress the file with gunzip, or download it again if it is damaged"
+                )
+            available = size if is_gzipped else path.stat().st_size
+            content = file.read(min(size, available) + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"{path}: incomplete or corrupt gzip file ({error})\ndownload it again"
         ) from None
-    magic, header = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
-    if content[:4] != magic:
+    if len(content) != size:
+        relation = "more" if len(content) > size else f"{len(content)}"
         raise DataError(
-            f"{path}: starts with 0x{content[:4].hex()}, but an IDX file of unsigned bytes with "
+            f"{path}: the shape {list(shape)} in its header needs {size} bytes, but the file has"
+            f" {relation}\nthe file may be incomplete: download it again"
+        )
+    return np.frombuffer(content, np.uint8).reshape(shape).copy()
+
+
+def _read_idx_shape(path: Path, header: bytes, ndim: int) -> tuple[int, ...]:
+    magic = bytes((0, 0, 8, ndim))
+    if header[:4] != magic:
+        raise DataError(
+            f"{path}: starts with 0x{header[:4].hex()}, but an IDX file of unsigned bytes with "
             f"{ndim} dimensions starts with 0x{magic.hex()}\n"
             "the file may have another format or be damaged: download it again"
         )
-    if len(content) < header:
+    if len(header) < 4 + 4 * ndim:
         raise DataError(
-            f"{path}: truncated, {len(content)} bytes are less than the header of {header} bytes\n"
-            "the file may be incomplete: download it again"
+            f"{path}: truncated, {len(header)} bytes are less than the header of {4 + 4 * ndim}"
+            " bytes\nthe file may be incomplete: download it again"
         )
-    shape = struct.unpack(f">{ndim}I", content[4:header])
-    expected = header + math.prod(shape)
-    if len(content) != expected:
-        raise DataError(
-            f"{path}: the file has {len(content)} bytes, but the shape {list(shape)} in its header "
-            f"needs {expected}\nthe file may be incomplete: download it again"
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
+    return struct.unpack(f">{ndim}I", header[4:])
 
 
 def _find_plain_or_gzipped(folder: Path, name: str) -> Path:

@@ -94,6 +94,7 @@ def launch(
             if stop_signals:
                 raise StoppedError(stop_signals[0])
             if all(end.status == 0 for end in ends):
+                logs.warn_if_deleted(*(logs.stderr(rank) for rank in range(num_ranks)))
                 return
             if restart == max_restarts:
                 raise first_failure(ends, logs)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from shardwright.errors import ShardwrightWarning
+
+
+class LogWarning(ShardwrightWarning):
+    """Warning that logs of a run are lost."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,17 @@ class LogFolder:
                 rank_folder.rmdir()
         for rank in range(num_ranks):
             self.rank(rank).mkdir(parents=True, exist_ok=True)
+
+    def warn_if_deleted(self, *files: Path) -> None:
+        """Warn if files of a run that has succeeded were deleted during the run."""
+        deleted = [str(file) for file in files if not file.exists()]
+        if deleted:
+            warnings.warn(
+                f"logs were deleted during the run, which has succeeded: {', '.join(deleted[:4])}\n"
+                f"keep {self.root} until a run has ended, or choose another folder with --log-dir",
+                LogWarning,
+                stacklevel=2,
+            )
 
     def archive_attempt(self, rank: int | None = None) -> None:
         """Rename logs before a restart, for example `stdout` to `stdout.attempt-0`.

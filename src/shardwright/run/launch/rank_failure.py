@@ -14,6 +14,15 @@ from shardwright.run.launch.log_folder import LogFolder
 # Signals that indicate a lost device. Not SIGABRT, which libraries raise on ordinary errors.
 DEVICE_LOSS_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
+_CAUSES_OF_SIGNALS = {
+    signal.SIGKILL: "the kernel kills processes when memory runs out, and so do schedulers: see"
+    " `dmesg`, and use fewer processes or smaller batches",
+    signal.SIGBUS: "a file that was mapped into memory was truncated, or a disk or /dev/shm is"
+    " full: check `df`, and that no input file changes during the run",
+    signal.SIGSEGV: "native code has crashed: set PYTHONFAULTHANDLER=1 to see where, in its log",
+}
+"""Usual causes of signals that processes do not explain themselves, and what to do."""
+
 
 class RankFailedError(Exception):
     """A rank failed or was killed; the message gives the rank, the reason and its log.
@@ -60,14 +69,14 @@ class RankError:
 
     @staticmethod
     def read(file: Path) -> RankError | None:
-        """Read the JSON file of `torch.distributed`'s `record`; None if the file is missing or
-        truncated."""
+        """Read the JSON file of `torch.distributed`'s `record`; None if the file is missing,
+        truncated or damaged."""
         try:
             message = json.loads(file.read_text())["message"]
-        except (FileNotFoundError, json.JSONDecodeError):
+            exception_type, _, reason = message["message"].partition(": ")
+            return RankError(exception_type, reason, message["extraInfo"]["py_callstack"].rstrip())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-        exception_type, _, reason = message["message"].partition(": ")
-        return RankError(exception_type, reason, message["extraInfo"]["py_callstack"].rstrip())
 
     @property
     def stop(self) -> StoppedError | None:
@@ -181,6 +190,8 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
         message += f"\n{error.traceback}"
     elif first.deleted_log:
         message += f"\n{first.deleted_log}"
+    elif first.killed_by in _CAUSES_OF_SIGNALS:
+        message += f"\n{_CAUSES_OF_SIGNALS[signal.Signals(first.killed_by)]}"
     elif error is None and first.killed_by is None:
         # Adds one timed-out rank, whose message names the collective in which it waited.
         timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]

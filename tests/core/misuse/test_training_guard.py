@@ -1,0 +1,41 @@
+"""Ranks that train a planned model differently are told in their next call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from torchrun import torchrun
+
+DIFFERENCES = {
+    "factor": "before call 3, gradients of the model's outputs differed: .* of 2 on .*, but 1 on",
+    "factor, sharded": "before call 2, gradients of the model's outputs differed: .* of 2 on rank",
+    "labels": "before call 2, gradients of the model's outputs differed: ",
+    "rate": "before call 3, learning rates differed: 0.2 on rank 1, but 0.1 on rank 0",
+    "decay": "before call 2, options of optimizers differed: ",
+    "step": "before call 3, ranks made different numbers of optimizer steps: 0 on rank 1, but 1",
+    "clip": "before call 2, gradients were clipped to different norms: 2 on rank 1, but 1 on",
+}
+
+
+@pytest.fixture(scope="module")
+def printed() -> Callable[[], str]:
+    return cache(lambda: torchrun(Path(__file__).with_name("training_ranks.py"), 2))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_ranks_that_train_differently_are_named_on_all_ranks(
+    case: str, printed: Callable[[], str]
+) -> None:
+    for rank in range(2):
+        assert re.search(f"rank {rank}, {case}: {DIFFERENCES[case]}", printed()), printed()
+
+
+@pytest.mark.distributed
+def test_ranks_that_train_alike_go_on(printed: Callable[[], str]) -> None:
+    assert len(re.findall("rank [01], alike.*: passed", printed())) == 10, printed()
