@@ -67,10 +67,10 @@ def share_reporter(
 
 
 def subrange(on_share: OnShare, index: int, num_parts: int, size: int = 1) -> OnShare:
-    """Return a callback for the completed share of one part of a phase.
+    """Return a callback for the completed fraction of one part of a phase.
 
     Args:
-        on_share: callback of the phase.
+        on_share: callback for the completed fraction of the full phase.
         index: index of the part, or of the first of `size` parts.
         num_parts: number of parts of the phase, which take about the same time.
         size: number of parts that the returned callback covers.

@@ -20,11 +20,11 @@ from shardwright.integrations.rank_data import DataShards
 
 
 class OutputLayer:
-    """An output layer with the full parameters of which a planned model has shards.
+    """A copy of a planned model's output layer with full parameters.
 
     Args:
-        layer: the submodule of the planned model.
-        shards: the samples of each rank.
+        layer: the submodule of the planned model, which has shards.
+        shards: division of the batch into shards over the ranks.
     """
 
     def __init__(self, layer: nn.Module, shards: DataShards) -> None:

@@ -47,10 +47,10 @@ def parallelize_fn(
 ) -> Callable[..., ParallelModule]:
     """Return a `parallelize_fn` that shards a model as planned, over all ranks.
 
-    torchtitan's `Trainer` then gives the losses of one process, on the batches that its loaders
-    give: `parallelism` says only which ranks read the same samples, those of one
-    `tensor_parallel_degree`. The plan decides about all else. `training.mixed_precision_param`
-    becomes `compute_dtype`; full activation checkpointing recomputes each layer.
+    Losses of torchtitan's `Trainer` are then those of one process. Of `parallelism`, only
+    `tensor_parallel_degree` has an effect: that many neighboring ranks read the same samples. The
+    plan decides everything else. `training.mixed_precision_param` becomes `compute_dtype`; full
+    activation checkpointing recomputes each layer.
 
     Args:
         plan: the plan of the model, or the path of a plan file. None plans on rank 0 with the batch
@@ -129,11 +129,12 @@ def _check_supported(training: Any, parallelism: Any) -> None:
 
 
 def _shards_of_loader(world: int, num_loaders: int) -> DataShards:
-    """Return the parts of a batch that torchtitan's loaders give to the ranks.
+    """Return the shards of a batch that torchtitan's loaders read on the ranks.
 
     Args:
         world: number of ranks.
-        num_loaders: number of loaders with different samples; neighboring ranks have the same.
+        num_loaders: number of loaders with different samples; neighboring ranks share a loader's
+            samples.
     """
     ranks_per_loader = world // num_loaders
     owners = tuple(

@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class AllErrors:
-    """Reader that goes on after an error, with the wrong key treated as missing.
+    """Reader of a configuration file that collects all errors, treating each wrong key as missing.
 
     Args:
         keys: all keys of the file.

@@ -20,8 +20,8 @@ def read_experts(
 ) -> tuple[str, dict[str, Any]]:
     """Read `moe_config`, and determine the model family from experts and QKV biases.
 
-    MindFormers has one LLaMA architecture with options; here Qwen (biases), Mixtral (experts) and
-    Qwen-MoE (both) are separate families.
+    MindFormers has one LLaMA architecture with options; Shardwright has separate families: Qwen
+    (biases), Mixtral (experts) and Qwen-MoE (both).
 
     Args:
         section: the section `moe_config`.
@@ -30,7 +30,7 @@ def read_experts(
         notes: receives a note for each key without effect.
 
     Returns:
-        The model family with these experts, and the fields of `Dimensions` for them.
+        The model family with experts, and the fields of `Dimensions` that describe the experts.
 
     Raises:
         ConfigError: if no supported model has these options.

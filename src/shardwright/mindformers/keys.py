@@ -90,8 +90,8 @@ class Keys:
 
         Args:
             default: value of a missing key; None if the key is required.
-            minimum: inclusive lower bound.
-            above, below: exclusive bounds.
+            minimum: smallest valid value.
+            above, below: exclusive lower and upper bounds.
 
         Raises:
             ConfigError: if the key is missing, not a number, or out of bounds.
@@ -179,7 +179,7 @@ class Keys:
         return self._read_value(name)
 
     def ignore(self, key: str) -> None:
-        """Treat a key as missing from now on, in this section and in all that it opens.
+        """Treat a key as missing from now on, in this section and in its subsections.
 
         Args:
             key: full path of the key.

@@ -69,7 +69,8 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
         notes: receives a note for each key without effect.
 
     Raises:
-        ConfigError: if a value is neither a flag, nor numbers of blocks, nor patterns with them.
+        ConfigError: if a value is none of these: a flag, numbers of blocks, or name patterns of
+            operators.
     """
     name = "select_comm_recompute"
     patterns = _read_patterns(section, name, stages, chunks)
@@ -97,8 +98,8 @@ def leading_blocks(layers: Sequence[int], stages: int, blocks: StageBlocks) -> l
     Args:
         layers: number of blocks of each chunk, in model order.
         stages: number of stages; chunk i belongs to stage i modulo `stages`.
-        blocks: numbers of blocks. Those of stages are divided equally among the chunks of a stage,
-            as in MindFormers.
+        blocks: number of leading blocks of each chunk or of each stage; a stage's number is divided
+            equally among its chunks, as in MindFormers.
     """
     starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
     counts = _counts_of_chunks(layers, stages, blocks)

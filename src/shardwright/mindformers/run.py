@@ -242,8 +242,8 @@ def _offsets_of_chunks(offset: Any, stages: int, interleave: int) -> list[int] |
     """Return the offset of each chunk, in model order; None if there is not one for each.
 
     Args:
-        offset: a number for all chunks, a number for each stage, or a list of these for each chunk
-            of a stage.
+        offset: a number for all chunks, a list with a number for each stage, or a list of such
+            lists for each chunk of a stage.
     """
     row = offset if isinstance(offset, list) else [offset] * stages
     is_nested = all(isinstance(each, list) for each in row)

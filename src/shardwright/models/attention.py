@@ -150,7 +150,7 @@ def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of features `(i, i + size / 2)` by the angles of their position.
+    """Rotate each pair of features `(i, i + size / 2)` by the angles of its position.
 
     Args:
         x: `[batch, heads, positions, size]`.

@@ -57,7 +57,7 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     """All-gather a Python value over `group`, in the order of ranks. Collective.
 
     Args:
-        value: this rank's value, of JSON types. Tuples become lists.
+        value: this rank's value, of JSON types; tuples are received as lists.
         group: process group; None for all ranks.
     """
     if not has_other_ranks():

@@ -28,8 +28,8 @@ class RankState:
         waits_in: the collective of all ranks that user code has called and that has not returned,
             such as "barrier"; empty if the rank is in no collective.
         line: the line of the user's program in which the rank waits; empty if it does not wait.
-        is_again: whether the rank's previous call raised an error on this rank only, so that other
-            ranks may still wait in that call.
+        is_again: whether this rank repeats a call that it left with an error, while other ranks may
+            still wait in the first one.
         exception: the exception that ended the rank; empty if the rank runs or has ended without
             an exception.
     """
@@ -67,14 +67,14 @@ class RankState:
 
 
 def difference_of_calls(states: Sequence[RankState]) -> str:
-    """Return an error message if ranks are deadlocked; empty if some ranks may only be slow.
+    """Return an error message if ranks wait for each other forever; empty if they may only be slow.
 
-    Ranks are deadlocked if two of them have made different calls, if a rank is inside a call that
-    another rank, waiting in a collective of all ranks, has not begun, or if another rank begins
-    that call again.
+    Ranks are deadlocked if two of them have made different calls; if one waits in a call, and
+    another in a collective of user code before that call; or if one repeats a call that it left
+    with an error, while another still waits in that call.
 
     Args:
-        states: the last state of each rank.
+        states: the last known state of each rank.
     """
     checks = _made_different_calls, _are_deadlocked, _has_repeated_call
     if not any(check(*pair) for pair in _pairs_of_different_states(states) for check in checks):
@@ -99,8 +99,8 @@ def _format_first_difference(states: Sequence[RankState]) -> str:
 
 
 def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
-    """Return an error message if ranks ended before they made the call in which another rank waits;
-    empty if no rank did.
+    """Return an error message if ranks ended before a call in which another rank waits; otherwise
+    empty.
 
     Args:
         waiting: the state of the rank that waits.

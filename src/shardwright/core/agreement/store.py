@@ -52,7 +52,7 @@ def check_same_facts(
     Args:
         store: a store without entries of an earlier check; may be served by rank 0's process.
         rank, size: this rank, and the number of ranks.
-        facts: settings by name, as JSON values.
+        facts: values of the settings, of JSON types, by name.
         unique_value: a value that must differ between ranks of a host, such as the name of the
             accelerator.
 
@@ -82,15 +82,15 @@ def on_rank_0(
     write: Callable[[Answer], str],
     read: Callable[[str], Answer],
 ) -> Answer:
-    """Compute a result on rank 0, and return that result on every rank with the same request.
+    """Compute a result on rank 0, and return it on every rank that asks for the same result.
 
-    The n-th call of each rank is matched with the n-th call of rank 0. A rank computes its own
-    result if its request differs from rank 0's, or if rank 0 makes no matching call within
+    The n-th call of each rank is matched with the n-th call of rank 0. A rank computes the result
+    itself if its `request` differs from rank 0's, or if rank 0 makes no matching call within
     `PATIENCE` seconds.
 
     Args:
         what: name of the result; calls are counted per name.
-        request: a string that determines the result.
+        request: text of all inputs on which the result depends; ranks compare its hash.
         make: computes the result.
         write, read: convert the result to a string and back.
 
@@ -136,8 +136,8 @@ def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]
         store: the store.
         key: name of the counter.
         step: number to add.
-        enough: whether a value of the counter ends the wait, which takes at most `FAREWELL`
-            seconds.
+        enough: predicate on the value of the counter that ends the wait; the wait takes at most
+            `FAREWELL` seconds.
     """
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not enough(count) and time.monotonic() < deadline:
@@ -228,7 +228,7 @@ def _setting_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]])
     equal.
 
     Args:
-        ranks: host name, settings by name, and unique value (or None) of each rank.
+        ranks: (host name, settings by name, unique value or None) of each rank.
     """
     first, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
@@ -247,7 +247,8 @@ def _device_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) 
     has its own.
 
     Args:
-        ranks: host name, settings by name, and unique value (or None) of each rank.
+        ranks: (host name, settings by name, unique value or None) of each rank; the unique value
+            names the accelerator.
     """
     users: dict[tuple[str, str], int] = {}
     for rank, (host, _, device) in enumerate(ranks):

@@ -145,7 +145,7 @@ def plan_task(
     Args:
         loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
         ranking: records why a number of micro-batches is impossible.
-        graphs: graphs of the model for other numbers of micro-batches.
+        graphs: cached graphs of the model for other numbers of micro-batches.
 
     Raises:
         ShardwrightError: if the model cannot be captured or planned.
@@ -199,8 +199,8 @@ def _capture_micro_batch(
         options: all options of the plan.
         net: a model, or a captured graph, which is returned unchanged.
         args, kwargs: example arguments with the global batch.
-        averages: whether the losses of micro-batches must average or sum to the loss of the global
-            batch.
+        averages: whether the losses of micro-batches must average, or else sum, to the loss of the
+            global batch.
         graphs: graphs of the model for other numbers of micro-batches.
 
     Returns:

@@ -35,7 +35,7 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
 
     Args:
         value: any object.
-        seen: objects that are described already, to which newly described objects are added.
+        seen: objects that are described already; extended in place.
     """
     seen = {} if seen is None else seen
     if isinstance(value, _PLAIN):

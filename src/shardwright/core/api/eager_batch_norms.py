@@ -30,7 +30,7 @@ class RecordedBatchNorms(TorchFunctionMode):
 
 
 class SplitBatchNorms(TorchFunctionMode):
-    """Function mode that normalizes each micro-batch by its own statistics.
+    """Function mode that computes batch norm statistics over each micro-batch separately.
 
     Args:
         count: number of micro-batches.

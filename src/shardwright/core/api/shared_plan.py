@@ -25,11 +25,11 @@ def are_all_ranks(devices: int) -> bool:
 
 
 def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
-    """Compute a plan on rank 0, and return the plan with its graph on all ranks. Collective.
+    """Compute a plan on rank 0, and return the plan with its graph on every rank. Collective.
 
     Args:
-        request: all inputs that determine the plan. A rank whose request differs from that of rank
-            0 computes its own plan.
+        request: all inputs that determine the plan. A rank with another `request` than rank 0
+            computes its own plan.
         compute: computes the plan.
 
     Raises:

@@ -31,7 +31,7 @@ momentum."""
 
 @dataclass(frozen=True)
 class TrainedSteps:
-    """Results of `STEPS` training steps by SGD with momentum.
+    """Results of a few training steps by SGD with momentum.
 
     Args:
         outputs: output tensors of each step; with several micro-batches only the loss.
@@ -356,7 +356,7 @@ def interpreted(
     weight: float,
     root_gradients: Sequence[Tensor | None],
 ) -> StepFunction:
-    """Return a function that interprets the graph on one device, operator by operator.
+    """Return a function that runs the graph on one device, operator by operator.
 
     Args:
         graph: the graph of one micro-batch.

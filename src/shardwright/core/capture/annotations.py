@@ -71,13 +71,13 @@ class BoundaryTag:
 
 @dataclass(frozen=True, eq=False)
 class PinnedCall:
-    """Pinned call of a function or module: if the call has a single operator, the pin applies to
+    """A pinned call of a function or module. If the call has a single operator, the pin applies to
     the operator, otherwise to arguments and results.
 
     Args:
         tag: the tag of the operators of the call.
         problems: error messages of the pin, raised only if the call has several operators.
-        is_pin: whether `tag` is the pin, so that a single operator needs no other tag.
+        is_pin: whether `tag` contains the pin itself, so that a single operator is tagged already.
     """
 
     tag: Any

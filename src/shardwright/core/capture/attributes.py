@@ -138,13 +138,13 @@ def state_text(path: str, value: Any) -> str:
 def attribute_texts(
     module: nn.Module, read: Iterable[tuple[str, str]], written: Iterable[tuple[str, str]] = ()
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return the state that a captured program depends on, as (path, name, text) entries.
+    """Return the state that a captured program depends on, as (path, name, fingerprint) entries.
 
     Entries: attributes and global variables that `forward` reads or sets, the number of forward
     hooks of each module that has any, and a hash of the classes of all submodules.
 
     Args:
-        read, written: (path, name) of the variables, as `TracedAttributes.reads` and `writes`.
+        read, written: (path, name) of the variables that `forward` reads, and sets.
     """
     modules = dict(module.named_modules())
     classes = "\n".join(f"{path} {_qualified_class_name(child)}" for path, child in modules.items())
@@ -207,8 +207,8 @@ class TracedAttributes:
     Attributes:
         reads: (path, name) of attributes and global variables that `forward` reads before setting.
         writes: (path, name) of other attributes that `forward` sets.
-        filled: text of each value that `forward` stores in a missing or None attribute or in a new
-            cache entry, by its location.
+        filled: fingerprint of each value that `forward` stores in a missing or None attribute or in
+            a new cache entry, by its location.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -256,8 +256,8 @@ class TracedAttributes:
         """Return a context that records attribute accesses of all modules.
 
         Args:
-            known_values: traced tensors whose values do not depend on inputs or parameters, with
-                the values.
+            known_values: computes the values of traced tensors that depend neither on inputs nor on
+                parameters.
 
         Raises:
             CaptureError: if `forward` changes an attribute that the next call reads, or other state

@@ -17,7 +17,7 @@ def average_on_tensors(twin: nn.Module) -> None:
     PyTorch converts `num_batches_tracked` to a Python number, which is unknown during tracing.
 
     Args:
-        twin: the copy of the model that will be traced.
+        twin: the copy of the model to trace, modified in place.
     """
     for norm in (child for child in twin.modules() if isinstance(child, _NORMS)):
         if norm.momentum is None and norm.training and norm.running_mean is not None:

@@ -26,7 +26,8 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
 
     Args:
         error: the exception that `torch.export` raised.
-        hint: further advice for code that depends on values; starts with a space, or is empty.
+        hint: further advice for code that depends on tensor values; starts with a space, or is
+            empty.
         raises_alone: returns whether the model also raises the error without `torch.export`.
     """
     line = line_of_error(error)

@@ -26,11 +26,11 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
 def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
-    """Return a text that is equal for equal values, also of different traces.
+    """Return a fingerprint of a value, equal for equal values of different traces.
 
     Args:
-        value: a value that `forward` has stored.
-        known_values: the values of traced tensors.
+        value: a value that `forward` stores, such as a tensor, number or list.
+        known_values: computes the values of traced tensors.
         depth: nesting depth of `value` in the stored object.
     """
     if isinstance(value, Tensor):
@@ -55,14 +55,16 @@ def _tensor_data_bytes(tensor: Tensor | None) -> bytes:
 
 
 def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
-    """Check that a call fills state with the values of earlier calls, and record its values.
+    """Check that a call fills caches with the same values as earlier calls, and record the values.
 
     Args:
-        filled: text of each value that the call stored, by its location.
-        earlier: texts of the values of earlier calls; new ones are added.
+        filled: fingerprint of each value that the call stored, by its location.
+        earlier: fingerprints of the values of earlier calls, by location; those of new locations
+            are added.
 
     Raises:
-        CaptureError: if an earlier call has stored another value, which the eager module would use.
+        CaptureError: if an earlier call stored another value at the same location, which the eager
+            module would use.
     """
     for location, value_text_now in filled.items():
         if earlier.setdefault(location, value_text_now) != value_text_now:
@@ -75,8 +77,8 @@ def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
 
 
 def replaced_none(before: Any, after: Any) -> list[str] | None:
-    """Return the attributes of an object that changed from None to plain values; None if the object
-    changed in any other way.
+    """Return the attributes of an object that changed from None to plain values; None if anything
+    else of the object changed.
 
     Example: the first call sets `problem_type` in configurations of `transformers`.
 

@@ -36,7 +36,7 @@ def static_flex_attention(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `FLEX_ATTENTION` with operators on all scores.
+    """Compute flex attention from the full score matrix, with ordinary operators.
 
     Args:
         query: `[batch, heads, queries, size]`.

@@ -66,12 +66,12 @@ class FunctionContext:
 
 @dataclass(frozen=True)
 class CaptureTrial:
-    """Result of a trial: the method that captures a function.
+    """Result of trying to capture a custom autograd function.
 
     Args:
-        way: the method that captures the function, `FACTOR` or `OPERATORS`; "" if neither does.
+        way: method that captures the function: `FACTOR`, `OPERATORS`, or "" if neither does.
         problem: reason why the factor method fails; "" if it works.
-        is_curved: whether the factor depends on the inputs, so that the second derivative is not
+        is_curved: whether the factor depends on the inputs, so that second derivatives are not
             zero.
     """
 
@@ -112,7 +112,7 @@ def called(
 def trial(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any], types: ArgumentTypes
 ) -> CaptureTrial:
-    """Try a function on random numbers, with float64 in place of other floating-point dtypes.
+    """Try to capture a custom autograd function, by calling it on random float64 tensors.
 
     Args:
         function: the custom autograd function.

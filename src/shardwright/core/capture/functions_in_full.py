@@ -39,8 +39,8 @@ class AppliedFunction:
 
     Args:
         function: the function.
-        fork: forks the random generators for `backward`; None to draw from the default generators,
-            as on one device.
+        fork: context that forks the random generators for `backward`; None to draw from the default
+            generators, as on one device.
     """
 
     function: type[Function]

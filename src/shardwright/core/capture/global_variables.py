@@ -87,14 +87,14 @@ def globals_of(scope: str) -> dict[str, Any]:
 def globals_read(
     model: nn.Module, codes: dict[CodeType, None] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield place and name of global variables that user code of the model may read.
+    """Yield (module, name) of the global variables that the model's Python code may read.
 
-    User code is `forward` of each module class, and, transitively, the methods and functions that
-    this code names. Code and variables of libraries are excluded, and so are variables of closures.
+    Searches `forward` of each module class and, transitively, the methods and functions that it
+    names. Excludes code and variables of libraries, and closures.
 
     Args:
         model: the model.
-        codes: if given, receives the code objects of these functions as keys.
+        codes: if given, filled with the code objects of these functions, as keys.
     """
     seen = {} if codes is None else codes
     for cls in dict.fromkeys(map(type, model.modules())):

@@ -56,10 +56,10 @@ def _is_library_hook(hook: Callable[..., Any]) -> bool:
 
 
 def observe_forward_hooks(twin: nn.Module) -> None:
-    """Wrap the forward hooks of a module to raise CaptureError if they have no captured effect.
+    """Wrap the forward hooks of a module to raise CaptureError for effects that capture would lose.
 
     Args:
-        twin: the copy of the model that will be traced.
+        twin: the copy of the model to trace.
     """
     for path, child in twin.named_modules():
         for hooks in forward_hooks(child):

@@ -154,12 +154,12 @@ class TraceSoFar:
 
 @dataclass(frozen=True)
 class _GradientPath:
-    """The operators on the paths from the inputs of a gradient to its outputs.
+    """The operators between the inputs and the outputs of a gradient that `forward` computes.
 
     Args:
-        roots: inputs that do not depend on other inputs.
+        roots: inputs of the gradient that do not depend on its other inputs.
         others: further nodes that the operators read.
-        operators: nodes on the paths, in graph order.
+        operators: nodes between inputs and outputs, in graph order.
     """
 
     roots: tuple[fx.Node, ...]

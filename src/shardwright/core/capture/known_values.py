@@ -58,7 +58,7 @@ class _UnknownValueError(Exception):
 
 @dataclass(eq=False)
 class _TensorRecipe:
-    """The function and arguments that computed a tensor.
+    """The call that computed a tensor, to compute its values again.
 
     Args:
         arguments: positional and keyword arguments of `function`, with recipes instead of tensors.
@@ -119,8 +119,9 @@ class _BufferAtStart:
     Args:
         key: path of the module and name of the buffer.
         fake: the fake tensor for the buffer in the trace.
-        seen: version counter of `fake` at the start of `forward`.
-        model_buffer: the real buffer of the model, which `fake` stands for.
+        seen: version counter of `fake` at the start of `forward`; a higher version means an
+            in-place change.
+        model_buffer: the real buffer of the model, which `fake` replaces in the trace.
     """
 
     key: tuple[str, str]
@@ -174,11 +175,12 @@ def filling_caches() -> Iterator[None]:
 
 
 class KnownValues(TorchFunctionMode):
-    """Context of a trace in which shapes and branches may depend on known values.
+    """Context of a trace that computes tensor values which depend on buffers and constants only,
+    for shapes and branches.
 
     Args:
         module: the model, whose buffers have data.
-        twin: the copy of `module` that is traced.
+        twin: the copy of `module` to trace.
 
     Attributes:
         read: path of the module and name of each buffer whose values were read.

@@ -24,13 +24,13 @@ from shardwright.core.torch_internals.tensors import FakeTensorMode, version
 
 @dataclass(frozen=True)
 class DryResult:
-    """Results and side effects of a dry call.
+    """Results and side effects of a `local_map` target's call on fake tensors.
 
     Args:
         results: shapes and dtypes of the returned tensors.
-        output: builds the return value of the call from the returned tensors.
+        output: function from the returned tensors to the return value of the call.
         changed: indices of the parameters and buffers that the call changes in place.
-        constant: indices of the tensor arguments, parameters and buffers without a gradient.
+        constant: indices of the tensor arguments, parameters and buffers that get no gradient.
         random: whether the call draws random numbers.
         changes_arguments: whether the call changes a tensor argument in place.
     """
@@ -45,12 +45,12 @@ class DryResult:
 
 @dataclass(frozen=True)
 class DryCall:
-    """A call of a `local_map` target on fake tensors.
+    """A call of a `local_map` target on fake tensors, without computation.
 
     Args:
         sample: the module or function to run.
         structure: pytree structure of the arguments of the call.
-        constants: (index, leaf) of the leaves of the arguments that are not tensors.
+        constants: (index, value) of each leaf of the arguments that is not a tensor.
         autocast: dtype of the autocast region around the call; None outside of regions.
     """
 

@@ -35,7 +35,8 @@ class Options:
     Args:
         declaration: the notation, and which results are partial.
         dtypes: dtypes of the results; None to infer them.
-        random, flops, saved_bytes: as in `LocalCall`; `random` is None to infer it.
+        random, flops, saved_bytes: whether the target draws random numbers, FLOPs of its forward
+            pass on the global batch, and bytes saved for its backward pass; None to infer each.
     """
 
     declaration: Declaration
@@ -50,11 +51,11 @@ class LocalPart:
     """A `local_map` target during the trace of a model.
 
     Args:
-        where: text that identifies the target in error messages.
+        where: name of the target in error messages.
         body: the module or function that runs.
         sample: the module or function for dry calls on fake tensors.
-        statistics: indices, among parameters and buffers, of the buffers that the target always
-            changes.
+        statistics: indices, among parameters and buffers, of the buffers that every call of the
+            target changes.
     """
 
     where: str
@@ -75,7 +76,7 @@ class LocalPart:
             state: parameters and buffers of the target.
 
         Raises:
-            StrategyError: if the call does not fit the notation.
+            StrategyError: if the arguments or results do not match the notation.
             CaptureError: if a symbolic size of a result has no name.
         """
         leaves, structure = pytree.tree_flatten((args, kwargs))

@@ -105,8 +105,8 @@ class BandProofs:
         return None if band is None or reach < 0 else band & Band(**{name: reach})
 
     def _infer_comparison_band(self, mask: fx.Node, opposite: bool = False) -> Band | None:
-        """Return the band of a comparison of queries `[..., s, 1]` and keys `[..., 1, t]`; None if
-        the mask cannot be shown to be a band.
+        """Return the band of a mask that compares queries `[..., s, 1]` with keys `[..., 1, t]`;
+        None if it cannot be proven to be a band.
 
         Args:
             opposite: whether the comparison is negated.

@@ -65,9 +65,9 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     """Return a unique name for each operator of the graph; `getitem` is not an operator.
 
     The main operator of a leaf module is named by the path of the module, as is an operator that
-    replaces the children of its module (`experts`, `local_map`). Others are `path.operator`,
-    `path.operator_1`, …. The path of a second call is `path@2`. The addition of a bias is
-    `<name of the operator>.bias`.
+    replaces the children of its module (`experts`, `local_map`). All other operators are named
+    `path.operator`, `path.operator_1`, …. The path of a second call is `path@2`. The addition of a
+    bias is `<name of the operator>.bias`.
 
     Args:
         leaves: paths of the modules without children.

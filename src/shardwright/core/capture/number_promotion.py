@@ -20,10 +20,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class NumberPromotion:
-    """Dtypes of the arguments and the result of one operator that reads numbers as tensors.
+    """Dtype promotion of one operator whose Python number arguments are traced as tensors.
 
     Args:
-        tensors: tensors that the operator reads, except tensors that replace numbers.
+        tensors: tensors that the operator reads, without the tensors that replace numbers.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -29,13 +29,15 @@ _KEYED = (dict, set, frozenset)
 
 
 class OuterReferences:
-    """The references to the modules of a model that a trace of a copy of the model can reach.
+    """References from reachable Python state to the modules of a model, while a copy of the model
+    is traced.
 
     Args:
         module: the model, or another object with its submodules.
         copy: the copy that is traced.
         reachable: the state that can be reached from `copy`.
-        follow_ids: whether numbers equal to the `id()` of a module become the `id()` of its copy.
+        follow_ids: whether integers equal to the `id()` of a module are replaced by the `id()` of
+            its copy.
     """
 
     def __init__(
@@ -102,15 +104,16 @@ class OuterReferences:
 
 
 class _Translation:
-    """Function that replaces references to modules.
+    """Function that replaces modules by their copies.
 
     Args:
-        pairs: (object, object that replaces it).
-        root: a pair whose first element stands for all objects with its submodules.
+        pairs: (object, its replacement).
+        root: (model, copy): any object that has the model's submodules as its own is replaced by
+            the copy; None for no such replacement.
         follow_ids: whether to replace the `id()`s of modules.
 
     Attributes:
-        replaced: the pairs of replaced objects.
+        replaced: (object, replacement) of each object that was replaced.
     """
 
     def __init__(
@@ -176,15 +179,15 @@ def _parts_of_keys(container: Any) -> Iterator[Any]:
 
 
 def _translate_holder(held: Any, names: Iterable[str] | None, new_of: _Translation) -> bool:
-    """Replace the references in a container, or in variables of a namespace.
+    """Replace references to modules in a container, or in variables of a namespace.
 
     Args:
         held: a cell, list, deque, dictionary or set.
         names: for a namespace, the names of the variables.
-        new_of: returns the new value for a value.
+        new_of: function from a value to its replacement, or to the value itself.
 
     Returns:
-        Whether there were any.
+        Whether any reference was replaced.
     """
     if names is not None:
         new_values = {name: new_of(held[name]) for name in names if name in held}

@@ -30,7 +30,7 @@ _MISSING = "<missing>"
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the process.
+    """A global setting of the Python process.
 
     Args:
         name: name in messages, as written in code that changes the setting.

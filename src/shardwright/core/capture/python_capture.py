@@ -87,7 +87,7 @@ def capture_python(
         numbers: sources, in Dynamo's notation, of Python numbers that change between calls.
 
     Returns:
-        A graph with `Graph.python`.
+        The graph; `Graph.python` has the captured side effects.
 
     Raises:
         CaptureError: if an operator or a side effect of the call cannot be captured.
@@ -162,12 +162,13 @@ class _CallResult:
     """The return value of a call, and the tensors that it assigns to Python objects.
 
     Args:
-        leaves: leaves of the return value: an output or input of Dynamo's graph, or a constant.
-        spec: the structure of the return value.
+        leaves: the leaves of the return value: each an output or input of Dynamo's graph, or a
+            constant.
+        spec: pytree structure of the return value.
         effects: indices of the outputs of Dynamo's graph that are assigned to Python objects.
         buffers: indices of the outputs of Dynamo's graph that are assigned to buffers, by name.
-        outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
-            name of the buffer to which it is assigned; None for a number.
+        outputs: for each output of Dynamo's graph, its index in the outputs of the captured graph,
+            or the name of the buffer to which it is assigned; None for a number.
     """
 
     leaves: tuple[Any, ...]
@@ -196,14 +197,16 @@ class _TracedCall:
     """Dynamo's trace of a call of a fake copy of a model.
 
     Args:
-        twin: the fake copy.
+        twin: the fake copy of the model.
         args, kwargs: fake arguments of the call.
         inputs: inputs of Dynamo's graph: fake parameters, buffers, arguments and other state.
         sources: for each input, the name of its parameter or buffer, or the index of its leaf of
             the arguments; None for other state.
-        state: index of each input that is other state, by its name in the second trace.
+        state: index of each input that is other state, by the name of its placeholder in the second
+            trace.
         numbers: operations of Dynamo's graph whose operands are all Python numbers.
-        number_names: nodes of the numbers that operators read, by name in the second trace.
+        number_names: nodes of the numbers that operators read, by placeholder name in the second
+            trace.
         trace: function that traces the copy again.
         guards: guards on the state that the copy read; None if the call changes no objects.
     """

@@ -28,8 +28,9 @@ def assigned_buffers(
     """Return the outputs of Dynamo's graph that a call assigns to buffers.
 
     Args:
-        before, after: `module_slots` before and after the call.
-        made: index of each output of Dynamo's graph by the id of its tensor.
+        before, after: parameters, buffers and submodules (`module_slots`) before and after the
+            call.
+        made: index of each output of Dynamo's graph, by `id()` of its tensor.
 
     Returns:
         Indices of outputs, by path of the buffer.

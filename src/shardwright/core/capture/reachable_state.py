@@ -55,10 +55,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class StateLocation(NamedTuple):
-    """Place of an object in the reachable state, as error messages describe it.
+    """Location of an object in the Python state that a module can reach, for error messages.
 
     Args:
-        description: description of the place, with `{}` instead of `path`.
+        description: description of the location, with `{}` in place of `path`.
         path: the object as the user writes it.
     """
 
@@ -108,17 +108,17 @@ class _RecordedContents:
 class ReachableState:
     """Record of the Python state that can be reached from a module.
 
-    Contents of attributes are compared. The attributes themselves, parameters and buffers of the
-    module and its submodules are not.
+    Compares the contents of attributes, but not which objects the attributes of the module and its
+    submodules refer to, nor parameters and buffers.
 
     Args:
         module: the module.
-        alias: another object with the attributes of `module`, which is not visited.
-        max_parts: maximum number of compared elements, nearest to the module first; each 1,000
-            bytes of an array count as one.
+        alias: another object with the attributes of `module`, which is skipped.
+        max_parts: maximum number of compared elements, nearest to the module first; 1,000 bytes of
+            an array count as one element.
 
     Attributes:
-        codes: code of the user's functions that `forward` may call.
+        codes: code objects of the user's functions that `forward` may call.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ReachableState:
         """Yield the differences between the recorded and the current state.
 
         Args:
-            equal: function that returns whether two tensors are known to have equal values.
+            equal: predicate that is true if two tensors are known to have equal values.
         """
         for holder in self._recorded:
             before, now = holder.contents, holder.read(holder.value)
@@ -352,10 +352,10 @@ class _GlobalsReader:
 
 
 def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, now: Parts) -> None:
-    """Restore the contents of an object.
+    """Restore the contents of a Python object.
 
     Args:
-        read: function that reads the contents.
+        read: function that returns the contents of the object.
         before, now: contents to restore, and current contents.
     """
     if read in (_read_defaults, cached_results):

@@ -29,12 +29,12 @@ _INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
 
 
 class GraphReplay(fx.Interpreter):
-    """Interpreter of Dynamo's graph.
+    """Interpreter that runs Dynamo's graph, so that another tracer can record its operators.
 
     Args:
         graph_module: Dynamo's graph; metadata of its nodes names modules and lines of user code.
         annotations: tags of all operators.
-        replaced: values of nodes that are not executed.
+        replaced: values of nodes, which are used instead of running the nodes.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GraphReplay(fx.Interpreter):
         """Run a node that reads tensors where the user's code has Python numbers.
 
         Args:
-            numbers: `id()`s of the tensors that replace numbers.
+            numbers: `id()` of each tensor that replaces a Python number.
         """
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -36,8 +36,8 @@ class Captures:
     """Cached captures of one module.
 
     Args:
-        graph: graph of the first captured call; the graph of a micro-batch of a larger batch is not
-            an example for later traces.
+        graph: graph of the first captured call, from which later calls with other sizes are traced;
+            not the graph of a micro-batch.
         state: hashable state of the module at that call; calls with equal state and arguments of
             equal sizes have equal graphs.
     """
@@ -71,7 +71,7 @@ class _CapturesBySize:
     """Cached graphs of calls that differ only in the sizes of their arguments.
 
     Args:
-        captured: graphs of captures with fixed sizes, latest first.
+        captured: graphs captured with fixed sizes, latest first.
     """
 
     def __init__(self, *captured: Graph) -> None:

@@ -26,10 +26,10 @@ class Signature:
 
     Args:
         out_spec: structure of the result.
-        parameters, buffers: placeholder by name in the module; tied names have the same
-            placeholder.
-        inputs: one placeholder for each leaf of the arguments.
-        constants: tensor that the code of the model creates, by placeholder.
+        parameters, buffers: name of the placeholder of each parameter or buffer, by name in the
+            module; tied names have equal placeholders.
+        inputs: name of the placeholder of each leaf of the arguments.
+        constants: tensors that the code of the model creates, by placeholder name.
     """
 
     out_spec: pytree.TreeSpec
@@ -181,12 +181,12 @@ def take_as_buffers(
     changed: Mapping[fx.Node, fx.Node],
     trained: Iterable[fx.Node],
 ) -> None:
-    """Turn parameters that `forward` changes and that need no gradient into buffers, in place.
+    """Turn parameters that `forward` updates and that need no gradient into buffers, in place.
 
     An example is the moving average of parameters in a teacher model.
 
     Args:
-        changed: new value of each placeholder that is changed in place.
+        changed: node of the new value of each placeholder that is updated in place.
         trained: placeholders that need a gradient.
 
     Raises:
@@ -286,9 +286,9 @@ def differentiable_from(
     """Return the floating-point nodes that depend differentiably on one of the `sources`.
 
     Args:
-        no_grad: whether paths may go through nodes of no-grad regions, which are differentiable
-            once inlined.
-        without: node that paths must not go through.
+        no_grad: whether paths may go through nodes of no-grad regions, which become differentiable
+            when the regions are inlined.
+        without: node through which paths must not go.
     """
     dependent = set(sources) - {without}
     for node in graph.nodes:

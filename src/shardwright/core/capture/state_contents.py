@@ -197,8 +197,8 @@ def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], dept
 
     Args:
         before, now: earlier and current value.
-        equal: function that returns whether two tensors are known to have equal values.
-        depth: nesting depth of the value in compared containers.
+        equal: predicate that is true if two tensors are known to have equal values.
+        depth: nesting depth of the value in the containers that are compared.
     """
     if before is now:
         return True

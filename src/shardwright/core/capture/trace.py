@@ -72,9 +72,10 @@ class Trace:
         graph: the traced operators.
         signature: placeholders and results of the graph.
         reads, writes: path and name of the attributes that `forward` read and set.
-        filled: text of each value that `forward` stores in a missing or None attribute or in a new
-            cache entry, by its location.
-        autocast_on: device type whose autocast casts as captured; None without autocast regions.
+        filled: fingerprint of each value that `forward` stores in a missing or None attribute or in
+            a new cache entry, by its location.
+        autocast_on: device type for which autocast regions were traced; None without autocast
+            regions.
         compute_dtype: dtype to which single-precision parameters and inputs are cast; None for no
             cast.
     """
@@ -294,7 +295,7 @@ def check_static(graph: fx.Graph, hint: str) -> None:
     """Check that no number or shape depends on the values of tensors, and check each operator.
 
     Args:
-        hint: text to append to an error about values.
+        hint: advice to append to an error about tensor values.
 
     Raises:
         CaptureError: if a number or shape depends on values, or if an operator cannot run on

@@ -139,10 +139,11 @@ def operators_of(
     function: Callable[[OperatorsAsCalled, Sequence[Tensor]], Sequence[Tensor]],
     tensors: Sequence[Tensor],
 ) -> fx.GraphModule:
-    """Trace the ATen operators that a function calls.
+    """Trace the ATen operators that a function calls on given tensors.
 
     Args:
-        function: called with the mode that marks operators, and tensors like `tensors`.
+        function: function of the dispatch mode that records operators, and of tensors like
+            `tensors`.
         tensors: examples of the inputs.
 
     Raises:

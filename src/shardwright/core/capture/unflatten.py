@@ -71,13 +71,13 @@ def _rewrite_node(node: fx.Node) -> fx.Node | None:
 
 @dataclass(frozen=True)
 class Flat:
-    """A reshape that flattens leading dimensions.
+    """A reshape that flattens the leading dimensions of a tensor.
 
     Args:
-        joined: the reshaped tensor, `[prod(lead), *rest]`.
+        joined: the reshaped tensor, `[prod(lead), *inner]`.
         source: the tensor before the reshape.
         lead: sizes of the flattened dimensions.
-        inner: sizes of the other dimensions.
+        inner: sizes of the remaining dimensions.
     """
 
     joined: fx.Node

@@ -36,8 +36,8 @@ LEAVES = ast.Return, ast.Break, ast.Continue
 
 
 class GuardedNumber:
-    """Result of `Tensor.item` in a value check; every comparison returns the bool with which the
-    check passes.
+    """Result of `Tensor.item` in a check of tensor values: every comparison returns the bool with
+    which the check passes.
 
     Args:
         passing: result of each comparison.
@@ -100,7 +100,8 @@ def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | 
     """Return the source position of the expression that a frame evaluates; None if unknown.
 
     Args:
-        is_jump: whether the frame runs a jump on the value of the preceding instruction.
+        is_jump: whether the frame executes a conditional jump, so that the expression belongs to
+            the preceding instruction.
     """
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2 - is_jump, None), ())
     line, end_line, column, end_column = position or (None,) * 4
@@ -110,8 +111,8 @@ def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | 
 
 
 def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | None:
-    """Return the bool of the expression at `position` that makes a value check pass; None if the
-    expression is not part of a value check.
+    """Return the bool of the expression at `position` with which a check of tensor values passes;
+    None if the expression is not part of such a check.
 
     Args:
         compared: whether the expression must be one side of a comparison.

@@ -15,7 +15,7 @@ from shardwright.errors import DataError
 
 
 class PlannedLoader:
-    """Data loader of one rank; each iteration over the loader is one epoch.
+    """Data loader of one rank; each iteration is one epoch.
 
     `state_dict()` returns the position in the data after the last yielded batch. From there,
     `load_state_dict` resumes on any number of devices and with any batch size.

@@ -42,7 +42,7 @@ def match_saved_names(
         net: the model, parallelized or not.
         saved: the shape of each saved tensor, by name.
         where: path of the checkpoint, for errors.
-        new_adapters: whether adapters may be missing in `saved`, and then in the result.
+        new_adapters: whether adapters may be missing in `saved`; the result then lacks them.
         strict: whether all other tensors of the model must be in `saved`; otherwise the result
             lacks missing tensors.
 
@@ -94,7 +94,7 @@ def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
 
 
 def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> dict[str, str]:
-    """Map names in the model to saved names. Saved names that are not in the model map to
+    """Map parameter names in the model to saved names. Saved names that the model lacks map to
     themselves.
 
     Args:

@@ -188,7 +188,7 @@ def _pin_tensors(
         where: start of error messages, such as `block (Block) returns`.
         tree: the arguments or results of a module.
         entries: one entry per tensor of `tree`.
-        tag_of: returns the tag of an alias, given the pin of the tensor.
+        tag_of: function from the pin of a tensor to the tag of its alias.
 
     Raises:
         StrategyError: if the numbers of tensors and entries differ.

@@ -31,7 +31,8 @@ class ResolvedConstraints:
     """Decisions of a plan that the user's strategies determine.
 
     Args:
-        mesh: device matrix of prime axes, on which all layouts of the user can be expressed.
+        mesh: device matrix with axes of prime size, on which all layouts of the user can be
+            expressed.
         cuts: the mesh axes of each sharded factor, by pinned operator; `{}` for an operator pinned
             as replicated. The bias of a pinned operator is sharded like the output to which it is
             added.
@@ -179,7 +180,7 @@ def requested_storage(
 
     Args:
         graph: the captured graph.
-        mesh: device matrix of prime axes.
+        mesh: device matrix with axes of prime size.
         parameters: the requested storage, by name.
         used: the axes with which operators read the parameters, by name; the default storage.
 
@@ -325,11 +326,11 @@ def cut_axes(
     the outermost of the remaining axes.
 
     Args:
-        where: the tensor, for errors: `parameter net.weight`.
+        where: description of the tensor in errors, such as `parameter net.weight`.
         option: name of the option that contains the entry, for errors.
         tensor: the input or parameter.
         entry: the requested sharding; None for the axes in `used`.
-        mesh: device matrix of prime axes.
+        mesh: device matrix with axes of prime size.
         used: the axes that shard each dimension where an operator reads the tensor.
 
     Raises:

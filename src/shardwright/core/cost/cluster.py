@@ -32,7 +32,7 @@ TREES, RINGS, GLOO = "trees", "rings", "gloo"
 
 @dataclass(frozen=True)
 class LinkLevel:
-    """One level of links: the fastest links that join the groups of the inner level.
+    """One level of the interconnect: the fastest links between the groups of the inner level.
 
     Args:
         name: name of the level, such as `node` or `network`.
@@ -45,7 +45,8 @@ class LinkLevel:
             as in NCCL; `gloo`: p − 1 sequential messages between neighbors, and reduce-scatter
             takes as long as an all-reduce.
         efficiency: fraction of the bandwidth that collectives of large tensors reach.
-        call: constant seconds per collective, in addition to its messages; scaled like `latency`.
+        call: constant seconds per collective, in addition to those of its messages; scaled like
+            `latency`.
     """
 
     name: str
@@ -79,13 +80,14 @@ class Device:
             query has half of all keys in the mean.
         matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
-        norm_traffic: bytes that a norm reads and writes, as a multiple of those of a fused kernel;
-            above 1 for norms composed of several operators.
-        pointwise_traffic: bytes that element-wise operators read and write, as a fraction of those
-            of one kernel for each; below 1 where kernels compute several of them.
+        norm_traffic: bytes that a norm reads and writes, relative to a fused kernel; above 1 for
+            norms composed of several operators.
+        pointwise_traffic: bytes that element-wise operators read and write, relative to one kernel
+            per operator; below 1 where a kernel computes several operators.
         overlaps_parameters: whether gathers of parameters and reductions of their gradients overlap
             computation.
-        overlaps_products: whether collectives beside a matrix product are pipelined with it.
+        overlaps_products: whether a collective right before or after a matrix product is pipelined
+            with the product.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -167,7 +169,7 @@ class Cluster:
 
     Args:
         levels: the fastest (innermost) first.
-        software: kernels and framework for which the figures hold.
+        software: framework and kernels to which the figures apply.
     """
 
     name: str
@@ -282,7 +284,7 @@ class Cluster:
 
 
 def _are_blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
-    """Whether each aligned block of `length` ranks along the last dimension is in one group.
+    """Whether each aligned block of `length` ranks along the last dimension is within one group.
 
     Args:
         groups: index of the group of each rank.

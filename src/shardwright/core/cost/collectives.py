@@ -75,12 +75,13 @@ class Links:
     ) -> float:
         """Return the seconds of a hierarchical collective, level by level, innermost first.
 
-        Each level moves `num_bytes` divided by the number of devices that inner levels join.
+        A level sends `num_bytes` divided by the number of devices that inner levels connect.
 
         Args:
-            levels_of_group: (link level, number of devices or inner groups joined).
-            may_skip_parts: whether a tensor with fewer elements than devices leaves devices without
-                a part to send.
+            levels_of_group: (index of the link level, number of devices or inner groups that it
+                connects).
+            may_skip_parts: whether devices have nothing to send if the tensor has fewer elements
+                than devices.
         """
         seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
         for level, size in levels_of_group:

@@ -65,7 +65,7 @@ gradients of activations, flat buffers of collectives, intermediate results."""
 
 @dataclass(frozen=True)
 class Phase:
-    """Memory of one action (forward or backward of a micro-batch), relative to its start.
+    """Memory of one action (forward or backward pass of a micro-batch), relative to its start.
 
     Args:
         peak_bytes: change in bytes from the start of the action to its memory peak, by category of
@@ -131,7 +131,7 @@ def dry_run_chunk(
 
 @dataclass
 class _MetaChunk:
-    """A chunk on the meta device, and the state of its dry run.
+    """A chunk on the meta device, with the state of its dry run.
 
     Args:
         module: the chunk as a module.
@@ -139,7 +139,7 @@ class _MetaChunk:
         arriving: buffers for values from the previous chunk.
         gradients: buffers for gradients from the next chunk.
         splits_backward: whether the backward pass is split into input and weight gradients.
-        live: record of allocations and frees.
+        live: record of allocated and freed storages.
         number: index of the current micro-batch, as a tensor.
         inputs, outputs: inputs and outputs of the current micro-batch.
         groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.

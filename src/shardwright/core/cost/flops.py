@@ -60,7 +60,7 @@ class Work:
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
             other operators. For attention, the mean number of keys of a query.
         category: type of operator, such as attention, under which reports list the FLOPs.
-        traffic: kind of operator by which its bytes depend on the software.
+        traffic: type of operator that determines how the software changes its memory traffic.
     """
 
     dtype: torch.dtype

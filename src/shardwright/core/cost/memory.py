@@ -302,10 +302,10 @@ def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[Tr
 
 @dataclass(frozen=True)
 class _ActionMemory:
-    """Memory of one action, relative to the bytes that are live before it.
+    """Memory of one action of a stage, relative to the bytes that are live before the action.
 
     Args:
-        name: name of the action for users.
+        name: name of the action, as shown to users.
         peak_bytes, change: changes in bytes by category, from the start of the action to its peak
             and to its end. Actions of a pass type share these objects.
         chunk: index of the chunk.
@@ -326,11 +326,11 @@ def _stage_memory(
     optimizer: OptimizerBytes,
     chunks: Sequence[Chunk],
 ) -> StageMemory:
-    """Return the memory of a stage at its peak.
+    """Return the memory of a pipeline stage at its peak.
 
     Args:
-        stock: bytes by category before the step.
-        moments: all actions in order.
+        stock: bytes by category of tensor before the step.
+        moments: all actions of the step, in order.
     """
     totals = _peak_bytes_of_actions(stock, moments)
     index = max(range(len(moments)), key=totals.__getitem__)
@@ -425,14 +425,14 @@ def _action_name(action: Action, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """Bytes per micro-batch of values passed between chunks that stay alive.
+    """Bytes per micro-batch of values sent between chunks that remain allocated.
 
     Args:
-        shared: bytes of outputs that are the input buffers of the next chunk on the same stage,
-            where they are counted.
-        sent: bytes of outputs that stay alive after the backward pass.
-        returned: bytes of gradients of inputs that stay alive after the backward pass.
-        reuses_messages: whether sent tensors of only one micro-batch stay alive.
+        shared: bytes of outputs that are also input buffers of the next chunk on the same stage,
+            and are counted there.
+        sent: bytes of outputs that remain allocated after the backward pass.
+        returned: bytes of gradients of inputs that remain allocated after the backward pass.
+        reuses_messages: whether sent tensors of only one micro-batch remain allocated.
     """
 
     shared: int = 0

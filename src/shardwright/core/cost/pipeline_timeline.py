@@ -196,7 +196,7 @@ class Timeline:
     Args:
         pipeline: simulated pipeline.
         chunks: seconds of each chunk, in model order.
-        ends: end of each step of `_ordered_passes`, in seconds.
+        ends: end of each pass in seconds, in an order in which dependencies come first.
     """
 
     pipeline: PipelineSpec
@@ -274,14 +274,14 @@ def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]
 
 @dataclass(frozen=True)
 class _PassWithDependencies:
-    """An action, and what it waits for.
+    """A pass of a chunk, with the passes on which it depends.
 
     Args:
         stage: index of the stage that runs the action.
-        previous: index of the pass that the stage runs before; None for the first.
+        previous: index of the pass that the stage runs before this one; None for the first.
         sender: index of the pass that computes the inputs; None for inputs of the model.
-        border: index of the chunk whose outputs, or their gradients, are sent; None if nothing is
-            sent between stages.
+        border: index of the chunk whose outputs, or their gradients, are sent between stages; None
+            if nothing is sent.
     """
 
     action: Action

@@ -52,11 +52,12 @@ def _estimate_seconds_from_flops(chunk: Chunk) -> ChunkSeconds:
 
 @dataclass(frozen=True)
 class ChunkTime:
-    """Seconds of a chunk on a cluster, whatever the schedule.
+    """Predicted seconds of a chunk on a cluster, independent of the schedule.
 
     Args:
-        step: seconds in a step.
-        sent_bytes: bytes per micro-batch that a device sends to the next chunk; None for the last.
+        step: components of the chunk's seconds in a step.
+        sent_bytes: bytes per micro-batch that a device sends to the next chunk; None for the last
+            chunk.
     """
 
     step: StepTime
@@ -70,12 +71,13 @@ def chunk_times(
     optimizer: str | torch.optim.Optimizer = "adamw",
     repeats_segments: bool = False,
 ) -> tuple[ChunkTime, ...]:
-    """Return the seconds of each chunk, which schedules with equal chunks have in common.
+    """Return the predicted seconds of each chunk, which do not depend on the schedule.
 
     Args:
         blocking: whether redistributions of activations do not overlap computation.
         optimizer: name or instance of the optimizer.
-        repeats_segments: whether recomputed segments run again to their end.
+        repeats_segments: whether recomputed segments run to their end, instead of to the last
+            tensor that autograd needs.
     """
     pipeline, chunks = partitioned.pipeline, partitioned.chunks
     model = TimeModel(cluster, partitioned.mesh, pipeline.stages)
@@ -204,7 +206,7 @@ def predict(
             that do not start them early.
         optimizer: name or instance of the optimizer; every optimizer is assumed to take the time of
             AdamW, except that Muon also orthogonalizes matrices.
-        times: result of `chunk_times`, if it is known.
+        times: cached result of `chunk_times`; None to compute it.
         repeats_segments: whether recomputed segments run again to their end, as in frameworks that
             do not stop at the last tensor that autograd needs.
 

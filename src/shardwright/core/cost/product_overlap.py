@@ -21,7 +21,8 @@ PIPELINED = ("all_gather", "reduce_scatter")
 
 
 def product_overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overlap]:
-    """Return the matrix products beside each all-gather and reduce-scatter of an activation.
+    """Return the matrix products right before or after each all-gather and reduce-scatter of an
+    activation, which may be pipelined with it.
 
     Args:
         flow: communication of `graph`.

@@ -164,12 +164,13 @@ def step_time(
     Args:
         graph: graph of one micro-batch.
         flow: communication of the plan.
-        cuts: cuts of the operators of `graph`, by name.
+        cuts: the axes of each factor of each operator of `graph`, by operator name.
         micro_batches: number of micro-batches per step.
         bubble: fraction of the step for which a pipeline stage is idle.
         overlaps: computation that overlaps each redistribution; by default none.
         orthogonalized: names of the parameters whose updates Muon orthogonalizes.
-        repeats_segments: whether recomputed segments run again to their end.
+        repeats_segments: whether recomputed segments run to their end, instead of to the last
+            tensor that autograd needs.
     """
     forward, backward = _sum_seconds(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
     repeated = flow.recomputed_ops if repeats_segments else flow.repeated_ops

@@ -38,7 +38,7 @@ def cut_cost(
 
     Args:
         elements: number of elements of the current shard of each input, then of each output.
-        carries: for each tensor whether the cut shards it.
+        carries: for each tensor whether the cut shards the tensor.
         weight: index of the tensor whose elements `mem_coeff` multiplies; None without a weight.
         mem_coeff: weight of parameter memory: values below 1 favor data parallelism, values above 1
             model parallelism.
@@ -77,10 +77,11 @@ def redistribution_cost(elements: int) -> float:
 
 
 def break_even(cost_i: float, mem_coeff: float, cost_no_cut: float) -> float:
-    """Return the `mem_coeff` above which cutting I is cheaper than no cut.
+    """Return the `mem_coeff` above which cutting the batch of a matrix product (factor I) is
+    cheaper than replicating it.
 
-    The formula is valid if cutting I is the cheapest cut and neither choice needs a redistribution:
-    the cost of cutting I is proportional to `mem_coeff`, the cost of no cut to its square.
+    Valid if I is the cheapest factor to cut, and neither choice needs a redistribution: the cost of
+    cutting I is then proportional to `mem_coeff`, the cost of no cut to its square.
 
     Args:
         cost_i: total cost of cutting I in the log.

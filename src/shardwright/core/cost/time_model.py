@@ -177,8 +177,8 @@ class TimeModel:
         return 0.0 if name is None else self.links.seconds(name, step.axes, num_bytes)
 
     def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
-        """Return the weighted seconds that a tensor adds to a bucketed collective: the seconds to
-        send its bytes, and its share of the latency of the bucket.
+        """Return the weighted seconds that a tensor adds to a bucketed collective: the seconds for
+        its bytes, and its share of the bucket's latency.
 
         Args:
             num_bytes: bytes of the local input or output, whichever is larger.

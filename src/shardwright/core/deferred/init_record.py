@@ -90,9 +90,9 @@ class Operation:
         args, kwargs: arguments of the call, with a `StorageView` or `TensorVersion` in place of
             each tensor.
         results: for each result, its view if it has a new storage, or None.
-        reads: numbers of the storages that are only read.
-        updates: numbers of the storages that are written partially, or read and written.
-        fills: numbers of the storages that are created or overwritten completely.
+        reads: ids of the storages that are only read.
+        updates: ids of the storages that are written partially, or read and written.
+        fills: ids of the storages that are created or overwritten completely.
         draw: the random draw of the call; None if the call draws no random numbers.
         default_dtype: PyTorch's default dtype at the time of the call.
     """

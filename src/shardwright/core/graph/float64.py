@@ -31,7 +31,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
 
     Args:
         graph: the graph to convert.
-        twin: a graph captured from the module in float64. If both graphs have the same operators,
+        twin: a graph captured from the module in float64. If both graphs have equal operators,
             floats and constants are taken from `twin`, since they may depend on the dtype
             (`torch.finfo(x.dtype).eps`).
     """

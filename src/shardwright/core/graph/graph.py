@@ -242,10 +242,10 @@ class Graph:
             including calls without an operator in the graph.
         compute_dtype: dtype to which single-precision parameters and inputs are cast before use;
             None for no cast.
-        attributes: (module path, name, text) of each plain attribute that `forward` reads; the
-            text is `""` unless the attribute consists of numbers and strings.
-        filled: text of each value that the call stores in a missing or None attribute or in a new
-            cache entry, by its location.
+        attributes: (module path, name, `repr`) of each plain attribute that `forward` reads; the
+            `repr` is `""` unless the attribute consists of numbers and strings.
+        filled: fingerprint of each value that the call stores in a missing or None attribute or in
+            a new cache entry, by its location.
         autocast_on: the device type of the captured autocast regions; None without regions.
         whole_batch: for the graph of a micro-batch, its relation to the loss of the global batch. A
             string is the reason why micro-batches cannot compute that loss; None if the graph has

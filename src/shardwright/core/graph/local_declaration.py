@@ -35,7 +35,7 @@ class Declaration:
     Args:
         inputs: notation of the dimensions of each tensor argument.
         outputs: notation of the dimensions of each result.
-        partial: reduction of each result over the sharded names that it lacks.
+        partial: for each result, its reduction over the shards of names that the result lacks.
         notation: the notation as the user wrote it.
     """
 

@@ -216,9 +216,9 @@ class LocalCall:
         sample: a copy of the code for meta and fake tensors; None if the code can run only on
             tensors with data.
         structure: pytree structure of the arguments of the call.
-        constants: (index, leaf) of the leaves of the arguments that are not tensors.
+        constants: (index, value) of each leaf of the arguments that is not a tensor.
         results: global shape and dtype of each result, then of each changed buffer.
-        changed: indices of the buffers that the code changes, in the state.
+        changed: indices of the changed buffers among the parameters and buffers.
         autocast: dtype of the autocast region around the call; None outside of autocast regions.
         random: whether the code draws random numbers.
         flops: floating-point operations of a forward pass of the full batch, declared by the user;
@@ -291,10 +291,10 @@ class LocalCall:
         """Run the code on local shards.
 
         Args:
-            tensors: local shards of the tensors of the call, then of the state.
+            tensors: local shards of the tensor arguments, then the parameters and buffers.
 
         Returns:
-            The results, then the new values of changed buffers: a tuple, or a single tensor.
+            The results, then the new values of changed buffers, as a tuple or a single tensor.
 
         Raises:
             CaptureError: if a result is not as declared, or an input is changed in place.

@@ -26,7 +26,7 @@ QUERIES_PER_BLOCK = 256
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, diagonal: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to some of the keys.
+    """Compute attention over a part of the keys, to be merged with other parts by log-sum-exp.
 
     Args:
         query: `[batch, heads, queries, size]`.
@@ -79,14 +79,14 @@ def partial_attention_backward(
     diagonal: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the contribution of some of the keys to the gradients of query, key and value.
+    """Compute the gradients of query, key and value that are due to a part of the keys.
 
     Args:
-        gradient: gradient of the merged result.
+        gradient: gradient of the attention output, merged over all parts.
         query: `[batch, heads, queries, size]`.
         key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
             adjacent query heads.
-        out, lse: the merged result and its log-sum-exp.
+        out, lse: the attention output and its log-sum-exp, merged over all parts.
         diagonal: query i reads the keys up to index i + `diagonal`; None for all keys.
         scale: factor of the scores, by default `size ** -0.5`.
     """

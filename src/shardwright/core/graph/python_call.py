@@ -22,7 +22,7 @@ class HostNumbers:
     Args:
         inputs: the graph inputs that are numbers, each with its index.
         nodes: the operations, in order.
-        read: the numbers that operators on tensors read.
+        read: nodes of the numbers that operators on tensors read.
         outputs: the graph outputs that are numbers, by index.
     """
 
@@ -112,12 +112,12 @@ class PythonCall:
     """Python code and state of one captured call, as TorchDynamo recorded them.
 
     Args:
-        capture: bytecode that replays side effects and rebuilds the result.
+        capture: Dynamo's bytecode, which replays side effects and rebuilds the result.
         guards: guards on the Python state that the call has read.
-        state: index of the input of Dynamo's graph that a constant of the graph represents, by name
-            of the constant: a tensor in a plain attribute, a container or a global variable.
-        numbers: numbers that change between calls.
-        number_constants: node of the number that a constant of the graph represents, by name of the
+        state: index of the input of Dynamo's graph that a constant replaces, by name of the
+            constant. The input is a tensor in a plain attribute, a container or a global variable.
+        numbers: operations on Python numbers that change between calls.
+        number_constants: node of the Python number that a constant replaces, by name of the
             constant.
         outputs: for each output of Dynamo's graph, the index in the outputs of the graph, or the
             name of the buffer to which the output is assigned; None for a number.

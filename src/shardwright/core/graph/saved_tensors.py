@@ -59,7 +59,7 @@ class _OperatorKey:
 
     Args:
         target: the operator's target.
-        arguments: text of the arguments, with shape, dtype and differentiability of each tensor.
+        arguments: `repr` of the arguments, with shape, dtype and differentiability of each tensor.
         op: an operator with this key; keys are compared without it.
     """
 

@@ -33,21 +33,22 @@ AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """Specification of one kind of redistribution step.
+    """Specification of one type of redistribution step.
 
     Args:
         name: name of the step, such as `all_gather`.
         local: whether the forward pass needs no communication.
-        backward: kind of the collective of the backward pass; None without communication.
-        backward_if_varying: kind of the collective of the backward pass if the target is varying
-            over the axes of the step.
-        pattern: traffic pattern of the forward pass.
+        backward: collective of the backward pass; None without communication.
+        backward_if_varying: collective of the backward pass if the target is varying over the axes
+            of the step: replicated, with gradients that are partial sums.
+        pattern: communication pattern of the forward pass.
         passes: number of times that each device sends (p-1)/p of the larger of input and output;
             with a point-to-point pattern, the full local tensor.
-        rounds: number of times that data travels around the group, for the latency.
+        rounds: number of times that data travels around the group; determines the latency.
         gloo_rounds: number of rounds with gloo; None for `rounds`.
-        joins: kind of two consecutive steps that one step of this kind can replace, if any.
-        axes_between: function of two layouts that returns the axes of one step of this kind from
+        joins: types of two consecutive steps that one step of this type can replace; None if there
+            are none.
+        axes_between: function of two layouts that returns the axes of one step of this type from
             the first to the second, or None if no such step exists; None without `joins`.
     """
 
@@ -63,15 +64,16 @@ class CollectiveSpec:
     axes_between: AxesBetween | None = None
 
     def backward_of(self, varying: bool) -> str | None:
-        """Return the kind of the collective of the backward pass; None without communication.
+        """Return the collective of the backward pass; None without communication.
 
         Args:
-            varying: whether the target is varying over the axes of the step.
+            varying: whether the gradient of the target is a partial sum over the axes of the step.
         """
         return self.backward_if_varying if varying else self.backward
 
     def sent(self, size: int, group: int) -> int:
-        """Return the data that one device sends, rounded up, in the unit of `size`.
+        """Return the communication volume of one device, rounded up, in the unit of `size`
+        (elements or bytes).
 
         Args:
             size: local size of the larger of input and output.

@@ -191,7 +191,8 @@ class TensorLayout:
         layout: the device matrix.
         axes: the axes that shard each tensor dimension (indices into the device matrix, from the
             left), the most significant first; `()` for a dimension that is not sharded.
-        partial: axes over which the tensor is a partial sum: every device has one term.
+        partial: axes over which the tensor is a partial sum: the tensor is the sum over their
+            devices.
         varying: axes over which the tensor is replicated, but its gradient is a partial sum.
 
     Raises:

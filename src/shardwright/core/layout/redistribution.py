@@ -314,12 +314,11 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
 
 @dataclass(frozen=True)
 class _RouteProblemTranslation:
-    """Translation between a redistribution and its reduced form, the problem that `route_search`
-    solves.
+    """Conversion between a redistribution and the reduced problem that `route_search` solves.
 
     Args:
         layout: the device matrix of both layouts.
-        joined: the mesh axes that each axis of the problem represents.
+        joined: for each axis of the reduced problem, the mesh axes that it represents.
         prefixes: the common leading axes of both layouts in each dimension, which do not change.
         dims: the dimensions in which the layouts differ.
     """

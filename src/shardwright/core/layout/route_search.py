@@ -95,14 +95,14 @@ Path = tuple[Move, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """A redistribution in terms of the axes that move.
+    """A redistribution, reduced to the axes that move.
 
     Args:
         sizes: number of devices along each axis.
         source, target: the axes that shard each dimension.
         partial: axes over which the source is a partial sum and the target is not.
         varying: axes over which the target is varying.
-        capacities: for each dimension, a number that its number of shards must divide.
+        capacities: for each dimension, a number that its shard count must divide.
         differentiable: whether the cost includes the backward pass.
     """
 

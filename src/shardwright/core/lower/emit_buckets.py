@@ -29,10 +29,10 @@ class BucketLines:
     """Emitter of the lines that gather parameters and reduce gradients in buckets.
 
     The gather of a bucket starts before the gather of the previous bucket is finished, and is
-    finished at the first use of a member. Buckets whose gradients are all-reduced over replicas
-    enter at the top of the program, so that the backward pass, in reverse order, waits for the
-    all-reduces last. Other buckets enter just before their gather starts: their reduce-scatter
-    needs no all-reduce afterwards, so their gradients are passed on at once.
+    finished at the first use of a member. Local shards of buckets whose gradients are all-reduced
+    over replicas enter the autograd graph at the top of the program, so that the backward pass, in
+    reverse order, waits for the all-reduces last. Shards of other buckets enter just before their
+    gather: their gradients are complete after the reduce-scatter.
 
     A program of unsharded parameters has no buckets that are reduced once per step: it reads the
     members of these buckets in the layouts in which they are used. It reads gathered members of

@@ -38,8 +38,8 @@ class Regions:
 
 
 def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | None:
-    """Replace the longest run of repeated blocks by calls of one function; None if no blocks
-    repeat.
+    """Replace the longest sequence of repeated blocks by calls of one function; return None if no
+    blocks repeat.
 
     Lines that read or gather parameters differ between blocks, and are moved before their block.
 

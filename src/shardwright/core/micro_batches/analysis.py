@@ -31,10 +31,12 @@ from shardwright.core.rules import is_random
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
-    """Return a graph of a micro-batch whose losses sum or average to the loss of the global batch.
+    """Return a graph of a micro-batch such that the sum or mean of its losses is the loss of the
+    global batch.
 
     Args:
-        flow: initial states of the values in the graph of the global batch, updated in place.
+        flow: states of the values in the graph of the global batch, initially of its inputs;
+            updated in place.
 
     Raises:
         UnsplittableError: for the first operator before the loss that cannot run on micro-batches.
@@ -97,13 +99,14 @@ def _check_no_unknown_inputs(flow: SampleFlow, op: Op) -> None:
 
 
 def _states_of_outputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
-    """Return the state of each output of `op`.
+    """Return the state of each output of `op`: how its values in micro-batches relate to the global
+    batch.
 
     Args:
         flow: the states determined so far.
         op: an operator in the graph of the global batch.
-        free: whether the prologue could compute `op`, which reads no parameter and draws no random
-            number.
+        free: whether `op` reads no parameter and draws no random number, so that the prologue could
+            compute it.
 
     Raises:
         UnsplittableError: if `op` mixes samples.

@@ -99,8 +99,8 @@ class JoinedDims:
 
         Args:
             batch_dims: batch dimensions by input name; None for an input that each micro-batch
-                reads in full. For an input without an entry, the dimension that is in a group with
-                a given dimension, if any.
+                reads in full. An input without an entry gets the dimension in the same group as a
+                given dimension, if any.
 
         Raises:
             StrategyError: if a name is not the name of a tensor input, or a dimension is out of

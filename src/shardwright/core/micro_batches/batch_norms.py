@@ -43,8 +43,7 @@ def running_statistics(graph: Graph) -> set[Value]:
 
 
 def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
-    """Return why micro-batches must not update the buffers of a graph, or None if the updates are
-    allowed.
+    """Return the reason why micro-batches must not update the buffers of a graph; None if they may.
 
     Args:
         graph: the graph of a micro-batch.

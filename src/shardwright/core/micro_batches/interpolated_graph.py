@@ -48,7 +48,7 @@ class GraphsBySize:
 
         Args:
             leaves: the leaves of the arguments of a call.
-            capture: captures the model, given the leaves.
+            capture: function that captures the model, given the leaves.
 
         Raises:
             CaptureError: if the model cannot be captured.

@@ -38,7 +38,8 @@ ADDED_SUFFIXES = ("share", "mean", "mean_cast")
 
 
 class MicroBatchGraph:
-    """Changes to the graph of a micro-batch, collected operator by operator.
+    """Builder of the graph of a micro-batch, operator by operator, from the graph of the global
+    batch.
 
     Args:
         pair: graphs of the global batch and of a micro-batch. Operators and values passed to
@@ -176,8 +177,8 @@ class MicroBatchGraph:
 
         Args:
             op: a loss for which `is_mean_over_targets` is true.
-            count: number of valid targets, or sum of their class weights, in the global batch: a
-                scalar that the prologue computes.
+            count: scalar that the prologue computes for the global batch: number of valid targets,
+                or sum of their class weights.
 
         Raises:
             UnsplittableError: if a micro-batch of one sample lacks `op`.
@@ -213,7 +214,7 @@ class MicroBatchGraph:
         dtype: torch.dtype,
         suffix: str,
     ) -> Value:
-        """Add a new operator after the replacements of `op`, and return its output.
+        """Insert a new operator after the replacements of `op`, and return its output.
 
         Args:
             op: the operator that the new operator follows.
@@ -239,11 +240,12 @@ class MicroBatchGraph:
         Args:
             reduction: whether the loss of the global batch is the mean or the sum of the losses of
                 micro-batches.
-            outputs: reduction over micro-batches, or batch dimension, of each output of the global
-                batch that is not equal in all micro-batches.
+            outputs: how to combine each output over micro-batches: a reduction, or the batch
+                dimension to concatenate. Outputs without an entry are equal in all micro-batches.
 
         Raises:
-            UnsplittableError: if an operator is called with other arguments for a micro-batch.
+            UnsplittableError: if an operator has other arguments in a micro-batch than in the
+                global batch.
         """
         graph = self.pair.micro
         pairs = list(zip(self.pair.batch.output_values, graph.output_values, strict=True))
@@ -340,11 +342,11 @@ def _ops_on_which_values_depend(ops: Iterable[Op], values: Iterable[Value]) -> l
 
 
 def _rename_replaced_ops(ops: list[Op], made: set[Op]) -> list[Op]:
-    """Rename replaced operators and their outputs where the replacement has the same name.
+    """Rename operators of a micro-batch, and their outputs, where a new operator has the same name.
 
     Args:
         ops: operators of a micro-batch.
-        made: the new operators among `ops`, whose names do not change.
+        made: the new operators among `ops`, which keep their names.
     """
     names = {op.name for op in ops if op in made}
     renamed: dict[Value, Value] = {}

@@ -46,8 +46,8 @@ class PairedGraphs:
     Args:
         batch: graph of the global batch.
         micro: graph of a micro-batch.
-        twin: graph with the same operators as `batch` for another batch size: `micro` or, if
-            `micro` has other operators, the graph of 2 or 4 micro-batches.
+        twin: graph with the same operators as `batch` for another batch size: `micro` or, if the
+            operators of `micro` differ, the graph of 2 or 4 micro-batches.
     """
 
     batch: Graph
@@ -182,12 +182,12 @@ class PairedGraphs:
 
 @dataclass(frozen=True)
 class _ValuesUpToViews:
-    """Comparison of the values of two graphs, up to views that only one graph has.
+    """Match between the values of two graphs that differ in views.
 
     Args:
         pair: the graphs of the global batch and of a micro-batch.
-        ops, values: operators and values of `pair.micro`, by the matching operator or value of
-            `pair.batch`.
+        ops, values: for each matched operator (value) of `pair.batch`, the operator (value) of
+            `pair.micro`.
     """
 
     pair: PairedGraphs
@@ -251,8 +251,8 @@ def _pairs_of_equal_values(
 
 
 def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
-    """Return the first operator that differs between two graphs, and the reason for errors; None
-    if the graphs differ in sizes and numbers only.
+    """Return the first operator that differs between two graphs, with the reason; None if the
+    graphs differ in sizes and numbers only.
 
     Args:
         graph: graph of a micro-batch.
@@ -330,7 +330,7 @@ def numbers_in_arguments(op: Op, sizes: frozenset[str]) -> dict[str, object]:
 
     Args:
         op: an operator.
-        sizes: names of arguments that are left out.
+        sizes: names of arguments to omit.
     """
     numbers: dict[str, object] = {}
     for name, argument in call_arguments(op).items():
@@ -353,8 +353,8 @@ def merged_arguments(
     Args:
         op: an operator in the graph of the global batch.
         micro: the matching operator in the graph of a micro-batch.
-        read: returns the value that replaces an input of `op`, given the input and its index in
-            `op.inputs`; None to read the input of `micro`.
+        read: function from an input of `op` and its index in `op.inputs` to its replacement; None
+            to read the input of `micro`.
 
     Returns:
         Positional arguments, keyword arguments, and whether any argument differs from the call in

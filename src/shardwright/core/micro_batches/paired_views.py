@@ -62,7 +62,7 @@ def read_equal_elements(
 ) -> bool:
     """Whether two views read the same elements of the first sample, dimensions of size 1 aside.
 
-    Random elements are compared.
+    Evaluates both views on random elements.
 
     Args:
         value: a view in the graph of the batch.

@@ -51,14 +51,14 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
 
 
 def _output_state_of_additive_op(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
-    """Return the state of the output of an additive operator.
+    """Return the state of the output of an addition or subtraction.
 
-    Where the output is a `SUM` over micro-batches, terms that are equal in all micro-batches are
+    If an operand is a `SUM` over micro-batches, operands that are equal in all micro-batches are
     divided by the number of micro-batches.
 
     Args:
         flow: the states determined so far.
-        op: one of the operators `ADDITIVE`.
+        op: an operator in `ADDITIVE`.
         operands: the inputs of `op` that are added.
     """
     if all(flow.states[value] != SUM for value in operands):

@@ -24,7 +24,8 @@ PAIRS_SAMPLES = "the operator mixes samples: several sizes of its input depend o
 
 @dataclass
 class SampleFlow:
-    """States of values in the graph of the global batch, and changes to the graph of a micro-batch.
+    """State of each value in the graph of the global batch, with the changes to the graph of a
+    micro-batch.
 
     Args:
         pair: graphs of the global batch and of a micro-batch.
@@ -33,8 +34,8 @@ class SampleFlow:
         states: state of each value in the graph of the global batch.
         free: values computed from inputs, buffers and constants only, without random numbers.
         outside: values that the prologue computes once per step for all samples.
-        in_full: inputs with the batch size in dimension 0 that each micro-batch reads in full, and
-            values computed from these inputs only.
+        in_full: inputs that every micro-batch reads in full although dimension 0 has the batch
+            size, and values computed from these inputs only.
         result: the changes to the graph of the micro-batch.
     """
 

@@ -165,7 +165,7 @@ def _number_arguments_in_micro_batch(
         flow: the states determined so far.
         op: an operator in the graph of the global batch.
         rule: the sharding rule of `op`.
-        factor: the factor of the batch dimension.
+        factor: the sharding factor of the batch dimension.
 
     Raises:
         UnsplittableError: if the arguments depend on the index of the micro-batch.
@@ -190,14 +190,14 @@ def _number_arguments_in_micro_batch(
 def _needs_slice_of_shared_value(
     flow: SampleFlow, value: Value, factors: Dims, factor: str
 ) -> bool:
-    """Whether a micro-batch of an operator reads only a slice of `value`, which is equal for all
-    micro-batches.
+    """Whether a micro-batch of an operator reads only a slice of `value`, which does not depend on
+    samples.
 
     Args:
         flow: the states determined so far.
         value: an input of the operator.
-        factors: factors of the dimensions of `value`.
-        factor: the factor of the batch dimension.
+        factors: the sharding factor of each dimension of `value`.
+        factor: the sharding factor of the batch dimension.
     """
     sliced = flow.states[value] in (WHOLE, POSITIONS) and factor in factors
     return sliced and value.shape[factors.index(factor)] > 1
@@ -213,7 +213,7 @@ def _state_of_reduced_batch_dim(
         flow: the states determined so far.
         op: an operator in the graph of the global batch.
         rule: the sharding rule of `op`.
-        factor: the factor of the batch dimension.
+        factor: the sharding factor of the batch dimension.
 
     Raises:
         UnsplittableError: if `op` is neither a mean nor a sum over samples.

@@ -29,7 +29,7 @@ class UnsplittableError(Exception):
     """Raised for an operator that cannot run on micro-batches, so that the batch cannot be split.
 
     Args:
-        op: the operator.
+        op: the operator that cannot run on micro-batches.
         why: reason for the error as a clause, such as "the operator mixes samples".
     """
 

@@ -246,7 +246,8 @@ class BatchGuard:
 
         Args:
             rows: this rank's table, of shape (ranks, 2 + number of `SharedInputs`).
-            contents: hashes of this rank's inputs, and checksums of gradients on the device.
+            contents: hashes of this rank's inputs, and checksums of gradients, as scalars on the
+                device.
         """
         rank = dist.get_rank()
         columns = slice(2, 2 + len(contents))

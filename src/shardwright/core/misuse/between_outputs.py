@@ -38,8 +38,8 @@ class OutputMark:
     Args:
         name: path of the output in the returned structure, such as `output['loss']`.
         source: the user's line that computes the output; empty if unknown.
-        computed_from: off-path outputs from which this output is computed. The gradient of this
-            output does not reach the tensors that are returned for these off-path outputs.
+        computed_from: outputs from which this output is computed outside of its autograd graph:
+            gradients of this output do not reach the tensors returned for them.
     """
 
     name: str
@@ -49,7 +49,7 @@ class OutputMark:
 
 @dataclass
 class WatchedOutput:
-    """An off-path output, and the hooks registered on its tensor.
+    """An output that misses gradients of other outputs, with the hooks registered on its tensor.
 
     Args:
         output: name and source line of the output.
@@ -95,13 +95,14 @@ class WatchedOutput:
 
 
 class OutputsOffPath:
-    """The outputs of a program whose gradients miss the contribution of other outputs.
+    """The outputs of a program whose gradients would miss the contribution of other outputs
+    (off-path outputs).
 
     Args:
         graph: the graph of the program.
         flow: communication of the program.
-        all_off_path: whether all outputs are off path, as in a compiled program, where one autograd
-            node computes all outputs.
+        all_off_path: whether this holds for all outputs, as in a compiled program, where one
+            autograd node computes all outputs.
     """
 
     def __init__(self, graph: Graph, flow: Communication, all_off_path: bool) -> None:
@@ -201,12 +202,12 @@ def _paths_of_outputs(result: Any, count: int) -> list[str]:
 def _make_incomplete_gradient_hook(
     output: OutputMark, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
-    """Return a hook for the gradient of an output, which raises an error if the user requests the
-    gradient of one of `missing`: that gradient would miss the contribution of this output.
+    """Return a gradient hook of an output that raises an error if the user requests the gradient of
+    an output in `missing`, which would miss the contribution of this output.
 
     Args:
         output: the output that gets the hook.
-        missing: the off-path outputs from which this output is computed.
+        missing: outputs from which `output` is computed, and whose gradients would be incomplete.
     """
 
     def refuse(gradient: Tensor | None) -> None:

@@ -64,7 +64,7 @@ def _refuse_saving_partial_state(extent: str) -> None:
     """Reject saving, unless a caller combines the shards or stages of all ranks.
 
     Args:
-        extent: this rank's part of the state, `SHARD` or `STAGE`.
+        extent: which part of the state this rank has, `SHARD` or `STAGE`.
 
     Raises:
         PlanError: if no function that combines the state of all ranks is on the call stack.

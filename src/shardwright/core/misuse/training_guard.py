@@ -33,11 +33,12 @@ class TrainingDifference:
 
 
 def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
-    """Check that all ranks have trained alike since the previous call.
+    """Check that losses, clipping and optimizer steps since the previous call are equal on all
+    ranks.
 
     Args:
         call: the number of the call, from 1, for errors.
-        rows: the packed record of each rank.
+        rows: the packed training record of each rank.
 
     Raises:
         DataError: if ranks have scaled the loss, clipped gradients, set the options of optimizers,

@@ -31,10 +31,9 @@ class BoundProgram:
         draws_random_numbers: whether an operator draws random numbers, as dropout does.
         devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
-        off_path: check of outputs whose gradients would be incomplete, as the backward pass from
-            other outputs does not reach these outputs.
-        local_outputs: number of local batches, by name of each output of which this rank gets only
-            the samples of its local batch.
+        off_path: check that no gradient starts at outputs whose backward pass would be incomplete.
+        local_outputs: number of local batches, by name of each output that is returned for this
+            rank's local batch only.
     """
 
     graph: Graph
@@ -59,8 +58,8 @@ class BoundProgram:
         Args:
             outputs: local results of the program.
             model: name of the model for errors.
-            watch: registers the check that the gradients of a global output are equal on all
-                ranks; None without other ranks.
+            watch: function that registers a check that the gradients of a global output are equal
+                on all ranks; None without other ranks.
         """
         flow = self.program.communication
         names = output_names(model, self.graph.out_spec)

@@ -42,8 +42,8 @@ def as_output_tensor(
 
     Args:
         tensor: an output of the model, or a tensor computed from one.
-        watch: registers the check that the gradients of the gathered tensor are equal on all
-            ranks; None if ranks pass the global batch.
+        watch: function that registers a check that the gradients of the gathered tensor are equal
+            on all ranks; None if ranks pass the global batch.
     """
     # In place: a view would be another autograd node, which `retain_grad`, hooks and
     # `torch.autograd.grad` distinguish from the output.
@@ -131,7 +131,7 @@ def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
-    """Make the new DTensors that a function returns `OutputTensor`s.
+    """Turn new DTensors among the results of a function into `OutputTensor`s, in place.
 
     Args:
         results: return value of the function.

@@ -46,10 +46,10 @@ Attributes = Iterable[tuple[str, str, str]]
 
 @dataclass(frozen=True, eq=False)
 class StateKey:
-    """Key of a Python state; compared by identity, as comparing the texts is slow.
+    """Key of a Python state, compared by identity, since comparing its contents is slow.
 
     Args:
-        contents: contents of the watched attributes.
+        contents: fingerprints of the watched attributes.
         number: number of different earlier states of the module.
     """
 
@@ -121,11 +121,12 @@ class PythonState:
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
-        """Return the state of `module`, a copy; equal states of both modules have the same key.
+        """Return the Python state of `module`, a copy; equal states of both modules have the same
+        key.
 
         Args:
             module: a deep copy of the planned module.
-            inside: module that holds the root module's captured forward hooks.
+            inside: the copied module that has the root module's captured forward hooks.
         """
         result = copy(self)
         result._by_path = dict(module.named_modules())

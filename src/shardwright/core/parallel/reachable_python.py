@@ -65,10 +65,11 @@ class ReachablePython:
         return (*specialization, "Python state", self.version) if self.version else specialization
 
     def compare(self, specialization: Hashable, graph: Graph) -> None:
-        """Compare `graph`, captured without guards, with the last graph of the same specialization.
+        """Compare `graph`, captured without guards, with the last graph of an equal call.
 
         Args:
-            specialization: equal for calls that differ only in the state.
+            specialization: key of the call without Python state: equal for calls that differ only
+                in the state.
             graph: the graph captured in the current state.
         """
         version, before = self._captured.pop(specialization, (self.version, graph))

@@ -61,7 +61,7 @@ class _ForwardPassOfChunk:
 
 
 class _ChunkSequence:
-    """All chunks of a model on one set of devices.
+    """All chunks of a model, run one after another on one set of devices.
 
     Args:
         partitioned: the partitioned model.

@@ -300,15 +300,15 @@ def simulate_step(
 def assemble_shards(
     blocks: Mapping[int, Tensor], layout: TensorLayout, shape: tuple[int, ...]
 ) -> tuple[Tensor, float]:
-    """Assemble a full tensor from the ranks' blocks.
+    """Assemble a full tensor from the shards of all ranks.
 
     Args:
-        blocks: the local tensor of each rank.
+        blocks: the shard of each rank.
         layout: layout of the full tensor; partial sums are added up.
         shape: shape of the full tensor.
 
     Returns:
-        The full tensor, and the maximum absolute difference between replicas of a block.
+        The full tensor, and the maximum absolute difference between replicas of a shard.
     """
     mesh = layout.layout
     full = torch.zeros(shape, dtype=blocks[0].dtype)

@@ -62,7 +62,7 @@ class StoragePlan:
         storage: the axes that shard each dimension of each parameter, by the parameter's name.
         devices: this rank's view of the devices.
         initialization: pending initialization of the parameters on the meta device.
-        left_out: names of parameters and buffers that only other pipeline stages own.
+        left_out: names of parameters and buffers that this rank's pipeline stage does not own.
         release: whether to free the memory of each full parameter after its shard is copied.
     """
 

@@ -112,8 +112,8 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
 
     Raises:
         PlanError: if the model returns several losses.
-        MixedSamplesError: if the loss is neither a sum nor a mean. The error names the operator
-            that mixes samples, and its line.
+        MixedSamplesError: if the loss is neither a sum nor a mean; names the operator that mixes
+            samples, and its line.
     """
     if graph.loss is None:
         return

@@ -93,7 +93,7 @@ class Initialization:
         Args:
             module: the planned model, whose tensors of other stages are None.
             template: the model with the tensors of all stages, on the meta device.
-            left_out: the user's tensors of other stages by name; a tied tensor by its first name.
+            left_out: the user's tensors of other stages, by name; tied tensors by their first name.
         """
         planned: dict[str, Tensor] = dict(template.named_parameters())
         planned |= dict(template.named_buffers())

@@ -30,7 +30,7 @@ def whole(
     """Context in which `net` is an eager instance of the user's class with full parameters.
 
     Use the context to generate, save, or inspect the model. The shards are restored at its end, as
-    by FSDP's `summon_full_params`.
+    with FSDP's `summon_full_params`.
 
     Collective: the parameters of all stages are gathered, one after another. Writes to parameters
     under `torch.no_grad()` are copied to the shards, so every rank must write the same values. A
@@ -120,7 +120,7 @@ def _gather_parameters_of_all_stages(
     Args:
         execution: the execution of the planned model.
         device: device of the full parameters; by default the device of the model.
-        has_values: whether this rank gets the values; otherwise it gets meta tensors.
+        has_values: whether this rank gets the full data; otherwise it gets meta tensors.
     """
     owned, devices = dict(execution.module.named_parameters()), execution.devices
     target_device = torch.device(device) if device is not None else devices.device

@@ -56,7 +56,7 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
 
     Args:
         num_axes: number of axes of the device matrix.
-        decisions: decisions for the axes of this device matrix.
+        decisions: sharding decisions over the axes of this device matrix.
     """
     meanings: list[set[Meaning | None]] = [set() for _ in range(num_axes)]
     for meaning, axes in _sharded_meanings(graph, decisions):
@@ -124,7 +124,7 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
 
 @dataclass
 class _MeaningTrace:
-    """Meanings of dimensions and factors that are inferred so far.
+    """Meanings (batch, position, parameter or feature) inferred so far for dimensions and factors.
 
     Args:
         data: values that depend on the inputs of the model.

@@ -27,8 +27,8 @@ class Chunk:
         arriving: values that the chunk receives from the previous chunk.
         leaving: values that the chunk sends to the next chunk.
         returned: outputs of the model that the chunk computes.
-        splits_backward: whether the schedule runs the backward pass in two parts, for gradients of
-            inputs and of parameters.
+        splits_backward: whether the schedule runs the backward pass in two passes: gradients of
+            inputs, then of parameters.
     """
 
     number: int

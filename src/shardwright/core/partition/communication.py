@@ -66,7 +66,7 @@ class Communication:
         mesh: device matrix of the program.
         initial_layouts: layout in which each value is computed, a parameter is stored, or an input
             is passed in.
-        leading_transfers: transfers of each pinned output to its pinned layout, at which all
+        leading_transfers: transfers of each pinned output to its pinned layout, with which all
             routes to consumers begin.
         input_layouts: layouts in which each operator reads its inputs, by operator name.
         routes: transfers to each input of an operator, by (operator name, input index).
@@ -273,12 +273,12 @@ def _add_transfers(
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
-    """Add the missing transfers of `value` to `target`, and return all transfers of the route.
+    """Return the transfers that redistribute `value` to the layout `target`, created where they do
+    not exist yet.
 
     Args:
-        result: communication to which new transfers are added.
-        shared: existing transfers, by (value, steps from `result.layout(value)`); extended in
-            place.
+        result: communication of the program, to which new transfers are added.
+        shared: existing transfers, by (value, steps from its initial layout); extended in place.
         differentiable: whether a gradient may flow back from this consumer.
         trained: whether a gradient flows back when the graph's `trained` outputs are
             differentiated.

@@ -24,7 +24,8 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
     on 1,024 devices.
 
     Args:
-        unjoined_mesh: device matrix of the same ranks, whose axes are not joined with each other.
+        unjoined_mesh: device matrix of the same ranks; axes are not joined across the boundary
+            between two of its axes.
     """
     mesh = partitioned.mesh
     strides = () if unjoined_mesh is None else _axis_strides(unjoined_mesh)

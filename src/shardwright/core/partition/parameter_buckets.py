@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Parameters whose collectives are coalesced, as they are of equal types over equal axes.
+    """Parameters whose collectives have equal types and mesh axes, and are coalesced.
 
     Args:
         number: index of the bucket in order of first use.

@@ -25,9 +25,9 @@ class ScheduleSpec:
         torch_name: name of the class in `torch.distributed.pipelining.schedules`.
         min_chunks, max_chunks: minimum and maximum number of chunks per stage; None for no maximum.
         v_shaped: whether two stages run chunks in the order 0 1 1 0 instead of 0 1 0 1.
-        equal_rounds: whether the number of micro-batches must divide into equal rounds of about
-            one micro-batch per stage.
-        splits_backward: whether the backward pass runs in two parts, for gradients of inputs and of
+        equal_rounds: whether micro-batches run in rounds of about one per stage, so that the rounds
+            must be of equal size.
+        splits_backward: whether the backward pass runs in two passes: gradients of inputs, then of
             parameters.
         reuses_messages: whether all micro-batches share one send buffer per direction.
         fallback: name of the schedule that runs fewer micro-batches than stages; None if this

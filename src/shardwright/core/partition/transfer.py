@@ -13,7 +13,7 @@ from shardwright.core.layout.redistribution import RedistributionStep
 class Transfer:
     """One redistribution step of a value, which consumers of the value may share.
 
-    Transfers are compared by identity: an equal step after other steps is another transfer.
+    Transfers are compared by identity: equal steps after different steps are different transfers.
 
     Args:
         previous: transfer whose result the step redistributes; None if the step redistributes the

@@ -28,7 +28,8 @@ class PlanAnalysis:
         partitioned: the graph with the decisions of the plan.
         optimizer: name or instance of the optimizer whose state is counted in the memory.
         dry_runs: cached dry runs of the chunks.
-        pricing: the costs of the time-based search; None if another search made the decisions.
+        pricing: cluster and step for which a time-based search minimized seconds; None for other
+            searches.
         mem_coeff: weight of memory in the search.
         on_progress: callback for the progress of slow computations.
     """

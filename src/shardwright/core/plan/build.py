@@ -61,7 +61,8 @@ def make_plan(
         memory_limit: bytes that a step may use on each device; None for no limit.
         optimizer: the optimizer that the memory prediction assumes.
         dry_runs: cached dry runs, made during the search.
-        pricing: the costs of a time-based search; None for other searches.
+        pricing: cluster and step for which a time-based search minimized seconds; None for other
+            searches.
 
     Raises:
         PlanError: if the operators cannot be assigned to the chunks of the pipeline, or an

@@ -92,7 +92,8 @@ class PlanData:
         graph: the captured model; None for a plan from a file until `parallelize` captures the
             model.
         dry_runs: cached dry runs of the chunks.
-        pricing: the costs of a time-based search; None for other searches.
+        pricing: cluster and step for which a time-based search minimized seconds; None for other
+            searches.
     """
 
     mesh: DeviceMatrix

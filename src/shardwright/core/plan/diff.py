@@ -37,7 +37,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
 
     Args:
         first, second: the plans to compare.
-        every: whether to include the cuts of operators that follow their neighbors without
+        every: whether to include cuts of operators that copy their neighbors' cuts without
             communication.
     """
     return [

@@ -99,12 +99,12 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
 def _strategy_matches_cuts(
     row: OperatorRow, counts: OperatorStrategy, on_primes: Partitioned | None
 ) -> bool:
-    """Whether a strategy of numbers of shards resolves to the planned cuts; False if unknown.
+    """Whether a strategy of shard counts resolves to the planned sharding; False if unknown.
 
     Args:
-        row: the operator.
-        counts: the strategy.
-        on_primes: the plan on axes of prime sizes; None if unknown.
+        row: the operator in the plan.
+        counts: the strategy, with a number of shards for each dimension.
+        on_primes: the plan on a device matrix with axes of prime size; None if unknown.
     """
     if on_primes is None:
         return False

@@ -19,7 +19,7 @@ MEM_COEFF_FACTOR, MAX_MEM_COEFF = 8.0, 1e4
 
 @dataclass(frozen=True)
 class Attempt:
-    """Options to plan with, in order to meet the memory limit.
+    """Planner options for one attempt to meet the memory limit.
 
     Args:
         options: options with which the planner searches.

@@ -41,8 +41,8 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     """Return the fastest candidate that fits into memory; without a cluster, the first that fits.
 
     Args:
-        tasks: a model captured for one or more numbers of micro-batches, whose options differ in
-            this number only; several numbers need a cluster.
+        tasks: the model captured for one or more numbers of micro-batches, each with options that
+            differ in this number only; several numbers require a cluster.
         ranking: records the fastest candidate of each kind.
 
     Raises:

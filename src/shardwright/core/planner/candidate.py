@@ -57,14 +57,14 @@ class CapturedModel:
         loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
         batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
             all.
-        dry_runs: cached dry runs of chunks.
-        searched: cached results of searches, (cuts, seconds that the search took) or the error, by
-            the arguments of the search.
-        divisions: cached assignments of operators to chunks, by the arguments of the search, the
-            index of its result and the number of chunks.
-        chunk_times: cached (key, seconds of each chunk) pairs by numbers of stages and of chunks,
-            as searches with different arguments often return the same cuts, and schedules have
-            chunks in common. Lists, as decisions cannot be hashed.
+        dry_runs: cache of the dry runs of chunks, which measure memory.
+        searched: cached search results by the arguments of the search: (cuts, seconds that the
+            search took), or the error that it raised.
+        divisions: cached chunk index of each operator, by the arguments of the search, the index of
+            its result and the number of chunks.
+        chunk_times: cached lists of (decisions, seconds of each chunk), by numbers of stages and of
+            chunks. Different searches often return equal cuts. Lists, as decisions are not
+            hashable.
     """
 
     graph: Graph

@@ -118,12 +118,13 @@ class MemorySearch:
     def add(
         self, bound: float, entry: QueuedCandidate | QueuedOptions, seconds: float = 0.0
     ) -> None:
-        """Queue an entry with the lower bound `max(bound, seconds)` on its step time.
+        """Queue `entry` with the lower bound `max(bound, seconds)` on its step time.
 
         Args:
-            bound: lower bound in seconds that another entry implies, such as the bound of an
-                attempt for its candidates.
-            seconds: own lower bound of `entry` in seconds; breaks ties, smallest first.
+            bound: lower bound in seconds on the step time of all entries derived from the same
+                attempt, `entry` included.
+            seconds: lower bound in seconds on the step time of `entry` alone; breaks ties, smallest
+                first.
         """
         heappush(self.queue, (max(bound, seconds), seconds, next(self.entry_numbers), entry))
 
@@ -163,7 +164,7 @@ class MemorySearch:
         """Log the fastest candidate that is known to fit.
 
         Args:
-            seconds: seconds that the search has taken.
+            seconds: elapsed seconds of the search.
         """
         fitting = self.known_to_fit()
         bound = self.queue[0][0] if self.queue else 0.0
@@ -239,7 +240,7 @@ class MemorySearch:
                 yield bound, requested_kind(attempt.options)
 
     def _tighten_or_search_options(self, bound: float, queued: QueuedOptions) -> None:
-        """Search with `queued.stage_options.relaxed` for a tighter bound, or queue the candidates
+        """Search with the relaxed options of `queued` for a tighter bound, or queue the candidates
         of the first group of attempts, and the remaining groups as one entry.
 
         Args:
@@ -316,8 +317,8 @@ class MemorySearch:
         """Return a lower bound on the step time of `candidate` with recomputation.
 
         Args:
-            min_memory: bytes on a device of each stage that are not activations; by default the
-                fewest of all plans with `stage_options`.
+            min_memory: minimum bytes per device of each stage, without activations; by default the
+                minimum over all plans with `stage_options`.
         """
         predicted = candidate.predicted
         if predicted is None:
@@ -330,7 +331,7 @@ class MemorySearch:
     def _queue_unsharded(
         self, bound: float, stage_options: StageOptions, attempts: list[Attempt]
     ) -> tuple[list[Attempt], float]:
-        """Queue the first attempt as its own entry if only later attempts shard storage.
+        """Queue the first attempt, which does not use ZeRO, separately from the attempts that do.
 
         Without ZeRO a device stores at least as much as with the first level, so the attempt is
         postponed if no candidate of that level may fit. A step with the cuts of the first level is

@@ -40,7 +40,7 @@ BISECTIONS = 30
 
 @dataclass(frozen=True)
 class BlockOption:
-    """A recomputation option of equal blocks.
+    """One way to recompute activations of equal blocks.
 
     Args:
         freed: fraction of the model's saved activations that the option frees in one block.
@@ -54,11 +54,11 @@ class BlockOption:
 
 @dataclass(frozen=True)
 class RecomputeOptions:
-    """The recomputation options of a model, which do not depend on the size of its batch.
+    """The ways to recompute the activations of a model, independent of its batch size.
 
     Args:
-        blocks: for each depth of the module tree at which modules may be blocks, the options of
-            each block, with the number of blocks that have equal options.
+        blocks: for each depth of the module tree at which modules may be recomputed as blocks,
+            (options of a block, number of blocks with equal options) pairs.
         saved_bytes: bytes that one device would save for a micro-batch without recomputation.
         result_bytes: bytes of the results of all operators, to which `saved_bytes` is proportional
             in graphs of other batch sizes.
@@ -70,7 +70,7 @@ class RecomputeOptions:
 
     @classmethod
     def of(cls, graph: Graph, recompute: Mapping[str, Recompute]) -> RecomputeOptions:
-        """Return the options of `graph`.
+        """Return the recomputation options of `graph`.
 
         Args:
             recompute: recomputation marked by the user, by operator name.
@@ -91,7 +91,8 @@ class RecomputeOptions:
         return self.saved_bytes * result_bytes(graph) / max(self.result_bytes, 1)
 
     def curve(self, seconds_of: Callable[[str], float]) -> list[Vertex]:
-        """Return the vertices of r, by freed fraction ascending; the first is (0, 0).
+        """Return the least recomputation time as a convex function of the freed fraction of
+        activations.
 
         Args:
             seconds_of: function from the name of an operator to the seconds of its forward pass.
@@ -163,14 +164,15 @@ def _lower_convex_hull(points: Sequence[Vertex]) -> list[Vertex]:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The terms of the bound for a number of stages.
+    """Memory and time limits of the bound on recomputation, for a number of stages.
 
     Args:
-        seconds: W, seconds of computing one micro-batch.
-        curve: vertices of r.
-        parameter_bytes: P, bytes of parameters, gradients and optimizer state.
-        saved_bytes: A, bytes that a micro-batch saves without recomputation.
-        stage_bytes: C, bytes of all devices of a stage.
+        seconds: seconds of computing one micro-batch on the devices of one stage.
+        curve: vertices (freed fraction of the activations, least recomputation seconds per
+            micro-batch).
+        parameter_bytes: bytes of parameters, gradients and optimizer state of the model.
+        saved_bytes: bytes of activations that a micro-batch saves without recomputation.
+        stage_bytes: memory of all devices of a stage, in bytes.
     """
 
     seconds: float
@@ -182,11 +184,11 @@ class StageLimits:
     def least_seconds(self, in_flight: Sequence[int]) -> float:
         """Return the least seconds per micro-batch of the slowest stage, with recomputation.
 
-        If no recomputation frees enough memory, the largest one is assumed, as only a search tells
+        Assumes full recomputation if no recomputation frees enough memory: only a search determines
         how much memory a plan needs.
 
         Args:
-            in_flight: I_s, micro-batches in flight of each stage.
+            in_flight: number of micro-batches in flight of each stage.
         """
         low = self.seconds / len(in_flight)
         high = (self.seconds + self.curve[-1][1]) / len(in_flight)

@@ -21,11 +21,11 @@ class StageOptions:
             they have been searched, or if their search does not pay.
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
         is_too_large: whether even the highest ZeRO level was above the limit.
-        recompute_bound: function that returns a lower bound on the seconds that a step recomputes
-            to fit into memory, given the bytes on a device of each stage that are not activations
-            (None for the fewest possible).
-        recompute_seconds: result of `recompute_bound` for the fewest bytes; None before it was
-            called.
+        recompute_bound: function from the bytes per device of each stage without activations (None
+            for the minimum) to a lower bound on the seconds per step of recomputation that the
+            memory limit requires.
+        recompute_seconds: result of `recompute_bound` for the minimum bytes; None before the first
+            call.
     """
 
     options: PlanOptions

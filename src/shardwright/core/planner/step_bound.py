@@ -66,8 +66,8 @@ class StepBounds:
         computation alone.
 
         Args:
-            options: options with a cluster, a number of stages and a schedule. The bound is 0 for
-                a number of stages that does not divide the devices.
+            options: options with a cluster, a number of stages and a schedule. The bound is 0 if
+                the number of stages does not divide the number of devices.
         """
         stages, cluster = options.stages, options.resolved_cluster
         if not isinstance(stages, int) or options.devices % stages:
@@ -92,8 +92,8 @@ class StepBounds:
         fit into the memory limit; 0 without a limit.
 
         Args:
-            stage_memory: bytes on a device of each stage that are not activations; by default those
-                of parameters, gradients and optimizer state, sharded over all devices.
+            stage_memory: bytes per device of each stage without activations; by default those of
+                parameters, gradients and optimizer state, sharded over all devices.
         """
         stages, limit = options.stages, options.limit
         if limit is None or self._recompute_options is None or not isinstance(stages, int):

@@ -105,10 +105,10 @@ def _factors_before_positions(ndim: int) -> tuple[str, ...]:
 def exchanged_halves(
     op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
-    """Return the swaps that balance causal attention sharded by queries: of half a block of
-    queries, of `query_vectors` and of outputs.
+    """Return the exchanges that balance causal attention sharded along the queries: each device
+    swaps half of its queries, `query_vectors` and outputs with another device.
 
-    Returns () if queries are not sharded, or if a block is a single query.
+    Returns () if queries are not sharded, or if a shard has a single query.
 
     Args:
         query_vectors: further inputs with one row per query, `[..., queries, 1]`.

@@ -120,12 +120,13 @@ def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def rows_before(op: Op, blocks: int) -> list[int]:
-    """Return the number of positions of each preceding block that a block's window reaches.
+    """Return, for each preceding shard of the sequence, the number of its last positions within the
+    window of a shard.
 
-    Starts with the nearest block, and omits blocks that the window does not reach.
+    Starts with the nearest shard, and omits shards that the window does not reach.
 
     Args:
-        blocks: number of blocks of the sequence.
+        blocks: number of shards of the sequence.
     """
     arguments = call_arguments(op)
     # A window of w positions includes the query's own.

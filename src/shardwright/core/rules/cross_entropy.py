@@ -135,8 +135,8 @@ def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _local_sums_for_class_indices(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return this device's terms of the sums over classes, each with the shape of the targets:
-    Σ a z and, with class weights, W and the weight of the target class.
+    """Return this device's partial sums over classes, each with the shape of the targets: Σ a z
+    and, with class weights, W and the weight of the target class.
 
     Args:
         scores: logits minus their maximum over all classes, `[..., local classes]`.
@@ -169,7 +169,8 @@ def _local_sums_for_class_indices(
 def _local_sums_for_class_probabilities(
     scores: Tensor, arguments: Mapping[str, Any], first: Any, classes: int
 ) -> tuple[Tensor, ...]:
-    """Return this device's terms of Σ a z and W, for targets that are class probabilities.
+    """Return this device's partial sums Σ a z and W over classes, for targets that are class
+    probabilities.
 
     Args:
         scores: logits minus their maximum over all classes, `[..., local classes]`.

@@ -33,7 +33,7 @@ class InputShard:
         dims: dimensions along which the operator combines elements.
         shape: global shape of the input.
         offsets: global index of the first local element, for each of `dims`.
-        number: index of this shard in the all-gather.
+        number: index of this shard among all shards.
         count: number of shards.
         arguments: arguments of the call by name.
     """
@@ -84,8 +84,8 @@ class Combination:
         input.
 
         Args:
-            inputs, outputs: the factor of each dimension of each tensor, as `notation.names`
-                returns them.
+            inputs, outputs: the factor of each dimension of each tensor; None if it cannot be
+                sharded.
         """
         worked_along = (inputs[0][dim] for dim in dims)
         return sharding_rule(

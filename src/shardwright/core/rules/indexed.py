@@ -20,12 +20,13 @@ from shardwright.core.rules.rule import Kernel, Local
 
 
 def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
-    """Return a mask of the indices in other devices' blocks of a dimension of size `total`.
+    """Return a mask of the indices that belong to other devices' shards of a dimension of size
+    `total`.
 
     An index out of range is not masked, so that every device raises the error of the lookup.
 
     Args:
-        first, size: first index and size of this device's block.
+        first, size: first index and size of this device's shard.
     """
     in_this_block: Tensor = (indices >= first) & (indices < first + size)
     in_range: Tensor = (indices >= 0) & (indices < total)
@@ -123,7 +124,7 @@ class Indexed:
 
 @dataclass(frozen=True)
 class _LocalBlock:
-    """This device's block of a sharded dimension.
+    """This device's shard of a dimension, for lookups by index.
 
     Args:
         first: index of the first element.

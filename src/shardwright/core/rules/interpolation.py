@@ -45,7 +45,7 @@ NEAREST = {
 
 @dataclass(frozen=True)
 class Resized:
-    """Resizing of one dimension of an image, as a `Sliding` of `windowed`.
+    """Resizing of one dimension of an image, sharded with halos.
 
     Args:
         dim: the dimension of the image.

@@ -81,7 +81,8 @@ def _build_loss_rule(
     Args:
         inputs: the factors of each input.
         rows: the factors of the unreduced loss.
-        kernel, reductions: as fields of `ShardingRule`.
+        kernel, reductions: builder of the local computation, and function that returns its
+            collectives.
     """
     output = () if call_arguments(op)["reduction"] else rows
     reduced = () if output else [str(name) for name in rows]

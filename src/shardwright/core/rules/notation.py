@@ -100,7 +100,7 @@ def sharding_rule(
 
     Args:
         inputs, outputs: the factor of each dimension of each tensor; None if it cannot be sharded.
-        reduced, capacity, options: as fields of `ShardingRule`; `reduced` may be one string of
+        reduced, capacity, options: fields of the `ShardingRule`; `reduced` may be one string of
             names separated by spaces, and `capacity` defaults to the factors' sizes.
 
     Raises:

@@ -83,12 +83,13 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
 
 
 def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) -> tuple[int, int]:
-    """Return the numbers of queries and of keys that a device swaps with the mirrored block.
+    """Return the numbers of queries and of keys that a device swaps with device n - 1 - i, to
+    balance the causal mask.
 
     Args:
         args: arguments of the attention call, by name.
         devices: number of devices in the ring.
-        num_splits: number of shards, by factor `s`, of the queries of a block.
+        num_splits: number of shards of a device's queries along factor `s`.
     """
     queries, keys = (args[name].shape[-2] // devices for name in ("query", "key"))
     # Without a causal mask all blocks have equal work.
@@ -144,10 +145,11 @@ class _AttentionRing:
 
     Args:
         devices: number of devices in the ring.
-        index: index of this device's block.
-        num_splits: number of shards, by factor `s`, of the queries of a block.
-        split_index: index of this device's shard, by factor `s`, of the queries of its block.
-        swapped: numbers of the last queries and of the last keys that come from the mirrored block.
+        index: index i of this device in the ring; it swaps rows with device `devices` - 1 - i.
+        num_splits: number of shards of a device's queries along factor `s`.
+        split_index: index of this shard along factor `s`.
+        swapped: numbers of the last queries and of the last keys that come from the device with
+            which rows are swapped.
         causal: whether a query attends only to keys up to its own position.
         key_size: number of features of a key; in a tensor of key-value pairs the features of the
             value follow.
@@ -166,13 +168,14 @@ class _AttentionRing:
     send: Reduce
 
     def parts_of_step(self, step: int, queries: int, keys: int) -> Iterator[Part]:
-        """Yield the pairs of query rows and key rows to compute in a step, at most 2 x 2.
+        """Yield the pairs of query rows and key rows to compute in a step of the ring, at most 2 x
+        2.
 
         Omits pairs that the causal mask excludes.
 
         Args:
-            step: number of transfers that the current keys have made.
-            queries, keys: numbers of local queries and of keys in a block.
+            step: number of times that the current keys have been sent on.
+            queries, keys: numbers of queries and of keys on a device.
         """
         own_blocks = self.index, self.devices - 1 - self.index
         origin = (self.index - step) % self.devices
@@ -202,13 +205,13 @@ class _AttentionRing:
 def _consecutive_row_ranges(
     blocks: Sequence[BlockIndex], rows: int, swapped: int
 ) -> list[tuple[slice, BlockIndex]]:
-    """Return the ranges of rows of a block that have consecutive positions, each with the position
-    of its first row.
+    """Return the ranges of local rows with consecutive positions, each with the position of its
+    first row.
 
     Args:
-        blocks: index of this device's block, and of the mirrored block.
-        rows: number of rows of a block.
-        swapped: number of last rows that come from the mirrored block.
+        blocks: index of this device's rows, and of the rows that it swaps, in units of `rows`.
+        rows: number of local rows.
+        swapped: number of last rows that come from another device.
     """
     own_rows = slice(0, rows - swapped)
     ranges: list[tuple[slice, BlockIndex]] = [(own_rows, blocks[0] * rows)]

@@ -140,7 +140,7 @@ def _variance_correction(arguments: Mapping[str, Any]) -> float:
 
 
 def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
-    """Return the combination for `amax` and `max`, or for `amin` and `min` if not `largest`.
+    """Return the `Combination` for `amax` and `max`, or for `amin` and `min` if not `largest`.
 
     Args:
         largest: whether the operator takes the largest element, not the smallest.

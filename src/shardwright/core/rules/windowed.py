@@ -69,7 +69,7 @@ class Window:
         extent: number of rows from the first to the last that a window reads.
         stride: number of rows between the beginnings of windows.
         padding: number of rows of padding before the first row.
-        size: number of rows.
+        size: number of rows of the image, without padding.
         count: number of windows.
     """
 

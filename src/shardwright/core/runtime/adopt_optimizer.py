@@ -100,7 +100,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
         `optimizer`.
 
     Raises:
-        PlanError: if the optimizer has state, or a parameter that is not of the model.
+        PlanError: if the optimizer has state, or a parameter that the model does not have.
     """
     if optimizer.state:
         raise PlanError(

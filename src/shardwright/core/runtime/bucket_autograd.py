@@ -28,7 +28,7 @@ from shardwright.core.torch_internals.compiled import is_compiling
 
 
 class EnteredBucket(NamedTuple):
-    """A bucket whose local shards have been passed into the program.
+    """A bucket whose local shards are inputs of the program.
 
     Args:
         token: tensor through which the bucket's flat gradient flows.

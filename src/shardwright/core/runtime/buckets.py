@@ -28,9 +28,9 @@ class Gather:
 
     Args:
         group: the ranks that take part.
-        index: index of this rank's block in the gathered tensor.
-        reduces: whether the backward pass is a reduce-scatter; otherwise it slices this rank's
-            block of the gradient.
+        index: index of this rank's shard in the gathered tensor.
+        reduces: whether the backward pass reduce-scatters the gradient; otherwise it slices this
+            rank's shard of the gradient.
     """
 
     group: Group
@@ -125,7 +125,8 @@ class BoundBucket:
     # Backward
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Start the reduction of gradients; return the pending flat result, for `sum_replicas`.
+        """Start the reduction of gradients, and return the pending flat result; `sum_replicas` then
+        sums it over the replicas.
 
         Args:
             gradients: gradient of each unsharded member; None for a member without gradient.

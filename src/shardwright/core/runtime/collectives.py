@@ -37,8 +37,7 @@ from shardwright.core.torch_internals.distributed import functional_collectives 
 
 @dataclass(frozen=True)
 class Collective:
-    """An asynchronous collective: computation between `start` and `finish` overlaps it; a call runs
-    both.
+    """An asynchronous collective; calling it runs `start` and `finish` in sequence.
 
     Args:
         start: starts the collective on a local tensor and returns the pending result.
@@ -145,13 +144,13 @@ def slice_block(x: Tensor, dim: int, index: Index, count: int) -> Tensor:
 
 
 def exchange(x: Tensor, send: list[Index], receive: list[Index], group: Group) -> Tensor:
-    """Send this rank's block to one rank, and return the block received from another rank.
+    """Send this rank's tensor to one rank, and return the tensor received from another rank.
 
     Args:
-        x: this rank's block.
-        send: for each rank of the group, 1 if this rank sends to it, else 0.
-        receive: for each rank of the group, 1 if this rank receives from it, else 0.
-        group: the ranks that take part.
+        x: the tensor to send; all ranks send equal shapes.
+        send: for each rank of the group, 1 for the destination, 0 for all others.
+        receive: for each rank of the group, 1 for the source, 0 for all others.
+        group: the communicating ranks.
     """
     out = start_exchange(x, send, receive, group)
     return complete(out, x.dtype, group).view(x.shape)
@@ -323,11 +322,11 @@ def _bind_block_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> 
 def _send_and_receive_counts(
     to: Sequence[int], axes: Axes, devices: Devices
 ) -> tuple[Group, list[Index], list[Index]]:
-    """Return the group over `axes`, and this rank's send and receive counts: for each rank of the
-    group, 1 if this rank sends to (receives from) that rank, else 0.
+    """Return the group over `axes`, and for each rank of the group whether this rank sends to it,
+    and receives from it (1 or 0).
 
     Args:
-        to: for each position of the group, the position to which it sends its block.
+        to: for each position in the group, the position of the rank to which it sends.
         axes: the mesh axes of the group.
         devices: this rank's view of the devices.
     """
@@ -398,15 +397,16 @@ BINDINGS: dict[str, Callable[[RedistributionStep, Devices], BoundCollective]] = 
 
 
 def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool) -> Reduce:
-    """Bind the collective of a kernel to the process groups of `devices`.
+    """Bind the collective inside an operator's kernel to process groups.
 
     Args:
         devices: this rank's view of the devices.
         axes: the mesh axes over which the collective communicates.
-        operation: "sum" or "max" of terms, `GATHER` of blocks, or `MIRROR`, `PREVIOUS`, `NEXT` or
-            `RING`, which permute blocks.
-        varying: whether the gradient of the result differs between the ranks of the group, so that
-            it is summed too.
+        operation: "sum" or "max" for an all-reduce of the operand, `GATHER` for an all-gather of
+            shards, or `MIRROR`, `PREVIOUS`, `NEXT` or `RING` for a permutation of shards by
+            point-to-point communication.
+        varying: whether the gradient of the result differs between ranks, so that the backward pass
+            sums it over the group.
     """
     group = devices.group(axes)
     if operation == GATHER:

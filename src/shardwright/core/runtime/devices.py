@@ -43,10 +43,10 @@ class Group:
     """The ranks whose coordinates differ from this rank's only along `axes`.
 
     Args:
-        axes: the flattened mesh axes; the first is most significant in the index of a block.
+        axes: the flattened mesh axes; the first is most significant in the index of a shard.
         name: name of the process group.
         size: number of ranks.
-        order: for each block along `axes`, the position in the process group of the rank that owns
+        order: for each shard along `axes`, the position in the process group of the rank that owns
             it; the ranks of the process group are in the order of the mesh.
         waits: adds up the time spent waiting for collectives.
     """
@@ -74,12 +74,14 @@ class Devices:
         per_rank: evaluates a function of the coordinates on the device matrix for this rank.
         rank: index of this rank in its stage.
         stage, stages: index of this rank's stage, and number of stages.
-        connected: whether process groups are created; otherwise groups only have names.
+        connected: whether process groups are created; otherwise groups only have names, for
+            generated source that is not run.
         mesh: the `DeviceMesh` of DTensors; None without DTensors.
         mesh_axes: for each axis of `mesh`, the axes of `matrix` that are flattened into it.
         mesh_matrix: `mesh` as a device matrix.
         named_ranges: whether programs name their steps in traces of `torch.profiler`.
-        model: number of the planned model, in the order of `parallelize`, equal on all ranks.
+        model: index of the planned model among all models passed to `parallelize`, equal on all
+            ranks.
         waits: adds up the time spent waiting for collectives.
     """
 

@@ -128,19 +128,20 @@ def global_leaves(
     arrivals: Mapping[str, CutAxes],
     leaves: Sequence[Any],
 ) -> list[Any]:
-    """Return the leaves of a call with global shapes: inputs that arrive sharded are replaced by
-    meta tensors of the full shape.
+    """Return the leaves of a call, with sharded inputs replaced by meta tensors of their global
+    shape.
 
     Args:
-        planned: the planned value of each leaf; None for a leaf that the planned call did not pass.
+        planned: graph value of each leaf of the call that was planned; None for a leaf that is not
+            a graph input.
         mesh: the device matrix.
-        arrivals: for each input that arrives sharded, by name, the mesh axes that shard each of its
-            dimensions.
-        leaves: the leaves of the call.
+        arrivals: for each input that ranks pass sharded, by name, the mesh axes that shard each
+            dimension.
+        leaves: the leaves of the call's arguments on this rank.
 
     Raises:
-        PlanError: if the planned call did not pass one of the tensors, so that it is unknown
-            whether that tensor arrives sharded.
+        PlanError: if the call passes a tensor that the planned call did not pass, so that it is
+            unknown whether it is sharded.
     """
     if not arrivals:
         return list(leaves)

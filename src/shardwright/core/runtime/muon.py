@@ -190,10 +190,11 @@ def _orthogonalize_blocks(
 def _exchange_elements(
     flat: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Exchange elements of `flat` between the ranks of a group, and return the received elements.
+    """Exchange elements of a flat tensor between the ranks of a group, and return the received
+    elements.
 
     Args:
-        flat: the elements to send, in the order of ranks.
+        flat: the elements to send, ordered by destination rank; 1-D.
         sent, received: number of elements sent to, and received from, each rank.
         group: the process group.
     """

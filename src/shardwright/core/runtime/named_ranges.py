@@ -47,7 +47,7 @@ PASS = re.compile(r"(forward|backward|weights) of chunk \d+, micro-batch \d+")
 
 @dataclass(frozen=True)
 class CollectiveRange:
-    """Named ranges of one kind of collective over given mesh axes.
+    """Profiler ranges of one type of collective over given mesh axes.
 
     Args:
         collective: name of the collective in `COLLECTIVES`.
@@ -64,7 +64,7 @@ class CollectiveRange:
         return cls(collective, matrix.named(tuple(sorted(axes))), matrix.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
-        """Return the range around the start of the collective.
+        """Return the profiler range around the start of the collective.
 
         Args:
             num_bytes: bytes of this rank's input to the collective.

@@ -50,9 +50,9 @@ class Seeded:
     """A random operator with its own stream of random numbers.
 
     Args:
-        function: the operator, which draws from the default generators.
-        number: `stream_number` of the operator's name.
-        shard: index of the block of the output that this rank computes.
+        function: the operator, which draws from PyTorch's default generators.
+        number: hash of the operator's name (`stream_number`), which selects its random stream.
+        shard: index of the output shard that this rank computes.
     """
 
     function: Callable[..., Any]

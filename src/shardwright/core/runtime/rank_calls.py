@@ -139,8 +139,8 @@ class RankCalls:
 
         Args:
             name: name of the call, equal on all ranks.
-            always_meets: whether ranks wait for each other before the call communicates even if the
-                call is expected.
+            always_meets: whether ranks always synchronize before the call communicates; otherwise
+                only if the call is unexpected.
             max_wait: maximum seconds to wait until all ranks have begun the call.
 
         Raises:

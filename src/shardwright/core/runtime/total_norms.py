@@ -32,7 +32,7 @@ class StageParameters:
 
     Args:
         parameters: the parameters of this rank, by name.
-        stages: the stages that own each parameter of the model, by all its names.
+        stages: indices of the stages that own each parameter of the model, by each of its names.
         devices: this rank's view of the devices.
         dtype: dtype of norms, equal on all ranks.
     """
@@ -51,8 +51,8 @@ class StageParameters:
         Args:
             module: this rank's stage of the model.
             full: the full model, on the meta device.
-            stages: for each parameter, by its first name, the stages that own it; a parameter that
-                is missing is owned by the first stage.
+            stages: indices of the stages that own each parameter, by the parameter's first name in
+                `full`; a missing parameter is owned by the first stage.
             devices: this rank's view of the devices.
         """
         first = {id(parameter): name for name, parameter in full.named_parameters()}
@@ -171,7 +171,7 @@ def _models_in_norm_call(
     """Return the models over whose stages the norm of a call is computed.
 
     Args:
-        listed: the tensors that the user passed.
+        listed: the tensors that the user passed to the norm function.
         source: the module whose parameters `listed` are; None if unknown.
     """
     models = stage_models()

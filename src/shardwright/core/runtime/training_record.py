@@ -36,12 +36,13 @@ _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
 
 @dataclass
 class TrainingRecord:
-    """Losses, clipping and optimizer steps of this rank since its last call of a planned model.
+    """Record of losses, clipping and optimizer steps on this rank since its last call of a planned
+    model.
 
     Args:
-        absolute, weighted: sums of the absolute values, and of values weighted by position, of the
-            gradients on the host with which backward passes have entered the model.
-        on_device: both sums of gradients on an accelerator, which are not waited for; shape (2,),
+        absolute, weighted: sum of absolute values, and position-weighted sum, of the CPU gradients
+            that backward passes receive for the model's outputs.
+        on_device: both sums for gradients on an accelerator, without waiting for them; shape (2,),
             float32; None without such gradients.
         steps: number of steps of optimizers over planned parameters.
         learning_rate: sum of the learning rates of these steps' first parameter groups.
@@ -96,7 +97,7 @@ class TrainingRecord:
         """Record a step of an optimizer.
 
         Args:
-            groups: its parameter groups with planned parameters.
+            groups: the optimizer's parameter groups with planned parameters.
         """
         self.steps += 1
         self.learning_rate += _checksum_of(groups[0].get("lr"))

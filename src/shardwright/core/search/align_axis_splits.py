@@ -28,13 +28,14 @@ def align_axis_splits(
     pinned: Container[str],
     equal_axes: Axes,
 ) -> Iterator[CutsOfGraph]:
-    """Yield one variant of `cuts` per split position that occurs, with all splits at that position.
+    """Yield variants of `cuts` in which all operators split a group of axes between two factors at
+    the same position.
 
-    Operators whose sizes are not divisible by the moved cuts keep their cuts. Yields nothing if
-    there are fewer than two positions.
+    There is one variant for each position that occurs in `cuts`, and none if all positions are
+    equal. Operators with sizes that are not divisible keep their cuts.
 
     Args:
-        pinned: names of operators whose cuts stay as they are.
+        pinned: names of operators whose cuts are fixed.
         equal_axes: a group of axes of equal size over equal links.
     """
     limits = {

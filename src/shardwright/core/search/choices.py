@@ -36,14 +36,14 @@ MAX_SCALE = 64.0
 
 @dataclass(frozen=True)
 class OtherChoice:
-    """A factor that an operator could cut over an axis instead of the chosen one.
+    """An alternative to the factor that an operator cuts over an axis.
 
     Args:
         factor: name of the factor that is cut over the axis; empty for no cut.
         cost: cost of this choice minus that of the chosen factor, in seconds per step or as
             symbolic costs; below 0 if this choice is cheaper.
-        turns: for each knob in `KNOBS` the multiplier nearest to 1 that makes this choice cheaper
-            than the chosen factor. A knob is missing if no multiplier between `1 / MAX_SCALE` and
+        turns: for each quantity in `KNOBS` the multiplier nearest to 1 that makes this choice
+            cheaper than the chosen factor; missing if no multiplier between `1 / MAX_SCALE` and
             `MAX_SCALE` does.
     """
 
@@ -146,11 +146,10 @@ def _break_even_multiplier(cost: Cost, chosen: str, factor: str, knob: str) -> f
 def _alternative_cuts(
     op_type: OpType, cuts: Cuts, mesh: DeviceMatrix, axis: int
 ) -> Iterator[tuple[str, Cuts]]:
-    """Yield ("", cuts without `axis`), then (factor, cuts with `axis` on that factor) for each
-    factor that `axis` may cut.
+    """Yield (factor, cuts) for each factor that `axis` may cut; first ("", cuts without `axis`).
 
     Args:
-        cuts: present cuts of the operator.
+        cuts: the axes of each factor of the operator, as decided.
     """
     current_factors = factor_of_axis(cuts)
     other_axes = {a: factor for a, factor in current_factors.items() if a != axis}
@@ -229,7 +228,7 @@ def _scale_cost(
     """Return `cost` for other communication times, batch sizes and parameter weights.
 
     Args:
-        knobs: multipliers of communication and batch size; missing knobs have multiplier 1.
+        knobs: multipliers of communication time and batch size, 1 if missing.
         parameter_scale: multiplier of the seconds of gathering, reducing and updating parameters.
     """
     links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
@@ -295,10 +294,10 @@ def _axis_choices_by_symbolic_cost(
 
 
 def _choices_before_deciding_op(level: AxisLevel, choice: list[int], op: int) -> list[int]:
-    """Return the choices on one axis before `op` is decided, as if it were decided last.
+    """Return the choices on one axis for all operators that do not depend on the choice of `op`.
 
-    Operators that would follow `op` are undecided too, unless they follow another main operator at
-    the border of their region.
+    `op` is undecided, and so are operators without a cost model that would copy its choice; those
+    next to another main operator copy that operator's choice.
 
     Args:
         choice: decided choice of each operator on the axis.

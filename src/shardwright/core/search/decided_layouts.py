@@ -153,8 +153,9 @@ def tensor_context(
     """Return the `TensorContext` of `value`, an input or output of an operator.
 
     Args:
-        dims: the factor of each dim in the operator's rule.
-        initial_layout, consumer_layouts: as in `TensorContext`.
+        dims: the factor of each dim of `value` in the operator's rule.
+        initial_layout, consumer_layouts: layout in which the value is computed or passed in, None
+            if undecided; and layouts in which other decided operators read it.
     """
     return TensorContext(
         dims,

@@ -27,7 +27,7 @@ The value is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the l
 
 @dataclass(frozen=True, slots=True)
 class PricedTensor:
-    """A tensor of an operator, with its number of elements for the symbolic cost.
+    """A tensor of an operator, with the number of elements that counts in the symbolic cost.
 
     Args:
         size: number of elements of the full tensor.
@@ -49,25 +49,24 @@ class OpType:
     Args:
         factors: names of the factors that may be cut, and of factors of size 1 that the rule of a
             main operator labels.
-        limits: for each factor the largest number of shards, of which valid numbers are divisors.
+        limits: for each factor the largest number of shards; valid numbers of shards divide it.
         inputs, outputs: for each tensor the factor of each dim; `NO_CUT` if the dim cannot be cut.
-            Of two joined factors that cut a dim, the factor that cuts fewer dims counts: queries of
-            attention, which `s` and `ring` cut, have `s`, and keys, which only `ring` cuts, have
-            `NO_CUT`.
+            If two joined factors cut a dim, the factor that cuts fewer dims is listed: for
+            attention, `s` for the sequence of the queries, and `NO_CUT` for that of the keys, which
+            only `ring` cuts.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
             shards; `NO_CUT` if it shards none. The last row, `input_dims[NO_CUT]`, stands for no
             cut.
         choices: the factors that the symbolic search chooses from; ties go to the first.
         labels: name of each choice in the log, `I-axis` to `K-axis` for a matrix product.
         weight: index of the input whose memory is weighted by `mem_coeff`; None if no input is.
-        exclusive: for each factor the factors that must not be cut where a main operator cuts the
-            factor.
+        exclusive: for each factor of a main operator the factors that must not be cut with it.
         joined: pairs of factors that cut the same dims, of which at most one may be cut.
         is_main: whether the symbolic search decides operators of this type by cost; other operators
             follow neighbors.
         tensors: sizes of the inputs, then of the outputs.
-        priced: sizes of `tensors` in the symbolic cost. An embedding costs the same as the product
-            `one_hot(ids) @ table`, so its indices count as one-hot rows.
+        priced: sizes of the inputs and outputs in the symbolic cost. They differ from `tensors` for
+            an embedding, which costs the same as the product `one_hot(ids) @ table`.
     """
 
     factors: tuple[str, ...]
@@ -106,7 +105,7 @@ class OpType:
         return tuple(shard_counts)
 
     def divides(self, factor: int, shard_counts: Sequence[int], axis_size: int) -> bool:
-        """Whether one more axis of `axis_size` devices may cut `factor`.
+        """Whether one more mesh axis, of `axis_size` devices, may cut `factor`.
 
         Args:
             shard_counts: number of shards of each factor over the other axes.
@@ -358,11 +357,11 @@ def _replicating_inputs_of_ops(
 
 
 def _replicating_inputs_of_op(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Return for each input of an operator whether the operator is replicated if the input
-    is.
+    """Return, for each input of an operator, whether a replicated input makes the operator
+    replicated.
 
     Args:
-        is_data: for each input whether it depends on the model's inputs.
+        is_data: for each input whether it depends on the model's inputs, not only on parameters.
     """
     # An input that carries all factors decides; a bias or a mask that lacks some is broadcast.
     counted = is_data if any(is_data) else (True,) * len(is_data)

@@ -87,10 +87,11 @@ class NearbyCuts:
     def divisible(
         self, factors: FactorOfAxis, preferred: Mapping[str, Axes] = NO_AXES
     ) -> dict[str, Axes]:
-        """Return `factors` as cuts, without axes that do not divide the sizes of their factors.
+        """Return the cuts in which each axis shards the factor given by `factors`, without axes
+        that do not divide the sizes.
 
         Args:
-            preferred: for each factor the axes that come first, in this order; other axes follow,
+            preferred: for each factor, the axes to take first, in this order; other axes follow,
                 outermost first.
         """
         cuts: dict[str, Axes] = {}

@@ -24,7 +24,8 @@ def sharded_storage(
     sharding: OptimizerParallel,
     pinned: Collection[str] = (),
 ) -> Storage:
-    """Return `used` with parameters sharded further, over axes over which all uses are replicated.
+    """Return the storage layout of parameters with ZeRO: each is sharded further, over axes over
+    which all its uses are replicated.
 
     All added axes shard the same dim, so that a single all-gather restores the parameter: the first
     dim that `used` does not shard, or else the first dim. With `shard_size=-1` a parameter is
@@ -33,8 +34,10 @@ def sharded_storage(
     fewer devices if the dim is not divisible by `shard_size`.
 
     Args:
-        used: the axes that shard each dim of each parameter where operators read it, by name.
-        sharding: `shard_size`, and the `threshold` in KB below which parameters are not sharded.
+        used: the axes that shard each dim of each parameter where operators read it, by parameter
+            name.
+        sharding: ZeRO configuration: `shard_size`, and the `threshold` in KB below which parameters
+            are not sharded.
         pinned: names of parameters whose storage the user pinned; their storage does not change.
 
     Raises:
@@ -77,7 +80,8 @@ def _sharding_axes_by_parameter(
 def _shard_storage_further(
     value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
-    """Return `used` with one dim of a parameter sharded over up to `shard_size` times more devices.
+    """Return the storage layout of one parameter: `used`, with one dim sharded over up to
+    `shard_size` times more devices.
 
     Args:
         used: the axes that shard each dim where the parameter is used.

@@ -66,14 +66,15 @@ def _ranked_axes(cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes) 
 def _order_axes_of_each_rank(
     equal_axes: Axes, axes_of_ops: Sequence[list[RankedAxis]]
 ) -> tuple[Axes, Axes, Axes]:
-    """Return the order in which each rank (batch, position, other) takes axes.
+    """Return the order in which axes are assigned to each rank of dimensions: batch, positions, all
+    others.
 
-    A rank begins after the largest number of axes that lower ranks take in any operator, continues
-    to the last axis, and then takes the skipped axes in reverse. So positions never displace the
-    batch of another operator as long as there are enough axes.
+    The order of a rank begins after the axes that lower ranks need in any operator, continues to
+    the last axis, and ends with the skipped axes in reverse. So positions do not take the axes of
+    another operator's batch as long as there are enough axes.
 
     Args:
-        axes_of_ops: the ranked axes of each operator.
+        axes_of_ops: (rank, axis) pairs of each operator.
     """
     num_batch_axes, num_data_axes = (
         max((sum(rank <= last for rank, _ in each) for each in axes_of_ops), default=0)

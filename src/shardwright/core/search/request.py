@@ -27,7 +27,7 @@ significance."""
 
 @dataclass(frozen=True)
 class Pricing:
-    """The cluster, and the training step whose seconds the search by time minimizes.
+    """The cluster and the training step whose predicted time a search minimizes.
 
     Args:
         stages: number of pipeline stages, each of which has its own devices for the device matrix.
@@ -58,7 +58,7 @@ class Pricing:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """Request to cut the operators of a graph over the axes of a device matrix.
+    """Input of a search for the sharding of all operators of a graph over a device matrix.
 
     Args:
         pinned: cuts of pinned operators, by operator name; the search decides all other operators.
@@ -74,8 +74,8 @@ class SearchRequest:
         order: order in which the symbolic search decides main operators on an axis, one of
             `VISIT_ORDERS`: largest cost first, or graph order. Embeddings come last in both.
         log_costs: whether to log the cost of every choice to `shardwright.search`.
-        on_share: called with the completed fraction of a search by time. Other searches take less
-            than a second and do not call it.
+        on_share: called with the completed fraction of a search that minimizes seconds. Other
+            searches take less than a second and do not call it.
 
     Raises:
         StrategyError: if a pinned operator is not in the graph.

@@ -24,7 +24,7 @@ the memory limit of a device."""
 def ring_cuts(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], pinned: Container[str], limit: int
 ) -> Mapping[str, Cuts] | None:
-    """Return `cuts` with ring attention where gathered keys and values take much memory.
+    """Return `cuts` with ring attention where all-gathered keys and values need too much memory.
 
     Axes that cut the sequence factor of an operator cut the factor joined with it instead
     (`ShardingRule.joined`), which also shards the keys and values.

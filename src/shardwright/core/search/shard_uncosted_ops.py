@@ -177,12 +177,12 @@ class _UncostedOps(DecidedLayouts):
         return self._apply_if_cheaper(region, spread)
 
     def _apply_if_cheaper(self, ops: Sequence[Op], change: Callable[[], None]) -> bool:
-        """Call `change`, and restore the cuts of `ops` if communication grows.
+        """Call `change`, which replaces the cuts of `ops`, and undo it if communication grows.
 
-        The change remains only if all of these hold: the communication volume of redistributing
-        activations does not grow, also with each message counted as `BYTES_PER_MESSAGE`; gradients
-        are reduced over groups of axes that already exist, so that they share buckets; and
-        additional gradient bytes cost less than the activation memory that is saved.
+        Keeps the change if the communication volume of redistributing activations does not grow,
+        with and without `BYTES_PER_MESSAGE` for each message; gradients are reduced over existing
+        groups of axes, so that they share buckets; and the additional bytes of gradients cost less
+        than the saved activation memory.
 
         Args:
             ops: operators whose cuts `change` may replace.

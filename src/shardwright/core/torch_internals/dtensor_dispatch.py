@@ -114,7 +114,7 @@ def run_unless_mixed(
 def _are_tensors_written(
     written: Sequence[tuple[int, str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[bool]:
-    """Yield True for each ordinary tensor that an operator writes to.
+    """Yield True for each ordinary tensor among the arguments that an operator writes to.
 
     Args:
         written: positions and names of the arguments that the operator writes to.

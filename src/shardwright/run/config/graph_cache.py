@@ -44,8 +44,8 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
     folder is not accessible, or is writable by other users.
 
     Args:
-        description: everything that determines the graph except package versions; its `repr` must
-            be the same in every process.
+        description: all inputs that determine the graph, except package versions; its `repr` must
+            be equal in every process.
     """
     if os.environ.get("SHARDWRIGHT_GRAPH_CACHE") == "off":
         return capture()

@@ -16,7 +16,7 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
     """Translate a configuration into keyword arguments of `PlanOptions`.
 
     Args:
-        model: the model of the configuration, whose blocks are assigned to pipeline stages.
+        model: the built model, whose blocks are assigned to pipeline stages.
     """
     parallel = config.parallel
     expert_pins_ops = parallel.expert is not None

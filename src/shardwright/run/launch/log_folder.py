@@ -77,10 +77,11 @@ class LogFolder:
             )
 
     def archive_attempt(self, rank: int | None = None) -> None:
-        """Rename logs before a restart, for example `stdout` to `stdout.attempt-0`.
+        """Rename the log files of one or all ranks before a restart, for example `stdout` to
+        `stdout.attempt-0`.
 
         Args:
-            rank: rank of the logs; None for all ranks.
+            rank: rank whose logs are renamed; None for all ranks.
         """
         for folder in self.run.glob("rank.[0-9]*") if rank is None else [self.rank(rank)]:
             attempt = len(list(folder.glob("stdout.attempt-*")))

@@ -100,7 +100,7 @@ class RankEnd:
         rank, pid: rank and process id.
         status: exit status; the negative signal number if a signal killed the process; None if the
             process could not be killed.
-        time: seconds at which the end was observed, on one clock for all ranks.
+        time: monotonic time in seconds at which the launcher observed the end.
         signals: signals that the launcher sent to the process.
         stopped_by: the signal, such as SIGSTOP, that had stopped the process before the launcher
             killed it; None if the process was running.

@@ -67,14 +67,14 @@ def serve_store() -> Iterator[int]:
 
 
 def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = True) -> dist.TCPStore:  # type: ignore[name-defined]
-    """Serve a `TCPStore`, at `host` only if that is an IP address or `localhost`.
+    """Serve a `TCPStore`, only on `host` if that is an IP address or `localhost`.
 
-    `TCPStore` by itself listens on all interfaces. Other names may have another address on the
-    other nodes than on this one, so that the store listens on all interfaces.
+    For any other host name, which other nodes may resolve to another address, the store listens on
+    all interfaces, as `TCPStore` does by default.
 
     Args:
         host, port: address of the store; port 0 for any free port.
-        timeout: timeout of its operations.
+        timeout: timeout of store operations.
         shared: whether other stores of this process with the same port use this server.
 
     Raises:

@@ -39,14 +39,15 @@ def non_finite_value(tensor: Tensor) -> str | None:
 
 
 def earliest_finding(net: torch.nn.Module, order: int, finding: str) -> str | None:
-    """Return, on every rank, the earliest finding of any rank; None if no rank has one.
+    """Return the earliest non-finite value on any rank, on every rank; None if all values are
+    finite.
 
-    A finding is a non-finite value with its origin.
+    Collective, unless `net` has no other ranks.
 
     Args:
         net: the trained module; without other ranks, this rank's finding is the result.
-        order: sort key by time of this rank's finding; `NO_FINDING` without a finding.
-        finding: description of this rank's finding.
+        order: time order of this rank's first non-finite value; `NO_FINDING` without one.
+        finding: description of this rank's first non-finite value.
     """
     if not (
         isinstance(net, ParallelModule)
@@ -150,9 +151,9 @@ class _NonFiniteChecker(TorchFunctionMode):
             findings[value] = (self.num_checked, f"{value} first in {role} {line}")
 
     def first_finding(self, stage: int, stages: int) -> tuple[int, str]:
-        """Return sort key by time and description of this rank's first non-finite value.
+        """Return time order and description of this rank's first non-finite value.
 
-        Without one, returns `(NO_FINDING, "")`.
+        Returns `(NO_FINDING, "")` if all values are finite.
 
         Args:
             stage: pipeline stage of this rank.

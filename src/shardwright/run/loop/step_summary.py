@@ -33,10 +33,10 @@ INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED)
 
 @dataclass(frozen=True)
 class _EventContext:
-    """Properties that an event inherits from the events that enclose it.
+    """Properties that a profiler event inherits from its enclosing events.
 
     Args:
-        category: category to which the event's time is added; empty if not yet determined.
+        category: category to which the event's time is added; empty if undetermined.
         backward: whether the event is in the backward pass.
         waiting: whether the event is in a pipeline schedule, but outside all passes of chunks.
         collective: collective and mesh axes of the enclosing send or wait; None outside one.
@@ -64,7 +64,7 @@ class StepSummary:
 
     @classmethod
     def of(cls, events: Iterable[Any], steps: int, is_accelerated: bool) -> StepSummary:
-        """Summarize the `FunctionEvent`s of `steps` steps.
+        """Summarize the profiler's `FunctionEvent`s of `steps` steps.
 
         Args:
             is_accelerated: whether computation runs on an accelerator, whose kernel time counts.
@@ -93,7 +93,7 @@ class StepSummary:
         weight: float,
         is_accelerated: bool,
     ) -> None:
-        """Add the time of an event, and the bytes of a send, to the averages.
+        """Add the time of a profiler event, and the bytes that it sends, to the averages.
 
         Args:
             self_seconds: self time of the event, divided by the number of steps.

@@ -138,11 +138,12 @@ def _mean_of_processes(figures: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured training step of the small model.
+    """Measured time of one training step of the small model, with its prediction.
 
     Args:
-        counts: predicted number of times that each of `FIGURES` occurs in the step.
-        other_seconds: predicted seconds of the step without `FIGURES`.
+        counts: coefficient of each of `FIGURES` (fitted overheads of the cluster, in seconds) in
+            the predicted time of the step.
+        other_seconds: predicted seconds of the step if all `FIGURES` are 0.
         seconds: measured seconds of the step.
     """
 
@@ -165,11 +166,11 @@ def _measure_steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterat
 
 
 def measured_step(partitioned: Partitioned, cluster: Cluster, seconds: float) -> MeasuredStep:
-    """Split the predicted time of a step into counts of `FIGURES` and the remaining seconds.
+    """Split the predicted time of a step into the share of each of `FIGURES` and all other seconds.
 
     Args:
-        partitioned: the step.
-        cluster: cluster of the prediction; its values of `FIGURES` have no effect.
+        partitioned: the model of the step, partitioned over the processes.
+        cluster: cluster of the prediction; its values of `FIGURES` are ignored.
         seconds: measured seconds of the step.
     """
     # For devices that share a processor the time model is linear in FIGURES: a prediction with one

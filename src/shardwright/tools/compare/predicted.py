@@ -159,7 +159,8 @@ class GridComparison:
         Args:
             expert: the expert's alternative; yielded as the best of the grid if it fits and no plan
                 of the grid that fits is faster.
-            planned_points: plans of the grid that have already been made, by degrees.
+            planned_points: plans of the grid that have already been made, by degrees of
+                parallelism.
         """
         micro_batches = self.run.config.parallel.num_micro_batches
         bounds = {
@@ -238,7 +239,7 @@ class GridComparison:
             seq_parallel: whether to shard norms and residuals along the sequence; by default only
                 with tensor parallelism.
             vocab_emb_dp: whether to replicate the embedding over tensor-parallel devices.
-            hsdp: ZeRO settings; by default the settings of the configuration.
+            hsdp: ZeRO settings; by default the ones in the configuration.
         """
         data, model, stages = degrees
         pin_expert(

@@ -38,8 +38,8 @@ class ConfigurationRow(BaseModel, strict=True, frozen=True):
     """Published throughput of a configuration file; unknown keys are ignored.
 
     Args:
-        file: name of the configuration file, in the folder of the list of runs or below its
-            subfolder `mindformers`, where the name may have a prefix: `folder__file.yaml`.
+        file: file name, relative to the folder of the list of runs or to its subfolder
+            `mindformers`. In the subfolder, `folder__file.yaml` is found as `file.yaml`.
     """
 
     file: str
@@ -151,8 +151,8 @@ def planned_runs(
         cluster: cluster to which runs are restricted; by default all runs, each on its own cluster.
 
     Returns:
-        The runs, beginning with the runs of the list `rows`, and the reasons why runs are omitted,
-        by file name.
+        The runs (those of the list `rows` first), and the reason for each omitted run, by file
+        name.
 
     Raises:
         ConfigError: if the file is invalid, no run is on the cluster, or a run was faster than the

@@ -349,10 +349,10 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
         key: name of the list, one of `LIST_KEYS`. A file whose top level is a list is `rows`.
 
     Returns:
-        The entries of the list; [] if the file lacks the list.
+        The entries of the list; [] if the file has only other lists.
 
     Raises:
-        ConfigError: if the file has no non-empty list, or a value that is not a list.
+        ConfigError: if all lists of the file are missing or empty, or one of them is not a list.
     """
     content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
     lists = content if isinstance(content, dict) else {"rows": content}
@@ -368,9 +368,11 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
 
 
 def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
-    """Validate `row`, an entry of a list of runs, and return it as a `row_type`.
+    """Validate an entry of a list of runs, and return it as an object.
 
     Args:
+        row_type: model that describes the valid keys and values, and class of the result.
+        row: the entry, as read from JSON.
         location: file and index of the entry, for error messages.
 
     Raises:

@@ -29,7 +29,8 @@ class Trial:
     Args:
         plan: number of the plan, from 1; equal plans have equal numbers.
         stages: number of pipeline stages.
-        cuts: number of shards of each factor of each main operator; empty if replicated.
+        cuts: number of shards of each factor of each main operator; empty if the operator is
+            replicated.
         bytes: communication volume per device and step, in bytes.
         memory: predicted peak memory per device, in bytes.
         seconds: predicted step time; None without a cluster.

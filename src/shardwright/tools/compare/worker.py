@@ -40,8 +40,8 @@ class MeasureOrder:
     Args:
         config: path of the expert configuration, whose tiny variant is trained.
         graph: path of the captured graph.
-        plans: path of the plan, by name of the alternatives.
-        rounds: timed steps of each plan.
+        plans: path of each plan, by the names of its alternatives.
+        rounds: number of timed steps of each plan.
     """
 
     config: str

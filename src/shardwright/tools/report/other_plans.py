@@ -18,11 +18,11 @@ THIS_PLAN = "this plan"
 
 
 def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterator[OtherPlan]:
-    """Yield the plan of the page and each other plan, with bars on one scale.
+    """Yield the plan of the page and the plans to compare it with, with bars on one scale.
 
     Args:
-        others: plan, or reason why it does not exist, by name of the plan; if empty, nothing is
-            yielded.
+        others: for each plan to compare with, by name, the plan or the reason why it could not be
+            made; if empty, nothing is yielded.
     """
     if not others:
         return

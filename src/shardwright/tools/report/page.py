@@ -37,7 +37,7 @@ class Bar:
 
     Args:
         category: category of time or memory, which determines the color.
-        start, length: position of the left end, and length.
+        start, length: position of the left end, and length of the visible bar.
         hidden: length of the part that overlaps earlier bars, drawn left of `start`.
     """
 

@@ -56,7 +56,8 @@ def write_page(
 
     Args:
         path: the file to write.
-        others: plan, or reason why it does not exist, by name of the plan; compared with `plan`.
+        others: for each plan to compare with `plan`, by name, the plan or the reason why it could
+            not be made.
         measured: measurements of a run with this plan; None for a page of predictions only.
 
     Raises:
@@ -76,7 +77,8 @@ def plan_page(
     Notes replace charts whose data is missing in plan files of earlier releases.
 
     Args:
-        others: plan, or reason why it does not exist, by name of the plan.
+        others: for each plan to compare with, by name, the plan or the reason why it could not be
+            made.
         measured: measurements of a run with this plan.
 
     Raises:

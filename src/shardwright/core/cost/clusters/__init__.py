@@ -40,7 +40,7 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
     """Return the contents of a cluster file, with missing entries taken from its `base`.
 
     Args:
-        derived: names of the files that led here by their `base`, the first file first.
+        derived: names of the files whose `base` entries led to this file, to detect cycles.
     """
     content = parse_yaml(_read_cluster_file(name), str(name), ConfigError)
     if not isinstance(content, Mapping) or "base" not in content:

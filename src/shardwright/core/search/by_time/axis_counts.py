@@ -62,10 +62,11 @@ def group_axes(links: Links) -> tuple[AxisGroup, ...]:
 def enumerate_cut_counts(
     axis_groups: Sequence[AxisGroup], limits: Sequence[int], max_cuts: int
 ) -> Counts | None:
-    """Return the axis counts of all valid cuts of an operator, of shape (cuts, factor, axis group).
+    """Return, for all valid cuts of an operator, the number of axes of each group that shard each
+    factor; shape (cuts, factors, axis groups).
 
     Args:
-        limits: for each factor an integer that must be a multiple of its number of shards.
+        limits: for each factor, an integer that its number of shards must divide.
         max_cuts: maximum number of cuts to return.
 
     Returns:
@@ -130,8 +131,8 @@ class CountedRedistributionBound:
         Rows of the result are source layouts, columns are target layouts.
 
         Args:
-            source: counts of shape (layout, dim + 1, axis group); the last dim counts the axes over
-                which the value is a partial sum.
+            source: number of axes of each group that shard each dim, of shape (layout, dim + 1,
+                axis group); the last dim counts the axes over which the value is a partial sum.
             target: counts of the same shape; the last dim counts the axes over which the gradient
                 is a partial sum.
             num_bytes: bytes of the full value.

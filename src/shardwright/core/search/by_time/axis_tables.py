@@ -85,8 +85,9 @@ class AxisTables:
 
     Args:
         axis: the axis of the device matrix to decide.
-        choices: choices on all axes; choices on `axis` are read only for variables that are fixed.
-        tables: cache of tables that all axes share; a key contains all that its table depends on.
+        choices: the factor that each axis cuts, for each variable; read on `axis` only for fixed
+            variables.
+        tables: cache of tables that all axes share; the key of a table contains all its inputs.
 
     Attributes:
         shard_counts: for each variable the number of shards of each factor over the other axes.
@@ -410,7 +411,7 @@ class AxisTables:
         sizes: list[int],
         factors: list[Factor],
     ) -> None:
-        """Append to `factors` the cost tables of one value, for consumers that may share
+        """Append to `factors` the cost tables of one value whose consumers may share
         redistributions.
 
         Args:

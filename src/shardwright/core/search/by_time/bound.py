@@ -39,11 +39,11 @@ entry for each choice of the variable."""
 def lower_bound(
     tables: CountTables, unfolded: SearchProblem, on_share: OnShare = ignore_share
 ) -> float:
-    """Return a lower bound in seconds on the objective of all plans.
+    """Return a lower bound in seconds on the search objective, over all shardings.
 
     Args:
-        tables: tables of the folded problem.
-        unfolded: the problem with one variable per operator, without folding repeated blocks.
+        tables: cost tables of the problem in which repeated blocks share variables.
+        unfolded: the problem with one variable per operator.
         on_share: called with the completed fraction of `MAX_ROUNDS`.
     """
     messages = _MessagePassing(tables)
@@ -152,15 +152,15 @@ class _MessagePassing:
 def _bound_of_unfolded_problem(
     tables: CountTables, unfolded: SearchProblem, sent_costs: list[CostsByEnd]
 ) -> float:
-    """Return the bound in seconds of the unfolded problem, in which each block gets the messages of
-    its representative in the folded problem.
+    """Return the bound in seconds of the problem with one variable per operator, from costs that
+    were optimized for the problem in which repeated blocks share variables.
 
-    Any messages prove a bound. The messages of the representative prove a tight bound, since all
-    blocks but the first and the last are equal.
+    Any division of the edge costs between operators proves a bound. Each block gets the division of
+    its representative, which is tight, since all blocks but the first and the last are equal.
 
     Args:
-        tables: tables of the folded problem.
-        sent_costs: for each edge table the costs that it passes to its two ends.
+        tables: tables of the problem with shared variables.
+        sent_costs: for each edge table the costs that it adds to the operators at its two ends.
     """
     problem, edge_tables = tables.problem, tables.edge_tables
     edges = {_key_of_edge(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
@@ -204,10 +204,11 @@ def _bound_of_unfolded_problem(
 def _key_of_edge(
     edge: TensorEdge, consumers: tuple[tuple[int, int], ...], producer: tuple[int, int] | None
 ) -> Hashable:
-    """Return a key that is equal for edges of equal values between equal variables.
+    """Return a hashable key of an edge, equal for edges of equal values between equal variables.
 
     Args:
-        consumers, producer: consumers and producer of `edge`, as variables of the folded problem.
+        consumers, producer: consumers and producer of `edge`, as (variable, input or output index)
+            in the problem with shared variables.
     """
     # Values without a producer are distinguished by name: two parameters of one shape are not the
     # same value.

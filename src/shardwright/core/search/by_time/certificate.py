@@ -52,15 +52,15 @@ class CertifiedCuts:
 
 
 def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
-    """Return the objective of `cuts`, and a lower bound on the objective of all cuts.
+    """Return the objective of a sharding, and a lower bound on the objective of all shardings.
 
     Args:
-        request: request with pricing on a device matrix of prime axes; its `on_share` is called
-            with the completed fraction.
-        cuts: the cuts of each operator, by name.
+        request: the search, with a cluster as cost model, and a device matrix whose axes have prime
+            sizes; reports the completed fraction to its `on_share`.
+        cuts: the mesh axes of each factor of each operator, by operator name.
 
     Raises:
-        StrategyError: if the request has no pricing.
+        StrategyError: if the search has no cluster, so that its costs are not in seconds.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     unfolded = timed_search(request, fold=False)
@@ -158,8 +158,8 @@ def gap_of(
 ) -> float | None:
     """Return an upper bound on the relative gap between a plan's objective and the optimum.
 
-    The result is 0.02 for a plan at most 2 % above the optimum. The optimum is over all plans with
-    the same device matrix, stages and micro-batches; pins and fixed outputs are ignored.
+    For example, 0.02 means that the plan is at most 2 % above the optimum. The optimum is over all
+    plans with the same device matrix, stages and micro-batches; pins and fixed outputs are ignored.
 
     Args:
         mesh: device matrix of the plan; its axes need not be prime.

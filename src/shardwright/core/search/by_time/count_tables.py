@@ -48,15 +48,15 @@ class TooManyCutsError(Exception):
 
 
 class TableEnd:
-    """The layouts of a value for the cut counts of the variable at one end of an edge table.
+    """Layouts of a value at one end of a cost table: its producer or its consumer.
 
     Args:
-        layout_of: for each cut count of the variable the layout of the value, as an index of the
-            rows or columns of the table.
+        layout_of: for each choice of the operator at this end, the layout of the value, as an index
+            of the rows or columns of the table.
 
     Attributes:
-        first_of_layout: for each layout the position of its first cut count, if cut counts are
-            sorted by layout.
+        first_of_layout: for each layout the position of its first choice, with choices sorted by
+            layout.
     """
 
     def __init__(self, layout_of: npt.NDArray[np.intp]) -> None:
@@ -92,10 +92,10 @@ class EdgeTable:
 
 
 class CountTables:
-    """Cost tables over cut counts, whose least sum is at most the least objective of a problem.
+    """Cost tables whose minimum sum is a lower bound on the objective.
 
     Args:
-        model: time model on a device matrix of prime axes.
+        model: time model on a device matrix whose axes have prime sizes.
         weights: weights of the linear objective.
         plan: the cuts of a plan, by operator name. Consumers of one value share redistributions, so
             that only a weighted mean of their costs is a lower bound; only the consumers with the

@@ -65,13 +65,15 @@ class TablesTooLargeError(Exception):
 
 
 def search_exactly(request: SearchRequest) -> CertifiedCuts:
-    """Return the cheapest cuts found, with a lower bound on the objective of all cuts.
+    """Return the cheapest cuts found by an exact search, with a lower bound on the objective of all
+    cuts.
 
     Args:
-        request: request with pricing on a device matrix of prime axes.
+        request: the search, with a cluster as cost model, and a device matrix whose axes have prime
+            sizes.
 
     Raises:
-        StrategyError: if the request has no pricing.
+        StrategyError: if the search has no cluster, so that its costs are not in seconds.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     search = timed_search(request)

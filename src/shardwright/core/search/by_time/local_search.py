@@ -42,7 +42,7 @@ def local_search(
     """Change `cuts` in place, operator by operator, as long as the objective decreases.
 
     Args:
-        total: function to minimize, from the terms of a cost to seconds.
+        total: function from an `ObjectiveCost` to the seconds to minimize.
         max_rounds: maximum number of visits to each operator.
         min_gain: minimum decrease of the objective by a change, as a fraction of the objective.
         on_share: called with the completed fraction of the visits or of `MAX_NEW_PRICES`, whichever

@@ -29,7 +29,7 @@ def log_costs(
 
     Args:
         axes: the axes to log.
-        cuts: the decided cuts of each variable.
+        cuts: the axes of each factor of each variable.
     """
     edges_around = problem.edges_around()
     mesh = objective.model.mesh

@@ -20,7 +20,8 @@ from shardwright.core.search.nearby_cuts import OpLayouts, layouts_of
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveCost:
-    """The terms of the objective, formula (1), for an operator, a value or the full model.
+    """Components of the search objective (formula (1) of `core.search`), for an operator, a value
+    or the full model.
 
     Args:
         forward, backward: seconds of computation per micro-batch (F, W).
@@ -57,7 +58,8 @@ class ObjectiveCost:
     def total(
         self, micro_batches: int, parameter_byte_seconds: float, slowdown: float = 0.0
     ) -> float:
-        """Return T of formula (1): the seconds of a step plus the weighted bytes of parameters.
+        """Return the search objective in seconds: step time plus weighted parameter memory (T in
+        formula (1) of `core.search`).
 
         Args:
             parameter_byte_seconds: weight of one byte of parameters, in seconds.
@@ -99,7 +101,7 @@ class Objective:
         """Return the cost of all operators and edges of the model.
 
         Args:
-            cuts: the cuts of each variable.
+            cuts: the axes of each factor of each variable.
         """
         cost = ObjectiveCost()
         for variable, op_cuts in zip(self.problem.variables, cuts, strict=True):
@@ -109,11 +111,10 @@ class Objective:
         return cost
 
     def cost_below(self, cuts: Sequence[Cuts], total: Total, bound: float) -> ObjectiveCost | None:
-        """Return the cost of the model, or None if the objective is not below `bound`
-        seconds.
+        """Return the cost of the model, or None if the objective is at least `bound` seconds.
 
         Args:
-            cuts: the cuts of each variable.
+            cuts: the axes of each factor of each variable.
         """
         op_costs = ObjectiveCost()
         for variable, op_cuts in zip(self.problem.variables, cuts, strict=True):
@@ -128,15 +129,15 @@ class Objective:
         total: Total,
         bound: float,
     ) -> ObjectiveCost | None:
-        """Return `base` plus the cost of `edges`, or None if the objective is not below `bound`.
+        """Return `base` plus the cost of `edges`, or None if the objective is at least `bound`.
 
         Searching for redistribution steps takes most of the time of a search. So edges without a
-        cached cost start at a lower bound and are priced one by one, the largest bound first, until
-        the objective reaches `bound`.
+        cached cost start at a lower bound, and their costs are computed one by one, the largest
+        bound first, until the objective reaches `bound`.
 
         Args:
-            cuts: the cuts of each variable.
-            total: function to minimize, from the terms of a cost to seconds.
+            cuts: the axes of each factor of each variable.
+            total: function from an `ObjectiveCost` to the seconds to minimize.
             bound: seconds that the objective must be below.
         """
         # A bound above the best total discards a candidate without pricing any of its edges.
@@ -270,7 +271,7 @@ class Objective:
         """Return the layout in which a value is computed or passed in.
 
         Args:
-            cuts: the cuts of the producer; ignored where the layout is fixed.
+            cuts: the axes of each factor of the producer; ignored where the layout is fixed.
         """
         if edge.fixed_axes is not None:
             return TensorLayout(self.model.mesh, edge.fixed_axes)

@@ -74,8 +74,8 @@ class TensorEdge:
         fixed_axes: the axes that shard each dim before redistribution, for values without a
             producer and for outputs with a fixed layout; None if the producer's cuts decide.
         consumers: (variable index, input index) of each operator that reads the value.
-        returned: whether the model also returns the value, or updates a buffer with it; both need
-            it replicated.
+        returned: whether the value must be replicated because the model returns it or updates a
+            buffer with it.
         differentiable: whether a gradient flows back to the producer.
         is_shared_parameter: whether the value is a parameter that several operators read. Its
             storage is decided separately, while the storage of other parameters follows from the
@@ -301,12 +301,12 @@ class BlockRun:
 
 
 def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[int]:
-    """Return for each operator the index of its representative, whose cuts the operator gets.
+    """Return for each operator the index of its representative, whose cuts it copies.
 
     All blocks of a run but the first and the last get the cuts of the second block.
 
     Args:
-        op_keys: a key for each operator; operators share cuts only if their keys and their types
+        op_keys: a hashable key of each operator; operators share cuts only if their keys and types
             are equal.
     """
     decided_by = list(range(len(indexed.names)))
@@ -324,7 +324,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     """Return disjoint runs of at least `MIN_BLOCKS` equal blocks.
 
     Args:
-        op_keys: a key for each operator; operators are equal if their keys and their types are.
+        op_keys: a hashable key of each operator; operators are equal if their keys and types are.
     """
     number_of_key: dict[Hashable, int] = {}
     keys = np.array(

@@ -39,7 +39,7 @@ def table_index(layout: AxisLayout) -> int:
 
 
 def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str], float]) -> Table:
-    """Return the seconds of redistributing a value over one axis, forward and backward.
+    """Return the seconds of redistributing a value over one mesh axis, forward plus backward.
 
     Rows are the layouts at the producer, columns the layouts at a consumer. The last column has the
     all-reduce of the forward pass, which consumers in `PARTIAL` and in `REPLICATED` share.
@@ -74,11 +74,11 @@ def redistribution_table(ndim: int, differentiable: bool, seconds: Callable[[str
 
 @cache
 def column_sums(sets: ReadLayouts, columns: int) -> Table:
-    """Return a matrix M such that `redistribution_table(...) @ M` has a column of costs for each
-    set.
+    """Return a matrix M such that column i of `redistribution_table(...) @ M` is the cost of
+    reading a value in all layouts of `sets[i]`.
 
-    M is 1 for the layouts of a set. For a set with both `PARTIAL` and `REPLICATED`, the last row of
-    M is -1, since the two share an all-reduce.
+    M is 1 for the layouts of a set. For a set with both `PARTIAL` and `REPLICATED`, its last row is
+    -1, since the two share an all-reduce.
 
     Args:
         sets: sets of layouts, one per column of M.
@@ -96,7 +96,8 @@ def column_sums(sets: ReadLayouts, columns: int) -> Table:
 def layout_sets(
     consumers: tuple[ReadLayouts, ...], returned: frozenset[AxisLayout]
 ) -> tuple[ReadLayouts, dict[ReadLayouts, Table]]:
-    """Return the sets of layouts in which a value may be read, and a table for each consumer.
+    """Return the possible sets of layouts in which consumers read a value, and a table for each
+    consumer.
 
     The table of a consumer is 0 where a set (column) contains the layouts that the consumer reads
     at a choice (row), and infinity elsewhere.

@@ -71,13 +71,13 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
 
 
 def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
-    """Return a search for `request`, without running it.
+    """Return a search that minimizes predicted seconds, without running it.
 
     Args:
         fold: whether repeated blocks share variables.
 
     Raises:
-        StrategyError: if the request has no pricing.
+        StrategyError: if `request` has no cluster, so that its costs are not in seconds.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     pricing = request.pricing
@@ -139,12 +139,12 @@ class TimedSearch:
 
     def run(self, on_share: OnShare = ignore_share) -> list[list[Cuts]]:
         """Return the best cuts of each variable and, if different and nearly as cheap, the best
-        without copying choices between axes (step 3).
+        without copying choices between axes.
 
         The cuts with the lowest objective come first.
 
         Args:
-            on_share: called with the completed fraction, which jumps when a part ends early.
+            on_share: called with the completed fraction, which jumps when a phase ends early.
         """
         recursion_part, *local_search_parts, swap_part = (
             subrange(on_share, index, 4) for index in range(4)
@@ -251,8 +251,7 @@ class TimedSearch:
         on_share: OnShare,
         up_to_date: Set[int] = frozenset(),
     ) -> float:
-        """Decide axes again until the objective stops decreasing, and return the objective (step
-        2).
+        """Decide axes again until the objective stops decreasing, and return the objective.
 
         Args:
             up_to_date: axes that were decided after the last change of any other axis; deciding
@@ -370,7 +369,7 @@ class TimedSearch:
         return best_total
 
     def weights(self, exposed_share: float) -> Weights:
-        """Return the weights of the linear objective for one λ.
+        """Return the weights of the linear objective for a fraction of exposed communication.
 
         Weights are the coefficients in m F + (1 - s) λ (Ga - F) + s Ga, where s is the slowdown by
         overlapped communication: the weight of F is m - (1 - s) λ and the weight of Ga is s + (1 -

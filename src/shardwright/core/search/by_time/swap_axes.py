@@ -48,8 +48,8 @@ def swap_axes(
     """Change `cuts` in place where swapping two axes for some operators decreases the objective.
 
     Args:
-        total: function to minimize, from the terms of a cost to seconds.
-        weights: linear approximation of `total`, for the tables of the elimination.
+        total: function from an `ObjectiveCost` to the seconds to minimize.
+        weights: linear approximation of `total`, for the cost tables.
         on_share: called with the fraction of the pairs of axes that have been tried.
 
     Returns:
@@ -116,7 +116,8 @@ def _cuts_with_axes_swapped(
 
 
 class _AxisSwap:
-    """Binary choice for each operator: its present cuts (0), or its cuts with two axes swapped (1).
+    """Binary choice for each operator: its present cuts (0), or its cuts with two mesh axes swapped
+    (1).
 
     Args:
         cuts: present cuts of each variable.
@@ -155,15 +156,15 @@ class _AxisSwap:
         self._unchanged_cost = total_cost
 
     def best(self, total: Total, bound: float) -> tuple[list[Cuts], ObjectiveCost] | None:
-        """Return the cuts and cost of the first priced combination with a total below `bound`.
+        """Return the first combination of swaps with a total below `bound`, as cuts and cost.
 
-        Combinations are priced in the order of their lower bounds.
+        Costs are computed in the order of the combinations' lower bounds.
 
         Args:
-            total: function to minimize, from the terms of a cost to seconds.
+            total: function from an `ObjectiveCost` to the seconds to minimize.
 
         Returns:
-            None if no priced combination has a total below `bound` seconds.
+            None if no combination that was tried has a total below `bound` seconds.
         """
         tabulated = {
             edge: ops for edge, ops in self._ops_of_edge.items() if len(ops) <= MAX_OPS_PER_TABLE

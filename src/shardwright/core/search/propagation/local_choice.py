@@ -47,7 +47,7 @@ and outputs on a device."""
 
 @dataclass(frozen=True, eq=False)
 class LocalProblem:
-    """Choice of the cuts of one operator, given the layouts at its decided neighbors.
+    """The problem to choose the cuts of one operator, given the layouts at its decided neighbors.
 
     Args:
         inputs, outputs: inputs and outputs of `op`, with their layouts at decided neighbors.

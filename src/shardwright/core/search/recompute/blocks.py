@@ -43,14 +43,14 @@ RecomputeByOp = Mapping[str, Recompute]
 
 @dataclass(frozen=True)
 class RecomputePrices:
-    """Prices of moving and of sending one byte: the floating-point operations that take as long.
+    """Cost in FLOPs of a byte that is moved in memory or sent: the FLOPs that take as long.
 
     The defaults are the ratios of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
     second in memory, and 300e9 bytes per second over NVLink in one direction (NVIDIA's data sheet).
 
     Args:
-        moved: operations per byte that is read or written in device memory.
-        sent: operations per byte that is sent over the fastest links.
+        moved: FLOPs per byte that is read or written in device memory.
+        sent: FLOPs per byte that is sent over the fastest links.
     """
 
     moved: float = 156.0
@@ -67,13 +67,13 @@ class RecomputePrices:
 
 @dataclass(frozen=True)
 class RecomputeBlock:
-    """The operators of one module call in one stage.
+    """The operators of one module call on one pipeline stage, as a unit of recomputation.
 
     Args:
         stage: index of the pipeline stage.
         name: name of the module call; empty for operators outside of modules.
-        options: for each option, by name, the bytes that it frees on a device and its cost in
-            floating-point operations, then the operators that it recomputes.
+        options: for each recomputation option, by name: the bytes that it frees on a device with
+            its cost in FLOPs, and the operators that it recomputes.
     """
 
     stage: int
@@ -89,11 +89,11 @@ depths, for the depth to be tried."""
 
 
 class RecomputeBlocks:
-    """Blocks of a model at each depth of its module tree, with recomputation options.
+    """Modules of a model at each depth of its module tree, as blocks with recomputation options.
 
     Args:
         stage_of: function from an operator to the index of its pipeline stage.
-        prices: floating-point operations that a byte moved or sent counts as.
+        prices: cost of moved and sent bytes in FLOPs.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RecomputeBlocks:
         Args:
             block_of: (stage, module call) of each operator that may be recomputed, by name.
             lean: whether to omit operators at the start of a segment that save no tensors for their
-                backward pass (biases, views, sums): recomputing these operators frees no memory.
+                backward pass (biases, views, sums): recomputing them frees no memory.
         """
         recompute: dict[str, Recompute] = {}
         cheap_ops: dict[str, Op] = {}
@@ -289,13 +289,13 @@ class RecomputeBlocks:
         return freed
 
     def _communication_with_recompute(self, recompute_by_op: RecomputeByOp) -> Communication:
-        """Return the communication of the model, without buckets, if operators are recomputed.
+        """Return the communication of the model, without buckets, with additional recomputation.
 
         A result is valid only until the next call: results share transfers, and each call changes
         the segments of the transfers.
 
         Args:
-            recompute_by_op: recomputation in addition to the user's recomputation.
+            recompute_by_op: additional recomputation, by operator name.
         """
         for transfer in self._plain_flow.transfers:
             # Only segments differ; computing routes again for each option would take longer than
@@ -312,9 +312,10 @@ class RecomputeBlocks:
     def _num_repeated_operations(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], float]:
-        """Return the floating-point operations that a device repeats for each block.
+        """Return the FLOPs that a device repeats for each block, with moved and sent bytes as
+        FLOPs.
 
-        Bytes moved or sent count as operations by their prices.
+        Moved and sent bytes are converted by `RecomputePrices`.
 
         Args:
             flow: communication with recomputation.
@@ -385,8 +386,8 @@ class ActivationEstimate:
                 self._roots[op.output] = self._roots.get(viewed, viewed)
 
     def saved_bytes(self, flow: Communication) -> SavedBytes:
-        """Return the bytes saved for backward: inputs of recomputed segments, and tensors of other
-        ops.
+        """Return the bytes saved for the backward pass: inputs of recomputed segments, and tensors
+        of operators outside of segments.
 
         Tensors that share memory count once.
 
@@ -434,12 +435,13 @@ class ActivationEstimate:
     def _local_fraction_of_saved_tensor(
         self, op: Op, shape: Sequence[int], flow: Communication
     ) -> float:
-        """Return the fraction on a device of a tensor that `op` saves besides inputs and outputs.
+        """Return the fraction that a device holds of a tensor that `op` saves besides inputs and
+        outputs.
 
         A tensor is sharded like the output or an input of equal shape, such as the softmax that a
         loss saves. Without a tensor of equal shape, it is sharded like an output that is at least
-        as large, or else like the largest input. A tensor larger than this input, as `experts`
-        saves per token and expert, is sharded like the computation.
+        as large, or else like the largest input. A tensor larger than the largest input, as
+        `experts` saves per token and expert, is sharded like the computation.
 
         Args:
             shape: full shape of the tensor.

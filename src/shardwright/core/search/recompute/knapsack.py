@@ -32,7 +32,7 @@ class KnapsackItem:
 
 
 class _ParetoFrontier(NamedTuple):
-    """Pareto-optimal choices of options for the first blocks, by freed bytes, descending.
+    """Pareto-optimal choices of options for a prefix of the blocks, by freed bytes, descending.
 
     Args:
         freed, cost: freed bytes and cost of each state, as sums over its blocks.

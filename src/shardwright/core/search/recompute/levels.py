@@ -57,7 +57,7 @@ class StageLevels:
     Attributes:
         activation_bytes: estimated bytes of activations on a device, as (bytes at the first level,
             bytes at the last level).
-        key: value that is equal for stages with equal chunks, which share measured levels.
+        key: hashable value that is equal for stages with equal chunks, which share measured levels.
     """
 
     def __init__(self, blocks: Sequence[RecomputeBlock], saved_bytes: int, in_flight: int) -> None:
@@ -105,7 +105,7 @@ class StageLevels:
         per device.
 
         Args:
-            other_bytes: bytes on a device that are not activations.
+            other_bytes: bytes per device without activations.
         """
         return other_bytes + self.activation_bytes[1] + self._largest_block_bytes
 
@@ -114,7 +114,7 @@ class StageLevels:
         bytes per device.
 
         Args:
-            other_bytes: bytes on a device that are not activations.
+            other_bytes: bytes per device without activations.
             gradients_present: whether all gradients are allocated while activations are at their
                 peak.
         """
@@ -132,7 +132,7 @@ class StageLevels:
         the last level.
 
         Args:
-            other_bytes: bytes on a device that are not activations.
+            other_bytes: bytes per device without activations.
             limit: memory limit in bytes per device.
             min_ratio: factor by which the estimate is multiplied.
         """
@@ -172,7 +172,8 @@ class StageLevels:
         """Yield (operator name, `Recompute` decision) for each operator that a level recomputes.
 
         Args:
-            needed: bytes to free; ignored unless `option` is "".
+            needed: bytes to free with the cheapest combination of options; ignored if `option` is
+                not "".
             option: name of the option of all blocks; "" for the cheapest combination of options.
         """
         if option:
@@ -202,7 +203,7 @@ class RecomputeLevels:
     """The recomputation levels of all stages of a plan, in addition to the user's recomputation.
 
     Args:
-        prices: floating-point operations that a byte moved or sent counts as.
+        prices: cost of moved and sent bytes in FLOPs.
         depths: groups of depths of the module tree at which modules may be blocks; None for
             `RecomputeBlocks.depths`.
         blocks: blocks of another plan with equal sharding and equal operators in each stage.
@@ -242,7 +243,7 @@ class RecomputeLevels:
         `limit`.
 
         Args:
-            other_bytes: bytes on a device of each stage that are not activations.
+            other_bytes: bytes per device of each stage without activations.
             limit: memory limit in bytes per device.
         """
         stages = zip(
@@ -259,7 +260,7 @@ class RecomputeLevels:
 
         Args:
             depth: depth of the module tree at which modules are blocks.
-            other_bytes: bytes on a device of each stage that are not activations.
+            other_bytes: bytes per device of each stage without activations.
         """
         # From the second micro-batch on, all gradients exist throughout a backward pass.
         gradients_present = self._pipeline.micro_batches > 1
@@ -271,10 +272,10 @@ class RecomputeLevels:
     ) -> Decisions:
         """Return `decisions` with the least recomputation at which all stages may fit into memory.
 
-        Memory is estimated low, so that the result hardly ever recomputes more than necessary.
+        Memory is underestimated, so that the result rarely recomputes more than necessary.
 
         Args:
-            other_bytes: bytes on a device of each stage that are not activations.
+            other_bytes: bytes per device of each stage without activations.
             limit: memory limit in bytes per device.
         """
         stages = self.at_depth(self.depths[0][0])

@@ -60,10 +60,10 @@ class RecomputeSearch:
         decisions: decisions to which the search adds recomputation.
         measure: function that measures the memory of decisions by a dry run.
         limit: memory limit in bytes per device.
-        other_bytes: bytes on a device of each stage that are not activations.
-        max_ratio: largest expected ratio of measured to estimated peak memory. If the estimate
-            times this ratio is within the limit, no dry run is made at the last levels. None if
-            this dry run is always made.
+        other_bytes: bytes per device of each stage without activations.
+        max_ratio: largest expected ratio of measured to estimated peak memory. If the estimate at
+            the last levels times this ratio is within the limit, the dry run at these levels is
+            skipped. None to never skip it.
 
     Attributes:
         estimate_fits: whether the estimated peak at the last levels, times `max_ratio`, is within

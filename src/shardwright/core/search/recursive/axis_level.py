@@ -27,7 +27,8 @@ class AxisLevel:
         axis_size: number of devices along the axis.
 
     Attributes:
-        choice: index of the factor that the axis cuts, `NO_CUT` or `UNDECIDED`, for each operator.
+        choice: for each operator the index of the factor that the axis cuts, `NO_CUT`, or
+            `UNDECIDED`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ logger = logging.getLogger("shardwright.search")
 
 @dataclass(frozen=True, slots=True)
 class OperatorCosts:
-    """Symbolic costs of the choices of one operator on one axis, without redistributions.
+    """Symbolic costs of cutting one operator over one axis, without redistributions.
 
     Args:
         elements: number of elements of a shard of each input, then of each output.
@@ -71,7 +71,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
 
 
 class Recursion:
-    """The recursion over axes, with the shard counts of the axes decided so far and cached costs.
+    """Recursive search over mesh axes, with the shard counts of earlier axes and cached costs.
 
     Args:
         order: order in which main operators are decided, one of `VISIT_ORDERS`.
@@ -218,7 +218,7 @@ def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
 def _tensors_shared_with_decided_ops(
     level: AxisLevel, op: int, elements: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """Return the tensors that `op` shares with operators whose choice on this axis is decided.
+    """Return the tensors that `op` shares with operators that are decided on this axis.
 
     Args:
         elements: number of elements of a shard of each input, then of each output.
