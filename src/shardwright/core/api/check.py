@@ -433,9 +433,9 @@ def _parameters_used_by_operators(graph: Graph, operators: Sequence[str]) -> fro
 
 
 def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
-    """Return the names of operators that draw random numbers; empty if outputs and gradients do not
-    depend on the seed. With a next layer initialized to zeros, only gradients depend on the seed.
-    """
+    """Return the names of operators that draw random numbers; empty if neither outputs nor
+    gradients depend on the seed. If the next layer is initialized to zeros, only gradients depend
+    on it."""
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:
@@ -468,8 +468,8 @@ def _counted_and_planned_sent_bytes(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the counted and the planned bytes that one device sends, each (forward, backward).
 
-    With several stages, the bytes of a stage in which counted and planned bytes differ or, if they
-    are equal on all stages, of the stage with the most planned bytes.
+    With several stages, returns the bytes of a stage in which counted and planned bytes differ or,
+    if there is none, of the stage with the most planned bytes.
     """
     # Simulated stages do not count what they gather of the global batch.
     gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0

@@ -151,7 +151,7 @@ def _find_losses(
 
     The loss is the differentiable scalar that the model returns as `loss` in a dict, named tuple or
     dataclass; then there are no others. Otherwise the loss is the first differentiable scalar, and
-    the others are the scalars that are neither terms of the loss nor computed from the loss alone.
+    the others are scalars that are neither added to the loss nor computed from the loss alone.
     """
     differentiable = differentiable_from(graph, sources)
     leaves = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())

@@ -3,9 +3,9 @@
 During export, models of `transformers` materialize the mask of all pairs of positions, which fast
 kernels do not read and which does not fit into memory for a long sequence. A causal mask, if
 verified, becomes `is_causal`, and a sliding-window mask becomes `windowed_attention`. A large mask
-that compares numbers of queries and keys, as document ids of packed sequences, or that hides
-padding, becomes `masked_attention`, which recomputes the mask from these numbers for each block of
-queries.
+that compares a vector over queries with one over keys, such as document ids of packed sequences, or
+that hides padding, becomes `masked_attention`, which recomputes the mask from these vectors for
+each block of queries.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ class _FunctionTrial:
         """Return whether `backward` computes the derivative of `forward`.
 
         The comparison uses normal inputs, small inputs, inputs of many magnitudes, integers, and
-        zeros. The method fails if gradients are NaN in all trials, as `forward` is then defined on
-        few numbers.
+        zeros. The method fails if gradients are NaN in all trials, as `forward` is then undefined
+        for most numbers.
         """
         draws = (
             self._draw_normal_values,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 GLOBALS = "globals of "
-"""Prefix of the Python module name in the place of a global variable.
+"""Prefix of the module name in the location of a global variable.
 
-The prefix distinguishes the place of a global variable from the path of a submodule.
+The prefix distinguishes a global variable of a Python module from an attribute of a submodule.
 """
 
 GRADIENT_MODE = (GLOBALS + "torch", "is_grad_enabled")
-"""(place, name) of the gradient mode (`torch.no_grad`), which is recorded like a global
+"""(location, name) of the gradient mode (`torch.no_grad`), which is recorded like a global
 variable."""
 
 GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -76,8 +76,8 @@ def modes_read(codes: Iterable[CodeType]) -> Iterator[tuple[str, str]]:
 
 
 def globals_of(scope: str) -> dict[str, Any]:
-    """Return the global variables of the Python module that `place` names; empty if the module is
-    not imported."""
+    """Return the global variables of the Python module whose location is `place`; empty if the
+    module is not imported."""
     if scope == GRADIENT_MODE[0]:
         return _CurrentModes()
     file = sys.modules.get(scope.removeprefix(GLOBALS))

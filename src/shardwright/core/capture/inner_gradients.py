@@ -198,8 +198,8 @@ class _GradientPath:
         return [node for node in of_tensors if node not in changed]
 
     def call(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
-        """Call the operators on `tensors`, the values of `roots` and `others`; return the values of
-        all nodes."""
+        """Run the operators with `tensors` as the values of the nodes `roots` and `others`; return
+        the values of all nodes."""
         values: dict[fx.Node, Any] = dict(zip((*self.roots, *self.others), tensors, strict=True))
         for node in self.operators:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -258,7 +258,7 @@ class _GradientPath:
 
 
 def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Find the nodes through which gradients flow to `starts`, in graph order.
+    """Return the nodes computed from `starts` while gradients are enabled, in graph order.
 
     A node of `starts` is included only if it depends on another start node.
     """

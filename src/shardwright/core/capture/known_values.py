@@ -1,5 +1,5 @@
-"""Values of tensors that depend on no argument or parameter, such as the mask
-`~torch.eye(n).bool()`. Shapes and branches may depend on known values during capture.
+"""Compute the values of tensors that depend on no argument or parameter, such as the mask
+`~torch.eye(n).bool()`, on which shapes and branches may depend during capture.
 
 Buffers have the values that they have at capture. Capture records which buffers were read, as a
 call with other values of these buffers needs another captured program.
@@ -147,11 +147,12 @@ _known_values_of_traces: list[KnownValues] = []
 def filling_caches() -> Iterator[None]:
     """Return a context for tracing that leaves no fake tensor in the user's `lru_cache`s.
 
-    On exit, fake tensors with known values are replaced by tensors with these values; other cache
-    entries with fake tensors are removed.
+    On exit, fake tensors whose values can be computed are replaced by tensors with these values;
+    other cache entries with fake tensors are removed.
 
     Raises:
-        CaptureError: if a cache contains a fake tensor without a known value.
+        CaptureError: if a cache contains a fake tensor whose values depend on an argument or
+            parameter.
     """
     caches = CachedFunctions()
     try:
@@ -197,7 +198,8 @@ class KnownValues(TorchFunctionMode):
         _known_values_of_traces.append(self)
 
     def known_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each fake tensor that is still alive after its trace and has a known value.
+        """Yield each fake tensor that is still alive after its trace and whose values can be
+        computed.
 
         Each item is (fake tensor, tensor with its values on the device of the model).
         """
@@ -207,8 +209,8 @@ class KnownValues(TorchFunctionMode):
                     yield tensor, recipe.value.to(self._device)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the value of a tensor that does not depend on arguments; None if the value is
-        unknown."""
+        """Return the value of a traced tensor; None if the value depends on arguments or
+        parameters."""
         seen, recipe = self._recipes.get(tensor, (None, None))
         with suppress(_UnknownValueError):
             if recipe is not None and seen == version(tensor):
@@ -254,8 +256,8 @@ class KnownValues(TorchFunctionMode):
         return self._call_and_record(func, args, kwargs)
 
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function, and record how its results are computed if the values of all arguments
-        are known."""
+        """Call a function, and record how to compute its results if the values of all arguments can
+        be computed."""
         try:
             read = (_make_empty_recipe(args[0]), *args[1:]) if func in _LIKE and args else args
             recipe_args = self._convert_to_recipes((read, kwargs))

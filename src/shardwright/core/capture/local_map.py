@@ -213,7 +213,7 @@ class LocalFunction:
         """Trace a call of the function as one operator.
 
         Raises:
-            StrategyError: if the call does not fit the notation.
+            StrategyError: if the arguments or results do not match the notation.
         """
         body = FunctionBody(self.function)
         where = f"{body.description} at {current_line()}"

@@ -119,7 +119,7 @@ class LocalPart:
         """Check the shapes of tensor arguments.
 
         Raises:
-            StrategyError: if the call does not fit the notation.
+            StrategyError: if the arguments do not match the notation.
         """
         entries, notation = self.declared.inputs, self.declared.notation
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "no tensors"
@@ -144,7 +144,7 @@ class LocalPart:
         """Return the shape and dtype of each result of a dry call.
 
         Raises:
-            StrategyError: if the results do not fit the notation.
+            StrategyError: if the results do not match the notation.
             CaptureError: if arguments have symbolic sizes and a size of a result has no name.
         """
         shapes, declared = [shape for shape, _ in dry.results], self.declared
@@ -210,7 +210,7 @@ class LocalPart:
         """Check the shapes of the results of a dry call.
 
         Raises:
-            StrategyError: if the results of a dry call do not fit the notation.
+            StrategyError: if the results do not match the notation.
         """
         entries, notation = self.declared.outputs, self.declared.notation
         sizes = {n: size_of(s) for n, s in self.declared.sizes(tensors).items()}

@@ -90,15 +90,15 @@ class BandProofs:
         return ALL if value is not None and bool(value.all()) else None
 
     def _infer_reshaped_band(self, source: Any, mask: fx.Node) -> Band | None:
-        """Return the band of `mask`, an expanded or reshaped `source`; None if the mask cannot be
-        shown to be a band."""
+        """Return the band of `mask`, an expanded or reshaped `source`; None if it cannot be proven
+        to be a band."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
         return band if band == ALL or same_pairs else None
 
     def _infer_triangle_band(self, mask: fx.Node) -> Band | None:
-        """Return the band of `tril` or `triu` of a mask; None if the mask cannot be shown to be a
-        band."""
+        """Return the band of `tril` or `triu` of a mask; None if the result cannot be proven to be
+        a band."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
@@ -132,8 +132,8 @@ class BandProofs:
         return None
 
     def _get_value(self, node: Any) -> Tensor | None:
-        """Return the values of a small tensor that is computed from constants only; None for other
-        tensors."""
+        """Return the values of a small tensor computed from constants only; None for other tensors.
+        """
         if not is_tensor(node):
             return None
         if node not in self._values:
@@ -156,8 +156,8 @@ class BandProofs:
 
 
 def _infer_band_of_vectors(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
-    """Return the band of the mask `greater(query, key)`, for tensors `[..., positions]`; None if
-    the mask cannot be shown to be a band."""
+    """Return the band of the mask `greater(query, key)`, for tensors `[..., positions]`; None if it
+    cannot be proven to be a band."""
     if bool(greater(queries.amin(), keys.amax())):
         return ALL
     after = _count_keys_after(queries, keys, greater)

@@ -179,7 +179,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def line_of_function(function: Any) -> str:
-    """Return the place where a user function is defined, as `(file.py:12)`; `""` for library
+    """Return the location where a user function is defined, as `(file.py:12)`; `""` for library
     functions."""
     code = getattr(function, "__code__", None)
     if code is None or not _is_user_file(code.co_filename):

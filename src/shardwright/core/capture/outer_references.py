@@ -59,11 +59,12 @@ class OuterReferences:
 
     @contextmanager
     def leading_to_copy(self) -> Iterator[bool]:
-        """Return a context in which the references lead to the modules of the copy; the context
-        value is whether there are any.
+        """Return a context in which outside references to the model's modules lead to the copy's
+        modules; yields whether any reference was replaced.
 
         Raises:
-            CaptureError: if a registry is keyed by the `id()` of a module, unless `follow_ids`.
+            CaptureError: if a registry is keyed by the `id()` of a module, and `follow_ids` is
+                False.
         """
         holders = list(self._reachable.mutable_containers())
         if self._refuse_ids:

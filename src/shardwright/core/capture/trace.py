@@ -186,7 +186,7 @@ def _export_call(
     varying: Collection[tuple[int, int]],
     on_progress: OnProgress,
 ) -> tuple[torch.export.ExportedProgram, TracedAttributes, str | None]:
-    """Export a call.
+    """Export a call of a module with `torch.export`.
 
     Returns:
         The exported program, the attributes that `forward` read and set, and the device type of its

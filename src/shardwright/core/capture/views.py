@@ -131,8 +131,7 @@ def view_base(node: fx.Node) -> fx.Node | None:
 
 
 def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
-    """Insert an operator that views `source` as `view` views its own source, and return the new
-    node."""
+    """Apply the view operator of `view` to `source`, and return the new node."""
     if view.target is operator.getitem:
         target, args = _convert_to_slice(view)
         return call(graph, target, (source, *args), like=view)

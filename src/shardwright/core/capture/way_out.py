@@ -21,17 +21,17 @@ _NAMES = "hwdefgijklmnop"
 REMEDY = "or leave it as it is, on shards of the batch, before `plan`"
 
 AS_UNDER_DDP = "the loss is then the mean of the shards' losses, as under DDP"
-"""Note on the call for a whole model: a loss that selects samples by their values has another
-divisor on each shard."""
+"""Note on a suggested `sw.local_map` call for the full model: a loss that selects samples by their
+values has another divisor on each shard."""
 
 
 @contextmanager
 def naming_local_map(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Return a context that appends a call of `sw.local_map` to each CaptureError.
+    """Return a context that appends a suggested call of `sw.local_map` to each CaptureError.
 
-    The call is for the innermost module whose `forward` raises the error, or for the model.
+    The suggestion is for the innermost module whose `forward` raises the error, or for the model.
     """
     try:
         yield

@@ -42,8 +42,8 @@ two, as scores are recomputed (Dao et al., "FlashAttention", 2022; the same in
 WorkKind = Literal["attention", "matrix products", "other operators"]
 
 MemoryTraffic = Literal["norm", "pointwise", "other"]
-"""How kernels read and write memory: norms may be composed of several operators, and one kernel may
-compute several element-wise operators."""
+"""Types of operators whose memory traffic depends on the software: a norm may be composed of
+several operators, and one kernel may compute several element-wise operators."""
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 Both are measured: two steps of the PyTorch optimizer run on the meta device for each parameter
 shape. An optimizer that reads values runs on a small parameter instead. The dims of this parameter
-have different prime sizes, which identify the parameter's dim of each dim of a state tensor.
-With an optimizer instance, a parameter has the options of its group, or no state without a group.
-State computed from the parameter or its gradient (`zeros_like(p)`) is a DTensor sharded like the
-parameter; state created from a shape (`torch.zeros(p.shape)`) is replicated on every device.
+have different prime sizes, so that the size of a state tensor's dim identifies the corresponding
+dim of the parameter. With an optimizer instance, a parameter has the options of its group, or no
+state without a group. State computed from the parameter or its gradient (`zeros_like(p)`) is a
+DTensor sharded like the parameter; state created from a shape (`torch.zeros(p.shape)`) is
+replicated on every device.
 """
 
 from __future__ import annotations

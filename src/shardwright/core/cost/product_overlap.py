@@ -1,4 +1,4 @@
-"""Overlap of collectives with the matrix products beside them, where kernels pipeline the two.
+"""Overlap of collectives with adjacent matrix products, where kernels pipeline the two.
 
 Transformer Engine divides the product that follows an all-gather, or precedes a reduce-scatter,
 into one part per device, and sends the parts round a ring while it computes others ("userbuffers";

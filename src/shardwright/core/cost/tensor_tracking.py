@@ -117,8 +117,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return totals
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and return its result; subclasses may return an equal one from a
-        cache."""
+        """Run an operator and return its result; subclasses may return a cached result of equal
+        shape."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(

@@ -292,8 +292,8 @@ class _ProgramEmitter:
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """Emit at the top of the program the first halves of two-phase kernels that depend only on
-        inputs, so that the second halves need not wait for other devices.
+        """At the top of the program, launch the communication of two-phase kernels that depends
+        only on inputs, so that it overlaps computation.
 
         Returns:
             The operators emitted to compute the inputs of these kernels.

@@ -131,8 +131,8 @@ class JoinedDims:
         )
 
     def of_inputs(self, dims: Mapping[Value, int]) -> dict[Value, int]:
-        """Return, for each input, its first dimension in the group of one of `dims`; inputs without
-        a dimension in these groups are left out."""
+        """Return, for each input, its first dimension that shares a factor with one of `dims`;
+        inputs without such a dimension are omitted."""
         roots = {self.root_of_group(dim) for dim in dims.items()}
         return {
             value: dim

@@ -23,21 +23,22 @@ from shardwright.errors import CaptureError, PlanError
 
 @dataclass(frozen=True)
 class CallLeaves:
-    """Conversion of the leaves of calls to inputs of programs.
+    """Conversion of the leaves of calls to inputs of programs on this rank.
 
     Args:
-        partitioned: the planned model, whose arrivals are the inputs passed as local batches.
+        partitioned: the planned model; its decisions say which inputs ranks pass as local batches.
     """
 
     partitioned: Partitioned
     devices: Devices
 
     def on_device(self, leaves: Sequence[Any], planned_indices: Sequence[int | None]) -> list[Any]:
-        """Return the leaves, with all tensors on the device of this rank. The gradients of local
-        batches are scaled as in `runtime/local_gradients.py`.
+        """Return the leaves on the device of this rank, with gradients of local batches scaled to
+        the mean over all ranks.
 
         Args:
-            planned_indices: index of each leaf in the planned call; None if that lacks the leaf.
+            planned_indices: index of each leaf in the planned call; None for a leaf that the
+                planned call does not have.
         """
         device, inputs = self.devices.device, self.partitioned.graph.inputs
         result = []

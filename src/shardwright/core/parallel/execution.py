@@ -101,8 +101,8 @@ class Execution(Recapture):
         ):
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
-        """Module that holds the captured forward hooks and the captured instance `forward` of the
-        model, which programs contain."""
+        """Module that holds the model's captured forward hooks, and the `forward` set on its
+        instance; programs contain both."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.initialization: Initialization | None = None

@@ -170,7 +170,7 @@ class PythonState:
     def key(self) -> StateKey:
         """Return the key of the current state: the same object for equal states of this module.
 
-        The texts of the key are equal on all ranks whose states are equal.
+        Ranks with equal states have keys with equal contents.
 
         Raises:
             PlanError: for a hook or submodule that was added or replaced since capture.

@@ -271,7 +271,7 @@ def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _pop_unreplaced_tensors(
     tensors: dict[str, Tensor], plan: StoragePlan
 ) -> dict[str, nn.Parameter]:
-    """Remove tensors that need not be replaced from `tensors`; return the parameters among them.
+    """Remove from `tensors` those that need not be replaced; return the parameters among them.
 
     Buffers that are already on the device are not replaced. Parameters on one device are not
     replaced either; their data is moved to the device.

@@ -256,8 +256,8 @@ class Initialization:
         return Initialization(self._devices, self.names)
 
     def end(self, module: nn.Module) -> None:
-        """Make all remaining parameters ordinary, whose values were loaded, e.g. from a checkpoint,
-        or which no program reads."""
+        """End the initialization: make all remaining parameters ordinary. Their values were loaded,
+        e.g. from a checkpoint, or no program reads them."""
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _uninitialized_parameters(module).values():

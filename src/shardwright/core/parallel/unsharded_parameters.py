@@ -169,8 +169,8 @@ class UnshardedParameters:
     def _gradient_accumulators_of(self, bound: BoundBucket) -> list[Tensor]:
         """Return leaf tensors that take no memory, whose `grad` accumulates in the stored dtype.
 
-        Sums of bfloat16 gradients lose small terms, and autograd requires that a leaf and its
-        `grad` have one dtype. So these leaves have the stored dtype, and expand a single element.
+        Accumulation in bfloat16 loses small gradients, and autograd requires that a leaf and its
+        `grad` have equal dtypes. So the leaves have the stored dtype, and expand a single element.
         """
         number = bound.bucket.number
         if number not in self._accumulators:

@@ -113,7 +113,7 @@ class WholeBatchValues:
 
 def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Tensor]:
     """Split a tensor of the global batch into `count` micro-batches along `dim`; each contains an
-    equal part of each of `shards` local batches."""
+    equal part of every local batch, of which there are `shards`."""
     shape = tensor.shape
     of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
     return [tensor.flatten(dim, dim + 1) for tensor in of_ranks.unbind(dim + 1)]
@@ -122,8 +122,8 @@ def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Te
 def micro_batches_of_ranks(
     leaves: Sequence[Any], shards: int, pipeline: PipelineSpec
 ) -> list[list[Any]]:
-    """Split the leaves of a call into micro-batches, each with an equal part of each of `shards`
-    local batches."""
+    """Split the leaves of a call into micro-batches, each with an equal part of every local batch,
+    of which there are `shards`."""
     count = pipeline.micro_batches
     dims = pipeline.batch_dims or first_dims(leaves)
     leaf_values = [
@@ -169,7 +169,8 @@ def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
 
 
 def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
-    """Return the communication volume per device of `stage` and step for inputs of the prologue.
+    """Return the communication volume per device and step for gathering the inputs of the prologue
+    on `stage`.
 
     The communication volume of a plan does not include these bytes.
     """

@@ -1,5 +1,5 @@
-"""Fold a device matrix to the fewest axes that decisions need, or split its axes into prime
-axes."""
+"""Fold a device matrix to the fewest axes that decisions need, or split its axes into axes of prime
+size."""
 
 from __future__ import annotations
 

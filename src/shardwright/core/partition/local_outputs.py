@@ -52,8 +52,7 @@ def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, Cu
 
 
 def _has_unknown_factors(graph: Graph, value: Value) -> bool:
-    """Whether `value` is computed by an operator without a sharding rule, or from the results of
-    one."""
+    """Whether `value` depends on the result of an operator without a sharding rule."""
     pending, visited = [value], set[Value]()
     while pending:
         op = graph.producer.get(pending.pop())

@@ -26,7 +26,7 @@ backward pass and overlaps nothing; and the bucket size in bytes below which lat
 overlap, which is the size of the first bucket of `DistributedDataParallel`."""
 
 BUCKETED_KINDS = ("vary", "all_gather")
-"""Kinds of steps that are coalesced in buckets. `vary` comes first in a route, so that the
+"""Types of steps that are coalesced in buckets. `vary` comes first in a route, so that the
 all-reduce, which is its backward pass, operates on shards."""
 
 
@@ -78,8 +78,8 @@ class Bucket:
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
-        """Steps of the first member; the steps of other members differ only in tensor
-        dimensions."""
+        """The steps of the first member; all members have the same steps, up to tensor dimensions.
+        """
         return self.members[0].steps
 
     @property

@@ -109,8 +109,8 @@ def recompute_segments(
 def _num_repeated(ops: Sequence[Op]) -> int:
     """Return the number of operators of a segment that `torch.utils.checkpoint` runs again.
 
-    It stops once the last saved tensor has been recomputed: before the last operator that saves a
-    tensor, or after this operator if it saves more than its inputs.
+    Recomputation stops once the last saved tensor is available: before the last operator that saves
+    a tensor, or after it if it saves more than its inputs.
     """
     last = max(index for index, op in enumerate(ops) if saved_tensors(op))
     saved = saved_tensors(ops[last])

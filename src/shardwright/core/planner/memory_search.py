@@ -49,8 +49,8 @@ one eight times as many; so the ratio is 2 if a fourth of the memory is saved th
 increase saved. If less is saved, the plan is hardly smaller."""
 
 UNSHARDED_BOUND = 0.99
-"""Assumed lower bound on the step time without ZeRO, as a fraction of the step time without ZeRO
-with the cuts that were found for the first ZeRO level."""
+"""Assumed lower bound on the step time without ZeRO, as a fraction of the predicted step time
+without ZeRO of the plan that was searched for the first ZeRO level."""
 
 RECOMPUTED_BOUND = 0.99
 """Assumed lower bound on the step time of a candidate that fits, as a fraction of its step time
@@ -131,8 +131,8 @@ class MemorySearch:
     def count_attempts(self, on_progress: OnProgress) -> OnProgress:
         """Wrap a progress callback to report how many of all attempts were searched.
 
-        The total is known from the start. A search may end before it is reached, as attempts that
-        cannot be faster are not searched.
+        The total is known from the start. A search may end before all attempts are searched, as it
+        skips attempts that cannot be faster.
         """
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:

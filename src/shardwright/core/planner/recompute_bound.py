@@ -12,8 +12,8 @@
     W         seconds of computing one micro-batch on the devices of one stage
     f, r(f)   fraction of the activations that recomputation frees, and its least seconds
 
-The bound is the smallest T. All tensors count as sharded over all devices of their stage, so that
-no plan needs less memory. r is the lower convex hull over the options of all blocks
+The bound is the smallest T. Assumes that all tensors are sharded over all devices of their stage,
+so that no plan needs less memory. r is the lower convex hull over the options of all blocks
 (`search/recompute/blocks.py`), each operator cut in the fastest way for it.
 """
 

@@ -183,8 +183,7 @@ class BoundBucket:
         return complete(pending, self.dtype, group)
 
     def _complete_if_complex(self, flat: Tensor) -> Tensor:
-        """Return `flat`, the pending result of a collective, in a form that autograd accepts as a
-        gradient.
+        """Return `flat`, the pending result of a collective, as a gradient that autograd accepts.
 
         The pending result of a complex tensor has pairs of real numbers, whose shape autograd would
         reject, so the collective is completed here.
@@ -204,8 +203,8 @@ class BoundBucket:
 
     @cached_property
     def _block_dim_permutations(self) -> list[tuple[int, ...]]:
-        """Permutation per member that moves each block dimension, in the order of
-        `_num_blocks_of_gathers`, before the dimension of the shard that the blocks divide."""
+        """For each member, the permutation that moves the dimensions of the all-gathers, which
+        enumerate shards, in front of the tensor dimensions that they shard."""
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
@@ -228,8 +227,8 @@ class BoundBucket:
         return member.used.shard_shape(member.value.shape)
 
     def _join_blocks_of_member(self, number: int, piece: Tensor) -> Tensor:
-        """Return the contiguous member `number` of the bucket, joined from the blocks in `piece`,
-        its range of the flat buffer."""
+        """Return member `number` of the bucket, contiguous, from its gathered shards in `piece`, a
+        range of the flat buffer."""
         blocks = _unflatten_last_dim(piece, self.shapes[number])
         return (
             blocks.permute(self._block_dim_permutations[number])

@@ -3,16 +3,12 @@
 Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
 collectives; one autograd function combines any pair. The gradient of each step is another step:
 
-| step | forward | backward |
-|---|---|---|
-| slice | keep this rank's block of a replicated tensor | all-gather |
-| vary | identity | all-reduce |
-| all_reduce | sum the terms | identity |
-| reduce_scatter | sum the terms, keep a block | all-gather |
-| all_gather | join the blocks | reduce-scatter if varying, else slice |
-| all_to_all | join along one dimension, split another | all-to-all, in reverse |
-| permute | send the block to another rank | permute, in reverse |
-| all_to_all_v | exchange cells of blocks | all-to-all-v, in reverse |
+| step | forward | backward | |---|---|---| | slice | keep this rank's shard of a replicated tensor
+| all-gather | | vary | identity | all-reduce | | all_reduce | sum over the ranks | identity | |
+reduce_scatter | sum over the ranks, keep this rank's shard | all-gather | | all_gather |
+concatenate the shards | reduce-scatter if varying, else slice | | all_to_all | gather one
+dimension, shard another | all-to-all, in reverse | | permute | send the shard to another rank |
+permute, in reverse | | all_to_all_v | exchange parts of shards | all-to-all-v, in reverse |
 """
 
 from __future__ import annotations
@@ -89,8 +85,8 @@ def all_gather(dim: int, group: Group) -> Collective:
 
 
 def reduce_scatter(dim: int, group: Group) -> Collective:
-    """Return a reduce-scatter over the group, which sums and keeps this rank's block along
-    `dim`."""
+    """Return a reduce-scatter over the group, which sums over the ranks and keeps this rank's shard
+    along `dim`."""
 
     def start(x: Tensor) -> Tensor:
         # The collective splits along dimension 0, in the order of the group's ranks.
@@ -123,8 +119,8 @@ def _make_finish_for_final_shape(group: Group) -> Callable[[Tensor, torch.dtype]
 def _make_finish_with_concatenation(
     dim: int, group: Group
 ) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return the `Collective.finish` of a collective whose pending result has its blocks along
-    dimension 0, which concatenates them along `dim`."""
+    """Return the `finish` function of a collective whose pending result has the shards along
+    dimension 0: it concatenates them along `dim`."""
 
     def finish(pending: Tensor, dtype: torch.dtype) -> Tensor:
         out = complete(pending, dtype, group)
@@ -299,8 +295,8 @@ def _sharded_dim_of_step(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """Bind an all-reduce step that only starts the collective; the consumer of its pending result
-    waits."""
+    """Bind an all-reduce step that only starts the collective; the consumer waits for the result.
+    """
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(blocking(start), blocking(identity))
 
@@ -310,8 +306,8 @@ def _bind_permute(step: RedistributionStep, devices: Devices) -> BoundCollective
 
 
 def _bind_block_permutation(to: Sequence[int], axes: Axes, devices: Devices) -> BoundCollective:
-    """Bind a permutation of blocks: position i of the group over `axes`, in the order of the mesh,
-    sends its block to position `to[i]`."""
+    """Bind a permutation of shards: position i of the group over `axes`, in the order of the mesh,
+    sends its shard to position `to[i]`."""
     group, send, receive = _send_and_receive_counts(to, axes, devices)
     return BoundCollective(
         blocking(lambda x: exchange(x, send, receive, group)),

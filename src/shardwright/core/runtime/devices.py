@@ -237,7 +237,7 @@ class Devices:
     def common_seed(self) -> int:
         """Return the random seed of rank 0, on every rank. Collective.
 
-        Ranks with equal blocks must draw equal random numbers, even if processes were seeded
+        Ranks with equal shards must draw equal random numbers, even if processes were seeded
         differently.
         """
         # A seed may be any unsigned 64-bit number, which an int64 tensor cannot hold.

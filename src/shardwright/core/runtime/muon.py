@@ -177,7 +177,7 @@ def _orthogonalize_shards(
 def _orthogonalize_blocks(
     blocks: Tensor, shard: Tensor, owners: _RanksOfMatrix, options: tuple[Any, ...]
 ) -> Tensor:
-    """Orthogonalize a matrix given as blocks in the order of ranks; return the blocks of the
+    """Orthogonalize a matrix given as its shards in the order of ranks; return the shards of the
     result."""
     stops = zip(*([each.stop for each in slices] for slices in owners.slices), strict=True)
     full = blocks.new_empty([max(each) for each in stops])

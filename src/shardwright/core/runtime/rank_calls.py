@@ -104,8 +104,8 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_meeting = ""
         self._has_differed = self._is_again = False
-        """Whether each of the last two calls raised an error on this rank, while other ranks may
-        still wait in the call."""
+        """Whether the last call, and the call before it, raised an error on this rank while other
+        ranks may still wait in it."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of rank 0's latest request for current states of all ranks; 0 without a

@@ -65,8 +65,8 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def own_memory(self) -> dict[Hashable, bool]:
-        """Return whether this stage includes each parameter and gradient in norms, by
-        `_memory_key_of_tensor` of the tensor.
+        """Return whether this stage includes each parameter and gradient in norms, by key of its
+        memory.
 
         The first of the stages that own a parameter includes it.
         """

@@ -67,7 +67,7 @@ class TrainingRecord:
         """Return the record as `NUM_COLUMNS` integers of 64 bits, and begin a new one.
 
         Returns:
-            The integers, and the first of them as a scalar tensor if it is on an accelerator.
+            The integers, and the first one as a scalar tensor if it is on an accelerator.
         """
         sums = _finite_float32(self.absolute), _finite_float32(self.weighted)
         numbers = self.learning_rate, self.options, self.max_norm
@@ -162,7 +162,7 @@ def training_record() -> TrainingRecord:
 
 
 def _has_planned(parameters: Sequence[Tensor]) -> bool:
-    """Whether the first parameter is of a planned model without pipeline stages: ranks of other
-    stages have other parameters."""
+    """Whether the first parameter belongs to a planned model without pipeline stages; with stages,
+    ranks have different parameters."""
     first = next(iter(parameters), None)
     return isinstance(first, DTensor) and stages_of_plan(first.device_mesh) == 1

@@ -1,7 +1,7 @@
 """The cost of each alternative choice of an operator on one axis, all other operators fixed.
 
-Symbolic costs are computed as if the operator were decided last: operators without a cost follow
-this operator unless they follow another main operator.
+Symbolic costs are computed as if the operator were decided last: operators without a cost model
+copy its choice unless they copy that of another main operator.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class AxisChoice:
 
 
 Cost = Callable[[str, Mapping[str, float]], float]
-"""Function from the name of the cut factor (empty for no cut), and the multiplier of each knob (1
-if missing), to the cost."""
+"""Function from the name of the cut factor (empty for no cut), and the multiplier of each of
+`KNOBS` (1 if missing), to the cost."""
 
 
 def choices(

@@ -109,8 +109,9 @@ class SearchMode(ABC):
     Attributes:
         name: value of the users' option `mode`.
         takes_pins: whether operators may be pinned; if not, the mode decides every operator.
-        takes_pricing: whether the mode uses `mem_coeff` and, if given, `pricing`.
-        requires_pricing: whether the mode needs `pricing`.
+        takes_pricing: whether the mode uses `mem_coeff` and, if the request has a cluster,
+            minimizes seconds.
+        requires_pricing: whether the mode needs a cluster in the request.
     """
 
     name: ClassVar[str]

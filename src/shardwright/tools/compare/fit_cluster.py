@@ -26,8 +26,9 @@ TOLERANCE = 0.05
 """Assumed relative error of published throughput, the unit of the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Weight of the prior: residual of a figure whose logarithm is `log_spread` off its initial value.
-The second weight applies to fewer runs than figures, which determine each figure less."""
+"""Weights of the prior: residual of a figure whose logarithm is `log_spread` off its initial value.
+The second weight applies if there are fewer runs than figures, which then determine each figure
+less."""
 
 UNEXPLAINED_ERROR = 0.15
 """Relative error of a fitted prediction above which its run is reported."""

@@ -271,8 +271,8 @@ class GridComparison:
 
     @property
     def _megatron_schedule(self) -> str:
-        """Schedule of Megatron-style plans; the default schedule if the configuration has
-        `auto`."""
+        """Return the schedule of Megatron-style plans: the one in the configuration, or the default
+        instead of `auto`."""
         schedule = self.run.config.parallel.schedule
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 

@@ -124,7 +124,7 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
     """Read the list `mindformers` of a JSON file.
 
     Returns:
-        The runs, and the reason why a run is omitted, by file name: its configuration is missing or
+        The runs, and the reason for each omitted run, by file name: its configuration is missing or
         not supported.
 
     Raises:

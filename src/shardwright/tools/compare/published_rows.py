@@ -48,8 +48,8 @@ def _accepted_keys(*names: str) -> AliasChoices:
 
 
 EXPLICIT_KERNELS = ("torch", "fused")
-"""Values of `kernel` for attention of separate operators: of PyTorch, or with Megatron-LM's fused
-scaled masked softmax between the two matrix products (Hagemann et al., arXiv:2311.05610)."""
+"""Attention kernels of runs with separate operators: PyTorch's, or with Megatron-LM's fused scaled
+masked softmax between the two matrix products (Hagemann et al., arXiv:2311.05610)."""
 
 EXPLICIT_ATTENTION_SOURCES = ("2104.04473",)
 """arXiv ids of publications without fused attention: Narayanan et al., 2021 (Megatron-LM)."""

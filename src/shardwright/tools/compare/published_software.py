@@ -60,10 +60,11 @@ and 2, and 2 with a fused RMSNorm (`fa2rms`), as Hagemann et al. (arXiv:2311.056
 
 
 def cluster_of_run(run: PublishedRun) -> Cluster:
-    """Load the cluster of a run with the framework and the kernels of the run.
+    """Load the cluster of a published run, with the figures measured for the run's training
+    framework and attention kernel.
 
     Raises:
-        ConfigError: if `hardware` is not a cluster.
+        ConfigError: if the row's `hardware` is not the name of a cluster.
     """
     try:
         cluster = load_cluster(_cluster_name_with_framework(run))

@@ -218,8 +218,8 @@ def _seconds_and_share(seconds: float, total: float) -> str:
 
 
 def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
-    """Yield computation, communication and waiting time, the only times in plan files of earlier
-    releases."""
+    """Yield computation, communication and waiting time, the only components of step time in plan
+    files of earlier releases."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
     remaining = step.seconds - step.computation - step.communication

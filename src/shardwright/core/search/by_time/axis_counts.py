@@ -6,7 +6,7 @@ follows from the bytes that a device must receive:
 
 - From a layout without partial sums: the bytes of the target shard, minus its largest possible
   overlap with the source shard on the device.
-- From partial sums of p terms: p - 1 messages for each element until it is summed, and one more
+- From partial sums on p devices: p - 1 messages for each element until it is summed, and one more
   message for each further copy.
 
 The same bound holds for all devices of a node together, whose messages cross the slower links.
@@ -48,7 +48,8 @@ class AxisGroup:
 
 
 def group_axes(links: Links) -> tuple[AxisGroup, ...]:
-    """Group the axes of a device matrix of prime axes by link level and size, fastest links first.
+    """Group the axes of a device matrix, all of prime size, by link level and size, fastest links
+    first.
 
     An axis that crosses several levels counts as on the fastest, which can only lower the bound.
     """

@@ -25,8 +25,8 @@ from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MAX_UNFOLDED_VARIABLES = 600
-"""Maximum number of variables of a problem whose messages are computed without folding repeated
-blocks. Messages of the folded problem are faster, and prove a slightly lower bound."""
+"""Maximum number of variables of a problem for which the bound is optimized without folding
+repeated blocks. With folding, optimization is faster and the bound slightly lower."""
 
 TABLE_PRECISION = 1e-5
 """Fraction by which a bound is lowered, as tables in single precision have rounding errors."""

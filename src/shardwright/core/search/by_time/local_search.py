@@ -23,8 +23,8 @@ from shardwright.core.search.nearby_cuts import (
 from shardwright.progress import OnShare, ignore_share
 
 MAX_NEW_PRICES = 250
-"""Maximum number of (edge, layouts) combinations that one local search prices; the search for
-redistribution steps of each combination takes nearly all of the time."""
+"""Maximum number of (edge, layouts) combinations whose cost one local search computes. Nearly all
+of the time is spent on searching for the redistribution steps of these combinations."""
 
 MIN_COMMUNICATION_SHARE = 1e-4
 """Minimum share of the objective that redistributing an operator's inputs and outputs must take for

@@ -77,8 +77,8 @@ class ObjectiveCost:
 
     @property
     def exposed(self) -> float:
-        """E of formula (1): seconds of gathering parameters and reducing their gradients that
-        computation does not hide."""
+        """Exposed seconds of gathering parameters and reducing their gradients (E in formula (1) of
+        `core.search`)."""
         return max(0.0, self.gathers - self.forward) + max(0.0, self.gradients - self.backward)
 
 

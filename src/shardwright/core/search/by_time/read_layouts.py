@@ -19,7 +19,7 @@ AxisLayout = int
 `REPLICATED`."""
 
 PARTIAL: AxisLayout = -2
-"""DTensor's `Partial`: each device has a term of a sum. A consumer with layout `PARTIAL` reads the
+"""DTensor's `Partial`: each device has a partial sum. A consumer with layout `PARTIAL` reads the
 value replicated, and the gradient of the value is partial."""
 
 REPLICATED: AxisLayout = -1

@@ -23,7 +23,8 @@ ROUNDING = 1e-9
 
 
 class RedistributionBound:
-    """Lower bounds on the seconds of redistributions on a device matrix of prime axes, cached.
+    """Lower bounds on the seconds of redistributions on a device matrix with axes of prime size,
+    cached.
 
     >>> from shardwright.core.cost.clusters import load_cluster
     >>> from shardwright.core.layout.prime_mesh import prime_mesh

@@ -45,8 +45,8 @@ devices."""
 
 MAX_COST_RATIO = 1.1
 """Maximum objective, relative to the lowest objective, at which cuts found without copying choices
-between axes (step 3) are returned too. The objective differs by less than this ratio from the step
-time predicted for a full plan."""
+between axes are returned too. The objective differs by less than this ratio from the step time
+predicted for a full plan."""
 
 MIN_GAIN = 1e-9
 """Minimum relative decrease of the objective for a change to be applied; above rounding errors."""
@@ -60,7 +60,7 @@ def candidates_by_time(request: SearchRequest) -> list[CutsOfGraph]:
         choices between axes; the predictor of full plans picks one.
 
     Raises:
-        StrategyError: if the request has no pricing.
+        StrategyError: if the request has no cluster, so that its costs are not in seconds.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
     search = timed_search(request)
@@ -163,10 +163,11 @@ class TimedSearch:
         return [cuts for _, cuts in totals]
 
     def _search_all_orders(self, on_share: OnShare) -> list[list[Cuts]]:
-        """Run steps 1 to 3 for each λ and order of axes.
+        """Search with each λ and each order of axes.
 
         Returns:
-            The best cuts and, if different and nearly as cheap, the best without step 3.
+            The best cuts and, if different and nearly as cheap, the best found without copying
+            choices between axes.
         """
         orders, (smallest, *larger) = self._axis_orders(), self.exposed_shares
         # Larger λ with the first order only, as each run takes as long as the first run.
@@ -216,10 +217,12 @@ class TimedSearch:
     def _search_in_order(
         self, exposed_share: float, order: Sequence[int], on_share: OnShare
     ) -> list[list[Cuts]]:
-        """Run steps 1 to 3 for one λ and one order of axes.
+        """Search with one λ and one order of axes: decide each axis, decide each axis again, and
+        copy choices between axes.
 
         Returns:
-            The cuts after step 2 and, if step 3 decreases their objective, the cuts after step 3.
+            The cuts before copying choices between axes and, if copying decreases the objective,
+            those after it.
         """
         choices = self._pinned_choices()
         decide_part, refine_part, copy_part, second_refine_part = (
@@ -279,7 +282,7 @@ class TimedSearch:
         self, choices: Choices, best_total: float, on_share: OnShare
     ) -> bool:
         """Replace the choices on an axis by those on another axis, by data parallelism or by no
-        cuts, where that decreases the objective (step 3).
+        cuts, where that decreases the objective.
 
         The step escapes local minima in which no operator gains unless all other operators change
         too.

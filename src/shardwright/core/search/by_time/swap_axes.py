@@ -6,8 +6,8 @@ changing one operator leads from the first to the second, since half of the chan
 it saves. So each operator gets two choices, to keep its cuts or to swap two axes in them, and
 variable elimination finds the best combination.
 
-The tables of the elimination start with lower bounds on the seconds of redistributions. The best
-combination is priced exactly, and its prices replace the bounds, until no combination has a lower
+The tables of the elimination start with lower bounds on the seconds of redistributions. The exact
+costs of the best combination are computed and replace its bounds, until no combination has a lower
 bound below the present total.
 """
 
@@ -35,8 +35,8 @@ MIN_COMMUNICATION_SHARE = 0.01
 
 MAX_OPS_PER_TABLE = 4
 """Maximum number n of operators that compute or read a value, and whose cuts a swap changes, for
-the value to get a table of 2ⁿ entries. Values without a table cost nothing until a combination is
-priced."""
+the value to get a table of 2ⁿ entries. Values without a table cost nothing until the exact cost of
+a combination is computed."""
 
 MAX_PRICED_COMBINATIONS = 6
 """Maximum number of combinations of present and swapped cuts to price for one pair of axes."""

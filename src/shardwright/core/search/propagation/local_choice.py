@@ -113,8 +113,8 @@ class LocalProblem:
         return best
 
     def _cheapest_candidate(self, candidates: Iterable[dict[str, Axes]]) -> dict[str, Axes]:
-        """Return the cheapest candidate; ties go to the least communication volume, then to the
-        first."""
+        """Return the cheapest of several cuts; ties go to the least communication volume, then to
+        the first."""
         least_cost: LocalCost | None = None
         cheapest: list[dict[str, Axes]] = []
         for cuts in candidates:

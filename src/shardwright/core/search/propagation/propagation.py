@@ -86,7 +86,7 @@ class _CutsPropagation(DecidedLayouts):
         self._cached_cuts: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def propagate(self) -> None:
-        """Decide operators breadth first, starting at the operators decided so far (step 1).
+        """Decide operators breadth first, starting at the operators decided so far.
 
         Operators connected by values with gradients come first; otherwise cuts would pass from the
         first layer to the last through a mask or a table of positions that all layers share.

@@ -58,8 +58,8 @@ class RecomputePrices:
 
     @classmethod
     def on(cls, cluster: Cluster, dtype: torch.dtype) -> RecomputePrices:
-        """Return the prices of moving and sending bytes for a device of `cluster` that computes in
-        `dtype`."""
+        """Return the costs in FLOPs of moved and sent bytes on a device of `cluster` that computes
+        in `dtype`."""
         rate = cluster.device.rate(dtype)
         fastest = max(level.bandwidth for level in cluster.levels)
         return cls(rate / cluster.device.stream, rate / fastest)
@@ -244,11 +244,12 @@ class RecomputeBlocks:
     def freed_and_recomputed(
         self, depth: int
     ) -> dict[tuple[int, str], list[tuple[int, list[str]]]]:
-        """Return for each block at a depth the options that recompute no communication.
+        """Return, for each block at a depth, the recomputation options that repeat no
+        communication.
 
         Returns:
-            Pairs of the bytes that an option frees and the names of the operators that it
-            recomputes.
+            For each block, (bytes that an option frees, names of the operators that it recomputes)
+            of each option.
         """
         block_of = self._block_by_op(depth)
         options: dict[tuple[int, str], list[tuple[int, list[str]]]] = {}
@@ -341,9 +342,9 @@ class RecomputeBlocks:
         return operations
 
     def _num_forward_operations(self, name: str) -> float:
-        """Return the floating-point operations of an operator's forward pass on a device.
+        """Return the FLOPs of an operator's forward pass on a device.
 
-        Bytes moved count as operations by their price.
+        Bytes moved in memory are converted by `RecomputePrices`.
         """
         op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
         work = work_of(op)

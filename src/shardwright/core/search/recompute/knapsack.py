@@ -1,7 +1,7 @@
 """Find the cheapest options, at most one per block, that free a given number of bytes in total.
 
-This is a multiple-choice knapsack, solved by dynamic programming over states that are not
-dominated.
+This is a multiple-choice knapsack problem, solved by dynamic programming over Pareto-optimal
+states.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES = 4000
-"""Maximum number of undominated states of the exact search; if there are more, options are chosen
-greedily."""
+"""Maximum number of Pareto-optimal states of the exact search; if there are more, options are
+chosen greedily."""
 
 
 @dataclass(frozen=True)
