@@ -75,7 +75,7 @@ def _unknown_keys(arguments: Sequence[str]) -> str:
 
 
 def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
-    """Yield the YAML files among the arguments that are no values of options."""
+    """Yield the YAML files among the arguments, except values of options."""
     if not arguments or arguments[0] not in CONFIG_COMMANDS:
         return
     for before, argument in pairwise(arguments):

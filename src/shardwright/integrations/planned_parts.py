@@ -1,7 +1,7 @@
 """Plan and shard the models inside a Lightning module, for Fabric and for Trainer.
 
-A `LightningModule` computes losses and logs metrics around its models, so not its `training_step`
-is planned but the modules that the step calls: itself, by `self(x)`, or some of its submodules.
+A `LightningModule` computes losses and logs metrics around its models. So its `training_step` is
+not planned, but the modules that the step calls: itself, by `self(x)`, or some of its submodules.
 """
 
 from __future__ import annotations

@@ -191,11 +191,12 @@ def _example(
 
 
 def _sum_over_ranks(net: ParallelModule, shards: DataShards) -> None:
-    """Make gradients those of the sum of the ranks' losses, as torchtitan's are.
+    """Scale gradients to those of the sum of the ranks' losses, which torchtitan trains.
 
-    Its losses are divided by the number of tokens of all ranks. Those of a planned model are those
-    of the mean of the losses. If the loss calls the output layer (`_skip_lm_head`), the gradients
-    of this layer are complete when the gradient of the hidden states is.
+    torchtitan divides losses by the number of tokens of all ranks; the gradients of a planned model
+    are those of the mean of the ranks' losses. If the loss calls the output layer
+    (`_skip_lm_head`), the gradients of this layer are complete when the gradient of the hidden
+    states is.
     """
     planned_class: Any = type(net)
     forward_as_planned = planned_class.forward
@@ -216,7 +217,7 @@ def _sum_over_ranks(net: ParallelModule, shards: DataShards) -> None:
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """The outputs, with the gradient of a sum of losses as that of their mean."""
+    """Identity on outputs; the backward pass scales gradients from a mean of losses to the sum."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, count: int, layer: OutputLayer | None) -> Tensor:

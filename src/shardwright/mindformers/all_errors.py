@@ -26,12 +26,10 @@ class AllErrors:
     _wrong_keys: list[str] = field(default_factory=list)
 
     def read(self, reader: Callable[[], _Result]) -> _Result | None:
-        """Call `reader` until it succeeds or cannot go on; None if it cannot.
+        """Call `reader`, again after each invalid key, which is then treated as missing; return
+        None if an error remains.
 
-        It cannot go on after a required key.
-
-        An error whose text names a key that was wrong before may be its consequence, and is not
-        kept.
+        An error whose message names an earlier invalid key may be a consequence, and is dropped.
         """
         while True:
             try:

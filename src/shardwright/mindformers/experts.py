@@ -117,5 +117,5 @@ _EXPERT_READERS: Mapping[str, Callable[[Keys, Keys], tuple[str, dict[str, Any]]]
     "llama": _read_mixtral_or_qwen,
     "deepseek_v2": _read_deepseek_v2,
 }
-"""Reader of `moe_config`, by the architecture's family; returns the family with experts, and their
-fields of `Dimensions`."""
+"""Readers of `moe_config`, by model family of the architecture; each returns the family with
+experts, and the fields of `Dimensions` that describe the experts."""

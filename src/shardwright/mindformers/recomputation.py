@@ -35,8 +35,8 @@ _OP_TYPES: Mapping[str, str | None] = {
     "ffn_norm.norm": "rms_norm",
     "add": "add",
 }
-"""Type of our operator, by path of MindFormers' operator in a block; None for views, which save no
-tensor."""
+"""Operator type in Shardwright, by path of MindFormers' operator in a block; None for views, which
+save no tensor."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _read_patterns(
 ) -> Mapping[str, StageBlocks] | None:
     """Read patterns of operators with their blocks; None if the value has no patterns.
 
-    A list of patterns stands for all blocks.
+    A list of patterns without blocks applies to all blocks.
     """
     value = section.any(name)
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):

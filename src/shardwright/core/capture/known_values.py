@@ -298,7 +298,8 @@ class KnownValues(TorchFunctionMode):
         raise _UnknownValueError
 
     def _replace_masks_by_indices(self, index: Any) -> Any:
-        """Replace the known masks of an index with the indices of their true elements."""
+        """Replace masks in an index, if their values can be computed, by the indices of their true
+        elements."""
         entries = index if isinstance(index, tuple) else (index,)
         masks = [p for p in entries if isinstance(p, Tensor) and p.dtype is torch.bool and p.ndim]
         if not masks:

@@ -59,7 +59,7 @@ class BandProofs:
         self._bands: dict[fx.Node, Band | None] = {}
 
     def band(self, mask: fx.Node) -> Band | None:
-        """Return the band of a boolean mask; None if the mask cannot be shown to be a band."""
+        """Return the band of a boolean mask; None if it cannot be proven to be a band."""
         if mask not in self._bands:
             self._bands[mask] = self._infer_band(mask)
         return self._bands[mask]

@@ -221,7 +221,7 @@ class ProcessState:
 
 
 def _changed_value_texts(before: Any, now: Any) -> tuple[str, str]:
-    """Return texts of an earlier and a current value, of dicts only the first different entry."""
+    """Format a key or an index of a container; a module is represented by its class."""
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
         name = getattr(key, "name", key)

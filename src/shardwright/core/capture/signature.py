@@ -335,7 +335,8 @@ def _is_statistic(node: fx.Node) -> bool:
 
 
 def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a backward operator reads `source` as a statistic, without a gradient."""
+    """Whether a backward operator reads `source` as a statistic of the forward pass, through which
+    no gradient flows."""
     if not isinstance(node.target, OpOverload) or "backward" not in _operator_name(node):
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]

@@ -149,8 +149,8 @@ def _acquire_lock(path: Path) -> int | None:
 
 
 def _is_open_file_at(path: Path, file: int) -> bool:
-    """Whether the file descriptor `file` is the file at `path`, which the previous holder of the
-    lock may have removed."""
+    """Whether the file descriptor `file` still refers to the file at `path`, which the previous
+    holder of the lock may have removed."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:

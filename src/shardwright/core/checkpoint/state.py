@@ -239,7 +239,7 @@ def device_of(net: nn.Module) -> torch.device:
 def _optimizer_parameters(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield the index in the optimizer, the first name and the tensor of each of its parameters.
+    """Yield (index in the optimizer, first name, tensor) of each parameter of the optimizer.
 
     Raises:
         CheckpointError: if the optimizer has a parameter that is not in the model.

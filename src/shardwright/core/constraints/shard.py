@@ -203,8 +203,8 @@ def _is_boundary_alias(op: Operator) -> bool:
 
 
 def _module_paths_by_pin(graph: Graph) -> dict[Pin, list[str]]:
-    """Return the paths of the module of each pin; a module that is registered twice has two
-    paths."""
+    """Return the paths of the module of each pin; a module that is registered under two names has
+    two paths."""
     paths: dict[Pin, list[str]] = {}
     for path, pin in _pinned_modules(graph):
         paths.setdefault(pin, []).append(path)

@@ -303,7 +303,7 @@ def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, 
 def _ordered_passes(
     stages: int, micro_batches: int, schedule: str, chunks: int
 ) -> tuple[_PassWithDependencies, ...]:
-    """Return all passes of a step, each after those that it waits for."""
+    """Return all passes of a step, each after the passes on which it depends."""
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders = actions(pipeline)
     passes: list[_PassWithDependencies] = []

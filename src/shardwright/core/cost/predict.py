@@ -166,9 +166,9 @@ class Predicted:
 
     @property
     def spare_seconds(self) -> float:
-        """Upper bound on the computation of a stage that a step takes up without lasting longer:
-        what hides the communication of parameters, and what makes all stages as slow as the
-        slowest."""
+        """Upper bound on the seconds of additional computation that do not lengthen the step: those
+        that hide exposed communication of parameters, and those in which stages wait for the
+        slowest stage."""
         exposed = self._stage_seconds(
             lambda chunk: chunk.exposed + chunk.micro_batches * sum(chunk.exposed_per_micro_batch)
         )

@@ -197,8 +197,7 @@ class Record:
     def _storages_accessed_by_call(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[int], set[int], set[int]]:
-        """Return the numbers of the storages that a call reads, updates, and overwrites
-        completely."""
+        """Return the ids of the storages that a call reads, updates, and overwrites completely."""
         reads, updates, fills = set[int](), set[int](), set[int]()
         for argument, value in bind_arguments(function, args, kwargs):
             written = argument.alias_info is not None and argument.alias_info.is_write

@@ -51,7 +51,7 @@ class Body(Protocol):
         """
 
     def with_seeded_backward(self, fork: ForkGenerators) -> Body:
-        """Return code whose own backward pass draws what follows the draws of its forward pass."""
+        """Return code whose backward pass draws random numbers seeded by its forward pass."""
 
     @property
     def description(self) -> str:

@@ -1,10 +1,10 @@
-"""Attention to some of the keys, as an opaque operator whose results can be merged.
+"""Attention over a part of the keys, as an opaque operator whose results can be merged.
 
 The full result is the sum of the results for parts of the keys, each weighted by the exponential of
 the log-sum-exp of its scores, divided by the sum of the weights (Milakov and Gimelshein, "Online
 normalizer calculation for softmax", 2018; Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
-Transformers", 2023). The gradients for some of the keys are computed separately too, from the
-merged result and its log-sum-exp.
+Transformers", 2023). Gradients are also computed separately for each part, from the merged result
+and its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _reads_all_keys(key: Tensor, diagonal: int | None) -> bool:
 
 
 def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | None) -> bool:
-    """Whether a flash kernel can attend to these keys: without a mask, or with a square causal
-    mask."""
+    """Whether a flash kernel can compute attention over these keys: without a mask, or with a
+    square causal mask."""
     if diagonal is not None and (diagonal or query.shape[-2] != key.shape[-2]):
         return False
     if query.is_cpu:

@@ -134,8 +134,8 @@ class PythonCall:
 
     @property
     def depends_on_calls(self) -> bool:
-        """Whether two calls with halves of a batch may compute something else than one call with
-        the batch."""
+        """Whether two calls with halves of a batch may give other results than one call with the
+        full batch, because of Python state."""
         return self.changes_objects or bool(self.current)
 
     @property

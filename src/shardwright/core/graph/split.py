@@ -61,8 +61,8 @@ def split_graph(
 
 
 _CACHED_CHUNKS: WeakKeyDictionary[Graph, dict[object, tuple[GraphChunk, ...]]] = WeakKeyDictionary()
-"""Chunks of each graph: plans with the same stages share the chunks, and caches whose keys are
-chunks."""
+"""Cached chunks of each graph. Plans with equal stages share chunk objects, and so share caches
+keyed by chunks."""
 
 
 def _split_into_chunks(

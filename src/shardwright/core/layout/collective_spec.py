@@ -24,8 +24,8 @@ from shardwright.core.layout.axes import Axes, common_length, shard_index
 from shardwright.core.layout.layout import TensorLayout
 
 Pattern = Literal["ring", "pairwise", "point_to_point"]
-"""Traffic pattern of a collective: around a ring of the group, between all pairs of devices, or
-from each device to the devices that need parts of its shard."""
+"""Communication pattern of a collective: around a ring of the group, between all pairs of devices,
+or from each device to the devices that need parts of its shard."""
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
 """Type of `CollectiveSpec.axes_between`: a function of a source and a target layout."""

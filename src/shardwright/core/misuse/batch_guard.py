@@ -230,8 +230,8 @@ class BatchGuard:
         return hashes
 
     def _make_row_table(self, signature: Hashable, leaves: Sequence[Any]) -> Tensor:
-        """Return this rank's `CallComparison.rows` before the all-reduce, without hashes of inputs
-        and the record of the training.
+        """Return the table for the all-reduce with this rank's row, without hashes of inputs and
+        the training record.
 
         The rows of other ranks are zero.
         """

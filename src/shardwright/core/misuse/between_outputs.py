@@ -109,8 +109,8 @@ class OutputsOffPath:
         self._graph = graph
         self._names: list[str] = []
         self._computed_from: dict[int, list[int]] = {}
-        """Indices of the off-path outputs from which an output is computed, by the index of that
-        output."""
+        """For each output, by index, the indices of the outputs from which it is computed and whose
+        gradients would miss its contribution."""
         for index, value in enumerate(graph.outputs):
             if not isinstance(value, Value) or not value.differentiable:
                 continue

@@ -59,7 +59,8 @@ class PlanAnalysis:
         """Optimality gap: upper bound on the relative cost above the best plan with the same
         device matrix, stages and micro-batches.
 
-        The gap is None without `pricing`, or if no lower bound on the cost was found.
+        The gap is None if the search did not minimize seconds on a cluster, or found no lower bound
+        on the cost.
         """
         if self.pricing is None:
             return None

@@ -87,8 +87,8 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
     """Partition a plan's graph on the device matrix with axes of prime sizes, on which strategies
     are resolved.
 
-    Returns None if the plan has no graph, or if its axes are not products of consecutive prime
-    axes.
+    Returns None if the plan has no graph, or if its axes are not products of consecutive axes of
+    prime size.
     """
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:

@@ -32,7 +32,8 @@ from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.search.recompute.blocks import RecomputeBlocks
 
 Vertex = tuple[float, float]
-"""A point of r(f): (freed fraction of the activations, recomputation seconds per micro-batch)."""
+"""A point of the recomputation curve: (freed fraction of the activations, recomputation seconds per
+micro-batch)."""
 
 BISECTIONS = 30
 """Number of bisections of the step time; each halves the error."""

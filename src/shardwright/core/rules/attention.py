@@ -1,11 +1,11 @@
 """Scaled dot product attention: `b h s/ring _, b h ring _, b h ring _ -> b h s/ring _`.
 
-Context parallelism has two forms: sharding by `s` all-gathers keys and values for each block of
-queries; sharding by `ring` passes blocks of keys and values from device to device
+Context parallelism has two forms: sharding by `s` all-gathers keys and values for each shard of the
+queries; sharding by `ring` passes shards of keys and values from device to device
 (`core/rules/ring_attention.py`).
 
-Under a causal mask each query reads one key more than the previous query, so later blocks have more
-work. Of n devices, the devices with blocks i and n - 1 - i therefore swap the second halves of
+Under a causal mask each query reads one key more than the previous query, so later shards have more
+work. Of n devices, the devices with shards i and n - 1 - i therefore swap the second halves of
 their queries, and swap the outputs back. Each device then computes the same number of query-key
 pairs, as with the load balancing of Megatron-LM's context parallelism.
 """
@@ -136,8 +136,8 @@ def exchanged_halves(
 def _build_balanced_causal_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """Local kernel of causal attention sharded by queries.
 
-    On the device with block i of n, computes the first half of block i and the second half of block
-    n - 1 - i.
+    The device with shard i of n computes the first half of shard i and the second half of shard n -
+    1 - i.
     """
     if local.shard_counts.get("s", 1) == 1:
         return op.target
@@ -168,7 +168,7 @@ def _causal_attention_of_query_rows(op: Op, rows: int, start: Any) -> Callable[.
     At `start` 0 this is ordinary causal attention. Other queries need a causal mask aligned to the
     last key, which the fused kernels of accelerators support. A boolean tensor replaces this mask
     on the CPU, and if many ranks are simulated at once (`start` is then a `SymInt`), since the
-    number of keys that a block reads would differ between ranks.
+    number of keys that a shard reads would differ between ranks.
     """
     is_concrete = isinstance(start, int)
     fused_mask = _causal_mask_aligned_to_last_key(rows, start + rows) if is_concrete else None

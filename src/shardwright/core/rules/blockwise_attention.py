@@ -1,9 +1,9 @@
 """Attention in a sliding window or under a computed mask, without a mask tensor of all pairs.
 
-With a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a block of positions needs its own
-keys and the keys of the window before the block. The device with the previous block sends these
+With a sliding window, `b h s _, b h s _, b h s _ -> b h s _`, a shard of the sequence needs its own
+keys and the keys of the window before the shard. The device with the previous shard sends these
 keys, so that no device gathers all keys, and all devices have equal work. If the window is wider
-than a block, devices forward received keys.
+than a shard, devices forward received keys.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[R
 
 def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
     """Local kernel of masked attention sharded by queries; with a causal mask, devices swap the
-    second halves of blocks for equal work."""
+    second halves of shards for equal work."""
     blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
     if blocks == 1:
         return op.target
@@ -140,8 +140,8 @@ def rows_before(op: Op, blocks: int) -> list[int]:
 
 
 def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """Return one transfer of keys and values, concatenated, to the device with the next block, for
-    each preceding block that the window reaches."""
+    """Return one transfer of keys and values, concatenated, to the device with the next shard, for
+    each preceding shard that the window reaches."""
     key, value = op.inputs[1:]
     batch, heads, _, _ = key.shape
     batch, size = batch // shard_counts.get("b", 1), key.shape[-1] + value.shape[-1]

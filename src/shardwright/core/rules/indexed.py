@@ -1,8 +1,8 @@
-"""Kernels of operators that index sharded dimensions: each device reads or writes its own block.
+"""Kernels of operators that index sharded dimensions: each device reads or writes its own shard.
 
-A read (`x[i]`, `gather`) gives 0 for an index in another device's block, so that the results are
-terms of a sum, as in the vocabulary-parallel embedding of Megatron-LM. A write (`scatter`,
-`index_add`) into another device's block goes to an additional row, which is dropped.
+A read (`x[i]`, `gather`) gives 0 for an index in another device's shard, so that the results are
+partial sums, as in the vocabulary-parallel embedding of Megatron-LM. A write (`scatter`,
+`index_add`) into another device's shard goes to an additional row, which is dropped.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ class _LocalBlock:
     wraps: bool = False
 
     def localize(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices relative to this block, and a mask of the indices in other blocks.
+        """Return the indices relative to this shard, and a mask of the indices in other shards.
 
-        An index in another block is replaced by `size`. An index that is out of range on all
+        An index in another shard is replaced by `size`. An index that is out of range on all
         devices is replaced by `size + 1`, so that every device raises the error that a single
         device would.
         """

@@ -189,7 +189,7 @@ def index_select(op: Op) -> ShardingRule:
 
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
-    """Update by index, `b v, _, b _ -> b v`: each device writes to its block of the indexed
+    """Update by index, `b v, _, b _ -> b v`: each device writes to its shard of the indexed
     dimension `v`."""
     x, indices, *source = op.inputs
     if not x.shape:
@@ -225,7 +225,7 @@ def index(op: Op) -> ShardingRule | None:
 
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
-    """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its block of the
+    """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its shard of the
     first indexed dimension; other indexed dimensions cannot be sharded. Returns None for masks."""
     dims = _tensor_indexing_factors(op)
     if dims is None:

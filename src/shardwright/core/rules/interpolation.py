@@ -1,8 +1,8 @@
 """Resizing of images whose rows and columns can be sharded, `b c s t -> b c s t`.
 
 Each row of a resized image is a weighted sum of a few rows around its position in the original
-(linear, cubic), or of all rows that it covers (with antialiasing). A shard computes its block of
-the resized rows, and receives the original rows of its neighbors that these depend on.
+(linear, cubic), or of all rows that it covers (with antialiasing). A device computes its shard of
+the resized rows, and receives the original rows on which they depend from its neighbors.
 """
 
 from __future__ import annotations

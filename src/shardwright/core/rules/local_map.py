@@ -55,7 +55,8 @@ def _local_map_kernel(op: Op, local: Local) -> Callable[..., Any]:
     declared, counts = call.declaration, local.shard_counts
 
     def num_terms(dims: DimNames) -> int:
-        """Return the number of local terms that add up to a result with dimensions `dims`."""
+        """Return the number of shards whose local results are added up to a result with dimensions
+        `dims`."""
         return prod(count for name, count in counts.items() if name not in dims)
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)

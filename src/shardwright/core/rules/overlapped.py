@@ -1,7 +1,7 @@
 """Operators whose windows add to sharded dimensions: transposed convolution and `fold`.
 
-The counterpart of `windowed`: each shard writes its block of the windows. Rows of a neighbor's
-block that these windows write are sent to the neighbor, which adds the rows to its block.
+The counterpart of `windowed`: each device computes its shard of the windows. Rows of a neighbor's
+shard that these windows write are sent to the neighbor, which adds them to its shard.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Ring attention: queries stay on their device; keys and values travel around a ring of devices.
 
-Each device has a block of positions. In step 0 a device attends to its own keys and values and
+Each device has a shard of the sequence. In step 0 a device attends to its own keys and values and
 sends these to the next device; in each later step it attends to the keys and values that it has
-received. After n - 1 transfers each block has visited all n devices, and the partial results are
+received. After n - 1 transfers each shard has visited all n devices, and the partial results are
 merged by their log-sum-exp. In the backward pass keys and values travel again, and the gradient of
-each block travels one step behind, back to its device. Each device needs memory for a few blocks,
+each shard travels one step behind, back to its device. Each device needs memory for a few shards,
 independently of n (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
 Near-Infinite Context", 2023).
 
-Under a causal mask later blocks have more work. The devices with blocks i and n - 1 - i therefore
-swap the second halves of their blocks before the ring, as in the load balancing of Megatron-LM's
+Under a causal mask later shards have more work. The devices with shards i and n - 1 - i therefore
+swap the second halves of their shards before the ring, as in the load balancing of Megatron-LM's
 context parallelism; each step then has equal work on all devices.
 """
 
@@ -30,7 +30,8 @@ from shardwright.core.rules.notation import binder, call_arguments
 from shardwright.core.rules.rule import MIRROR, RING, Local, Reduce, Reduction
 
 BlockIndex = int | torch.SymInt
-"""Index of a device's block: an int, or a `SymInt` if many ranks are simulated at once."""
+"""Index of a device's shard of the sequence: an int, or a `SymInt` if many ranks are simulated at
+once."""
 
 
 def has_ring(arguments: Mapping[str, Any]) -> bool:
@@ -98,7 +99,7 @@ def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) ->
 
 
 def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Build the local kernel of ring attention for a device with one block of queries, keys and
+    """Build the local kernel of ring attention for a device with one shard of queries, keys and
     values."""
     bind, full_arguments = binder(op), call_arguments(op)
     devices, num_splits = local.shard_counts["ring"], local.shard_counts.get("s", 1)
@@ -129,7 +130,8 @@ def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
 
 
 def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
-    """Replace the last `count` rows of a block by the last `count` rows of the mirrored block."""
+    """Replace the last `count` local rows by the last `count` rows of the device with which rows
+    are swapped."""
     first, last = torch.split(block, [block.shape[-2] - count, count], -2)
     return torch.cat((first, swap(last)), -2)
 

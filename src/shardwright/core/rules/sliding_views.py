@@ -122,7 +122,7 @@ def windows_of_images(op: Op) -> ShardingRule:
 @rule_for(*overloads("col2im"))
 def images_of_windows(op: Op) -> ShardingRule:
     """Windows to image, `b c s -> b c s _`: channels and rows can be sharded; rows that a shard's
-    windows write of a neighbor's block are sent to the neighbor and added."""
+    windows write in a neighbor's shard are sent to the neighbor and added."""
     image = op.output.shape
     windows, dims, flat = _spatial_windows_and_factors(op, image)
     overlapped = Overlapped(windows, dims, replace=partial(_local_output_size, windows[0]))

@@ -1,13 +1,13 @@
 """Operators whose windows slide along sharded dimensions: convolution, pooling, `unfold`, padding.
 
-A shard of a spatial dimension computes its block of the windows. Where windows cross the border of
+A device computes the windows of its shard of a spatial dimension. Where windows cross the border of
 a shard, the shard reads rows of its neighbors, the *halo*. Windows that do not cross borders, such
 as patches, need no communication. At the outer borders of the first and the last shard, padding
 replaces the halo.
 
-If there is not one window for each `stride` rows, as in a convolution without padding, blocks of
-windows shift against blocks of rows from shard to shard: a shard in the middle then receives rows
-of both neighbors, and each shard selects the rows of its windows.
+If there is not one window for each `stride` rows, as in a convolution without padding, shards of
+windows shift against shards of rows: a shard in the middle then receives rows of both neighbors,
+and each shard selects the rows of its windows.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class BoundBucket:
 
     @cached_property
     def _num_blocks_of_gathers(self) -> tuple[int, ...]:
-        """Number of blocks of each all-gather, the last all-gather first."""
+        """Number of shards that each all-gather concatenates, the last all-gather first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
     @cached_property

@@ -134,7 +134,7 @@ def _make_finish_with_concatenation(
 
 
 def slice_block(x: Tensor, dim: int, index: Index, count: int) -> Tensor:
-    """Return block `index` of `count` equal blocks of `x` along `dim`, as a view."""
+    """Return shard `index` of `count` equal shards of `x` along `dim`, as a view."""
     size = x.shape[dim] // count
     return torch.narrow(x, dim, index * size, size)
 
@@ -280,7 +280,7 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_local_block_slice(step: RedistributionStep, devices: Devices) -> Collective:
-    """Return a collective that keeps this rank's block along the sharded dimension of `step`."""
+    """Return a collective that keeps this rank's shard along the sharded dimension of `step`."""
     dim, count, index = (
         _sharded_dim_of_step(step),
         devices.matrix.size(step.axes),

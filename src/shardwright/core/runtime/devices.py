@@ -230,7 +230,7 @@ class Devices:
         return Group(axes, self._names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
-        """Return the index of this rank's block along the flattened `axes`."""
+        """Return the index of this rank's shard along the flattened `axes`."""
         sizes = self.matrix.device_matrix
         return self.per_rank(lambda coordinates: shard_index(axes, sizes, coordinates))
 

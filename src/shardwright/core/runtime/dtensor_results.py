@@ -48,7 +48,8 @@ def correct_results() -> None:
 
 
 def _item_of_full_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return `item()` of the full tensor; PyTorch returns this rank's term of a partial sum."""
+    """Return `item()` of the full tensor; for a partial sum, PyTorch returns this rank's local
+    value."""
     return args[0].full_tensor().item()
 
 

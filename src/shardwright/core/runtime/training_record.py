@@ -28,7 +28,7 @@ NUM_COLUMNS = 5
 """Number of 64-bit integers of a record; see `unpack`."""
 
 MAX_FLOAT32 = 3e38
-"""Absolute values from here on, and NaN, are not compared."""
+"""Limit of the absolute values that are compared between ranks; larger values and NaN are not."""
 
 _PAIR, _INTEGER = struct.Struct("<2f"), struct.Struct("<q")
 _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
@@ -59,7 +59,8 @@ class TrainingRecord:
     max_norm: float = 0.0
 
     def watch(self, output: Tensor, name: str) -> None:
-        """Record the gradient of `output`, whose name is not needed, in later backward passes."""
+        """Record the gradient of `output` in later backward passes; the output's name is ignored.
+        """
         if output.requires_grad:
             output.register_hook(self._add_gradient)  # type: ignore[no-untyped-call]
 
@@ -140,7 +141,7 @@ def _checksum_of(option: Any) -> float:
 
 
 def unpack(columns: Sequence[int]) -> TrainingRecord:
-    """Return the record of which `TrainingRecord.take` returned the integers."""
+    """Return the record packed into integers by `TrainingRecord.take`."""
     gradients, steps, *numbers = columns
     absolute, weighted = _PAIR.unpack(_INTEGER.pack(gradients))
     rate, options, max_norm = _NUMBERS.unpack(_INTEGERS.pack(*numbers))

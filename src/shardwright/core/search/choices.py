@@ -31,7 +31,7 @@ KNOBS = (COMMUNICATION, BATCH, MEM_COEFF)
 size and `mem_coeff`."""
 
 MAX_SCALE = 64.0
-"""Maximum multiplier of a knob that is tried; the minimum is its inverse."""
+"""Maximum multiplier of a quantity in `KNOBS` that is tried; the minimum is its inverse."""
 
 
 @dataclass(frozen=True)

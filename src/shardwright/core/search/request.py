@@ -1,4 +1,4 @@
-"""The request to a search, the interface of search modes, and the cuts that they return."""
+"""Input and interface of the search modes, and the cuts that they return."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Pricing:
         return min(1.0, mem_coeff / DEFAULT_MEM_COEFF)
 
     def seconds_per_parameter_byte(self, mem_coeff: float) -> float:
-        """Return w of formula (1): the seconds to send `mem_coeff` bytes over the fastest link."""
+        """Return the weight of a byte of parameters: the seconds to send `mem_coeff` bytes over the
+        fastest link."""
         # The fastest link of the cluster, so that the weight does not change with the mesh.
         return mem_coeff / max(level.bandwidth for level in self.cluster.levels)
 

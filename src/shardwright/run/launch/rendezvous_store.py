@@ -94,9 +94,10 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
 
 
 def _bind_socket(address: str, port: int) -> socket.socket | None:
-    """Bind a socket to an address of this machine; None if `TCPStore` must bind by itself.
+    """Bind a socket to an address of this machine; return None if `TCPStore` must bind its own.
 
-    That is if this process already serves a store at `port`, or if a network translates `address`.
+    `TCPStore` must do so if this process already serves a store at `port`, or if `address` is
+    translated by a network (NAT).
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

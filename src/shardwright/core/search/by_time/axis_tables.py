@@ -69,7 +69,7 @@ class Weights:
     parameter_bytes: float
 
     def of(self, cost: ObjectiveCost) -> float:
-        """Return the weighted sum of the terms of a cost, in seconds."""
+        """Return the weighted sum of the components of a cost, in seconds."""
         return (
             self.forward * cost.forward
             + self.backward * cost.backward

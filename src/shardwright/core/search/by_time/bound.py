@@ -72,7 +72,8 @@ class _MessagePassing:
                 self._tables_around[variable].append((table_index, end))
 
     def run(self, on_share: OnShare) -> float:
-        """Run sweeps until the bound of the folded problem converges, and return the bound."""
+        """Run sweeps until the bound for the problem with shared variables converges, and return
+        the bound."""
         best_bound = -np.inf
         for _ in track(range(MAX_ROUNDS), on_share):
             self._send_all_messages(backward=True)

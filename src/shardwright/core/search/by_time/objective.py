@@ -44,7 +44,7 @@ class ObjectiveCost:
         return self.plus(other, 1)
 
     def plus(self, other: ObjectiveCost, times: float) -> ObjectiveCost:
-        """Return this cost plus `times * other`, term by term."""
+        """Return this cost plus `times * other`, component by component."""
         return ObjectiveCost(
             self.forward + times * other.forward,
             self.backward + times * other.backward,

@@ -194,7 +194,7 @@ class TimedSearch:
         return [list(best_cuts), list(other_cuts)] if is_near else [list(best_cuts)]
 
     def _swap_axes_and_improve(self, cuts: list[Cuts], on_share: OnShare) -> None:
-        """Swap axes in `cuts`, in place, and improve single operators after a swap (step 5)."""
+        """Swap axes in `cuts`, in place, and improve single operators after each swap."""
         is_exposed = self.objective.cost(cuts).exposed > 0
         # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
         weights = self.weights(1.0 if is_exposed or self.model.shared else 0.0)

@@ -39,7 +39,8 @@ the value to get a table of 2ⁿ entries. Values without a table cost nothing un
 a combination is computed."""
 
 MAX_PRICED_COMBINATIONS = 6
-"""Maximum number of combinations of present and swapped cuts to price for one pair of axes."""
+"""Maximum number of combinations of present and swapped cuts to evaluate exactly for one pair of
+axes."""
 
 
 def swap_axes(

@@ -110,7 +110,7 @@ class _CutsPropagation(DecidedLayouts):
                 (gradient_queue if has_gradient else other_queue).append(neighbor)
 
     def refine(self, pinned: Mapping[str, Cuts]) -> None:
-        """Decide operators again until the bytes of redistributions stop decreasing (step 2)."""
+        """Decide operators again until the bytes of redistributions stop decreasing."""
         free_ops = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
         previous_bytes = self._total_redistribution_bytes()
         for _ in range(MAX_ROUNDS):

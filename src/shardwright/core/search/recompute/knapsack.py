@@ -83,7 +83,7 @@ def cheapest(blocks: Sequence[Sequence[KnapsackItem]], needed: int) -> list[int]
 def _add_block_to_frontier(
     states: _ParetoFrontier, block: Sequence[KnapsackItem], needed: int
 ) -> _ParetoFrontier:
-    """Return the undominated states of `states` combined with the options of one more block."""
+    """Return the Pareto-optimal states of `states` combined with the options of one more block."""
     freed = np.array([0, *(option.freed for option in block)], np.int64)[:, None] + states.freed
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
     # Capped: states that free enough differ only in cost, and all but the cheapest are dominated.
