@@ -347,14 +347,12 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
     Args:
         first, second: titles of the plans' columns.
     """
-    label_width = max(len(change.property_name) for change in changes)
+    label_width = max(len(change.what) for change in changes)
     value_width = (MIN_WIDTH - label_width) // 2 - len(GAP)
     lines = list[str]()
     for change in (Difference("", first, second), *changes):
         values = [wrap(value, value_width) for value in (change.first, change.second)]
-        for label, first_value, second_value in zip_longest(
-            [change.property_name], *values, fillvalue=""
-        ):
+        for label, first_value, second_value in zip_longest([change.what], *values, fillvalue=""):
             cells = label.ljust(label_width), first_value.ljust(value_width), second_value
             lines.append(GAP.join(cells).rstrip())
         for name in change.names[:MAX_LISTED_NAMES]:

@@ -40,7 +40,7 @@ def made() -> Made:
 
 
 def find(found: list[Difference], what: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(each.first, each.second, each.names) for each in found if each.property_name == what]
+    return [(each.first, each.second, each.names) for each in found if each.what == what]
 
 
 def test_equal_plans_do_not_differ(made: Made) -> None:

@@ -19,13 +19,13 @@ class Difference:
     """One property in which two plans differ.
 
     Args:
-        property_name: the property, such as `step time`, `cuts`, `stage`, …
+        what: name of the property, such as `step time`, `cuts`, `stage`, …
         first, second: value in each plan; `-` if a plan does not have the property.
         names: names of the operators or parameters that differ, with ranges of numbers for repeated
             blocks; empty for a property of the plan itself.
     """
 
-    property_name: str
+    what: str
     first: str
     second: str
     names: tuple[str, ...] = ()

@@ -69,12 +69,12 @@ def _single_bar_stack(
 def _differences_table(plan: PlanData, other: PlanData) -> Chart:
     """Return the table of differences between the plan of the page and another plan."""
     # "model" is a difference of fingerprints, which depend on the batch size too.
-    changes = [each for each in differences(plan, other) if each.property_name != "model"]
+    changes = [each for each in differences(plan, other) if each.what != "model"]
     table = []
     for each in changes[:MAX_CHANGES]:
         num_omitted = len(each.names) - 2
         names = ", ".join(each.names[:2]) + (f" and {num_omitted} more" if num_omitted > 0 else "")
-        table.append((each.property_name, each.first, each.second, names))
+        table.append((each.what, each.first, each.second, names))
     omitted = len(changes) - MAX_CHANGES
     note = f"And {omitted} more differences: `shardwright diff` lists them." if omitted > 0 else ""
     note = note if changes else "Both plans make the same decisions."
