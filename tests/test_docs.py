@@ -8,6 +8,7 @@ any text). Commands in `sh` are only parsed. All fences of a page share one name
 
 import doctest
 import importlib
+import importlib.util
 import os
 import pkgutil
 import re
@@ -36,6 +37,8 @@ MODULES = [
     module.name
     for module in pkgutil.walk_packages(shardwright.__path__, "shardwright.")
     if not module.name.endswith("__main__")
+    # The only integration whose package is no extra of the tests.
+    and (not module.name.endswith(".torchtitan") or importlib.util.find_spec("torchtitan"))
 ]
 CHECKER = doctest.OutputChecker()
 ELLIPSIS = doctest.ELLIPSIS

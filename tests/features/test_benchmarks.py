@@ -315,6 +315,7 @@ def test_the_structure_of_a_package_with_a_circle_and_a_name_twice_is_told(tmp_p
 def test_mutated_files_are_counted_by_kind_and_raw_errors_miss_the_goal(monkeypatch):
     assert list(bench_faults.FILE_KINDS) == list(KINDS)
     monkeypatch.setattr(bench_faults, "FILE_KINDS", ("plan",))
+    monkeypatch.setattr(bench_faults, "DATA_KINDS", ())
     table = bench_faults.mutated_files(9)
     ((kind, read, refused, raw),) = table.rows
     assert (kind, int(read) + int(refused), raw) == ("plan", 9, "0")

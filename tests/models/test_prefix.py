@@ -114,7 +114,7 @@ WINDOWED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "ma
         (
             replace(LLAMA, family="deepseek_v2", num_experts=4),
             None,
-            "multi-head latent attention .DeepSeek-V2. is not supported",
+            "multi-head latent attention .DeepSeek. is not supported",
         ),
     ],
 )

@@ -14,7 +14,7 @@ import shardwright as sw
 X, Y = torch.linspace(-1, 1, 48).view(8, 6), torch.arange(8) % 3
 STEPS = 3
 
-Factor = Callable[[int], float]
+OfStep = Callable[[int], float]
 
 
 def planned(*, loss: bool = True, **options: Any) -> Any:
@@ -28,9 +28,8 @@ def planned(*, loss: bool = True, **options: Any) -> Any:
 def train(
     net: Any,
     *,
-    factor: Factor = lambda step: 1.0,
-    rate: Factor = lambda step: 0.1,
-    steps: Factor = lambda step: 1,
+    rate: OfStep = lambda step: 0.1,
+    steps: OfStep = lambda step: 1,
     clip: float = 0.0,
     outer_loss: Callable[[Tensor], Tensor] | None = None,
     **options: Any,
@@ -39,7 +38,7 @@ def train(
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = rate(step)
         loss = net(X, Y) if outer_loss is None else outer_loss(net(X))
-        (factor(step) * loss).backward()
+        loss.backward()
         if clip:
             net.clip_grad_norm_(clip)
         for _ in range(int(steps(step))):
@@ -91,18 +90,12 @@ def trains_a_plain_model_of_its_own() -> None:
 
 def cases(rank: int) -> dict[str, Callable[[], None]]:
     entropy = nn.functional.cross_entropy
-    tensor_parallel = {"mode": "recursive_programming"}
     return {
         "alike": lambda: train(planned(), clip=1.0, momentum=0.9),
         "alike outside": lambda: train(planned(loss=False), outer_loss=lambda z: entropy(z, Y)),
         "alike, two models": trains_two_models_with_a_schedule,
         "alike, closure": trains_by_a_closure,
         "alike, own model": trains_a_plain_model_of_its_own,
-        "factor": lambda: train(planned(), factor=lambda step: 1 + rank * (step == 1)),
-        "factor, sharded": lambda: train(planned(**tensor_parallel), factor=lambda step: 1 + rank),
-        "labels": lambda: train(
-            planned(loss=False), outer_loss=lambda z: entropy(z, (Y + rank) % 3)
-        ),
         "rate": lambda: train(planned(), rate=lambda step: 0.1 * (1 + rank * (step == 1))),
         "decay": lambda: train(planned(), weight_decay=0.1 * rank),
         "step": lambda: train(planned(), steps=lambda step: not (rank and step == 1)),

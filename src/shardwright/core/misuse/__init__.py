@@ -35,9 +35,8 @@ At each call of the model:
   signature waits for the comparison. Ranks that call at different times are named by
   `core/runtime/rank_calls`.
 
-- `training_guard`: ranks scale the loss, clip gradients, or step optimizers differently. One pass
-  over up to 16,384 elements of the gradient of each output, and the options of each optimizer step;
-  compared with the batch of the next call.
+- `training_guard`: ranks clip gradients, or step optimizers, differently. The options of each
+  optimizer step are compared with the batch of the next call.
 
 At each backward pass:
 

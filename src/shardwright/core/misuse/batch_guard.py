@@ -129,11 +129,6 @@ class BatchGuard:
         self._pending_comparisons: deque[CallComparison] = deque()
         self._side_stream = SideStream.of(self._device) if self._active else None
 
-    @property
-    def is_active(self) -> bool:
-        """Whether there are other ranks to compare calls with."""
-        return self._active
-
     def begin(
         self, signature: Hashable, leaves: Sequence[Any], input_indices: Sequence[int | None]
     ) -> None:
@@ -165,12 +160,9 @@ class BatchGuard:
         is_full = new or is_due(self._calls, FIRST_CALLS, PERIOD)
         contents = self._hash_shared_inputs(dict(zip(input_indices, leaves, strict=True)), is_full)
         rows = table.clone()
-        record, on_device = training_record().take()
         # Writing through NumPy takes a fraction of the time.
-        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = record
-        self._pending_comparisons.append(
-            self._start_comparison_of_ranks(rows, [*contents, *on_device])
-        )
+        rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take()
+        self._pending_comparisons.append(self._start_comparison_of_ranks(rows, contents))
         if new:
             self._check_arrived_comparisons(len(self._pending_comparisons))
 

@@ -53,7 +53,6 @@ from shardwright.core.runtime.micro_batches import (
     micro_batch,
     num_micro_batches_of_call,
 )
-from shardwright.core.runtime.training_record import training_record
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import HooksOfModules
 from shardwright.core.torch_internals.modules import alias_module
@@ -115,8 +114,6 @@ class Execution(Recapture):
         self._watch_gradient: WatchGradient | None = None
         if partitioned.decisions.arrivals:
             self._watch_gradient = GradientGuard(devices).watch
-        elif self._guard.is_active:
-            self._watch_gradient = training_record().watch
         self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
         self._planned_specialization: tuple[Any, ...] = (

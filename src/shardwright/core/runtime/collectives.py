@@ -295,8 +295,7 @@ def _sharded_dim_of_step(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """Bind an all-reduce step that only starts the collective; the consumer waits for the result.
-    """
+    """Bind an all-reduce step that only starts the collective; the consumer waits for the result."""
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(blocking(start), blocking(identity))
 

@@ -1,4 +1,4 @@
-"""Record what a rank does with a planned model between two calls: losses, clipping, optimizers.
+"""Record what a rank does with a planned model between two calls: clipping and optimizer steps.
 
 `core/misuse/training_guard.py` compares the records of all ranks.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -20,17 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.runtime.devices import stages_of_plan
 
-MAX_ELEMENTS = 2**13
-"""Number of equidistant elements from which a checksum is computed, at least; a large gradient has
-up to twice as many."""
-
-NUM_COLUMNS = 5
+NUM_COLUMNS = 4
 """Number of 64-bit integers of a record; see `unpack`."""
 
-MAX_FLOAT32 = 3e38
-"""Limit of the absolute values that are compared between ranks; larger values and NaN are not."""
-
-_PAIR, _INTEGER = struct.Struct("<2f"), struct.Struct("<q")
 _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
 
 
@@ -50,49 +41,17 @@ class TrainingRecord:
         max_norm: sum of the limits to which gradients were clipped.
     """
 
-    absolute: float = 0.0
-    weighted: float = 0.0
-    on_device: Tensor | None = None
     steps: int = 0
     learning_rate: float = 0.0
     options: float = 0.0
     max_norm: float = 0.0
 
-    def watch(self, output: Tensor, name: str) -> None:
-        """Record the gradient of `output` in later backward passes; the output's name is ignored.
-        """
-        if output.requires_grad:
-            output.register_hook(self._add_gradient)  # type: ignore[no-untyped-call]
-
-    def take(self) -> tuple[list[int], list[Tensor]]:
-        """Return the record as `NUM_COLUMNS` integers of 64 bits, and begin a new one.
-
-        Returns:
-            The integers, and the first one as a scalar tensor if it is on an accelerator.
-        """
-        sums = _finite_float32(self.absolute), _finite_float32(self.weighted)
+    def take(self) -> list[int]:
+        """Return the record as `NUM_COLUMNS` integers of 64 bits, and begin a new one."""
         numbers = self.learning_rate, self.options, self.max_norm
-        (bits,) = _INTEGER.unpack(_PAIR.pack(*sums))
-        columns = [bits, self.steps, *_INTEGERS.unpack(_NUMBERS.pack(*numbers))]
-        device_sums = self.on_device
-        self.absolute = self.weighted = self.learning_rate = self.options = self.max_norm = 0.0
-        self.steps, self.on_device = 0, None
-        return columns, [] if device_sums is None else [device_sums.view(torch.int64)[0]]
-
-    def _add_gradient(self, gradient: Tensor | None) -> None:
-        if gradient is None:  # A loss that does not depend on this output.
-            return
-        if gradient.device.type != "cpu":
-            with torch.no_grad():
-                sums = _checksums(gradient.detach())
-                self.on_device = sums if self.on_device is None else self.on_device + sums
-        elif gradient.numel() == 1 and gradient.is_floating_point():
-            value = gradient.item()
-            self.absolute, self.weighted = self.absolute + abs(value), self.weighted + value
-        else:
-            with torch.no_grad():
-                absolute, weighted = _checksums(gradient.detach()).tolist()
-            self.absolute, self.weighted = self.absolute + absolute, self.weighted + weighted
+        columns = [self.steps, *_INTEGERS.unpack(_NUMBERS.pack(*numbers))]
+        self.steps, self.learning_rate, self.options, self.max_norm = 0, 0.0, 0.0, 0.0
+        return columns
 
     def add_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Record a step of an optimizer.
@@ -104,19 +63,6 @@ class TrainingRecord:
         self.learning_rate += _checksum_of(groups[0].get("lr"))
         for weight, group in enumerate(groups, 1):
             self.options += weight * _checksum_of_options(group)
-
-
-def _finite_float32(number: float) -> float:
-    return number if abs(number) < MAX_FLOAT32 else 0.0
-
-
-def _checksums(gradient: Tensor) -> Tensor:
-    numbers = gradient.to_dense() if gradient.is_sparse else gradient
-    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-    flat = numbers.reshape(-1)
-    flat = flat[:: max(1, len(flat) // MAX_ELEMENTS)].float()
-    weights = torch.arange(len(flat), device=flat.device, dtype=torch.float32).cos()
-    return torch.stack([flat.abs().sum(), flat @ weights])
 
 
 def _checksum_of_options(group: Mapping[str, Any]) -> float:
@@ -142,10 +88,9 @@ def _checksum_of(option: Any) -> float:
 
 def unpack(columns: Sequence[int]) -> TrainingRecord:
     """Return the record packed into integers by `TrainingRecord.take`."""
-    gradients, steps, *numbers = columns
-    absolute, weighted = _PAIR.unpack(_INTEGER.pack(gradients))
+    steps, *numbers = columns
     rate, options, max_norm = _NUMBERS.unpack(_INTEGERS.pack(*numbers))
-    return TrainingRecord(absolute, weighted, None, steps, rate, options, max_norm)
+    return TrainingRecord(steps, rate, options, max_norm)
 
 
 @cache

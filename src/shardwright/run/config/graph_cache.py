@@ -55,7 +55,8 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
         graph = _read_graph(folder, key)
     except ValueError as error:
         path = folder / f"{key}.graph"
-        logger.warning("%s is damaged, so the model is captured again: %s", path, error)
+        problem = str(error).partition("\n")[0]
+        logger.warning("%s is damaged, so the model is captured again: %s", path, problem)
         graph = None
     except (OSError, RuntimeError) as error:
         # Path.home() raises RuntimeError for a user without a home folder.
