@@ -76,8 +76,8 @@ amplifies rounding a million times."""
 class Check:
     """Comparison of two training steps of a planned program and of the user's module.
 
-    The program runs on simulated ranks. Both train by SGD with momentum, on the gradients of all
-    outputs or, with micro-batches, of the loss.
+    The program runs on simulated ranks. Program and module train by SGD with momentum, on the
+    gradients of all outputs or, with micro-batches, of the loss.
 
     Args:
         loss: the module's loss in the first step; None if the module returns no scalar loss.

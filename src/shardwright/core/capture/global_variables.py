@@ -69,7 +69,7 @@ def reads_gradient_mode(model: nn.Module) -> bool:
 
 
 def modes_read(codes: Iterable[CodeType]) -> Iterator[tuple[str, str]]:
-    """Yield (location, name) of the PyTorch modes, such as the gradient mode, that code refers to."""
+    """Yield (location, name) of the PyTorch modes, such as the gradient mode, that code reads."""
     names = {name for code in codes for name in code.co_names}
     for name in sorted(MODES.keys() & names):
         yield GRADIENT_MODE[0], name

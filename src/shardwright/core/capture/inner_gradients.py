@@ -277,7 +277,7 @@ def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node
 
 
 def _list_mutated_tensors(node: fx.Node) -> list[fx.Node]:
-    """List the tensors that an operator changes in place, and the tensors of which they are views."""
+    """List the tensors that an operator changes in place, and the bases of which they are views."""
     changed_tensors: list[fx.Node] = []
     arguments = schema_of(node.target).arguments if isinstance(node.target, OpOverload) else ()
     for argument, given in zip(arguments, node.args, strict=False):

@@ -132,7 +132,7 @@ class BandProofs:
         return None
 
     def _get_value(self, node: Any) -> Tensor | None:
-        """Return the values of a small tensor computed from constants only; None for other tensors."""
+        """Return the values of a small tensor computed from constants; None for other tensors."""
         if not is_tensor(node):
             return None
         if node not in self._values:

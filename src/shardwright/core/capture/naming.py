@@ -188,7 +188,7 @@ def line_of_function(function: Any) -> str:
 
 
 class LocatedError(CaptureError):
-    """Format an earlier and a current value; for dicts, only the first different entry."""
+    """Return a CaptureError whose message begins with the user's line."""
 
 
 def current_line() -> str:

@@ -221,7 +221,7 @@ class ProcessState:
 
 
 def _changed_value_texts(before: Any, now: Any) -> tuple[str, str]:
-    """Format a key or an index of a container; a module is represented by its class."""
+    """Format an earlier and a current value; for dicts, only the first different entry."""
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
         name = getattr(key, "name", key)

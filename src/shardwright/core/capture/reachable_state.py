@@ -78,7 +78,7 @@ class StateLocation(NamedTuple):
 
 
 def _key_text(key: Hashable) -> str:
-    """Return a text of a key or an index; the class of a module."""
+    """Format a key or an index of a container; a module is represented by its class."""
     value = key() if isinstance(key, weakref.ReferenceType) else key
     return type(value).__name__ if isinstance(value, nn.Module) else repr(key)
 

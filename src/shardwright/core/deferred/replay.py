@@ -115,7 +115,7 @@ def plan_replay(
 
 
 def _storages_by_last_writing_operation(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Return, for each operation by its index, those of `storages` that no later operation writes."""
+    """Return, for each operation by index, those of `storages` that no later operation writes."""
     # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):

@@ -279,7 +279,7 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
 
 
 def _rebase_step(step: RedistributionStep, source: TensorLayout) -> RedistributionStep:
-    """Return `step`, which changes one dimension, as a step that starts from the layout `source`."""
+    """Return `step`, which changes one dimension, as a step that starts from layout `source`."""
     axes = tuple(
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)

@@ -31,7 +31,8 @@ class BoundProgram:
         draws_random_numbers: whether an operator draws random numbers, as dropout does.
         devices: this rank's view of the program's device matrix, whose axes may differ from the
             plan's.
-        off_path: check that no gradient starts at outputs whose backward pass would be incomplete.
+        off_path: check that rejects requests for gradients of outputs that would be incomplete, as
+            the backward pass from other outputs does not reach them.
         local_outputs: number of local batches, by name of each output that is returned for this
             rank's local batch only.
     """

@@ -33,8 +33,8 @@ class CallLeaves:
     devices: Devices
 
     def on_device(self, leaves: Sequence[Any], planned_indices: Sequence[int | None]) -> list[Any]:
-        """Return the leaves on the device of this rank, with gradients of local batches scaled to
-        the mean over all ranks.
+        """Return the leaves on the device of this rank; gradients of local batches are multiplied
+        by the number of local batches.
 
         Args:
             planned_indices: index of each leaf in the planned call; None for a leaf that the

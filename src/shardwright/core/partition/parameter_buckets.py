@@ -78,7 +78,7 @@ class Bucket:
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
-        """The steps of the first member; all members have the same steps, up to tensor dimensions."""
+        """The steps of the first member; all members have equal steps, up to tensor dimensions."""
         return self.members[0].steps
 
     @property

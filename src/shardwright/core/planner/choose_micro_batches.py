@@ -175,12 +175,8 @@ class _MicroBatchChoice:
         raise self._no_plan_error()
 
     def _capture_graph_of_task(self, tasks: list[PlanTask], derived: PlanTask) -> bool:
-        """Assumed minimum ratio between the increases of the step time by two consecutive increases
-        of `mem_coeff`.
-
-        A search pays `mem_coeff` seconds for each saved unit of parameter memory, and the next
-        `mem_coeff` is eight times as large. So the ratio is 2 if the second increase saves a fourth
-        of the memory that the first one saved; if it saves less, the plan is hardly smaller."""
+        """Replace the derived graph of a task by a captured one, or remove the task if its model
+        cannot be captured; return whether its candidates may have changed."""
         index = tasks.index(derived)
         try:
             captured = self._prepare(derived.options.num_micro_batches, True)

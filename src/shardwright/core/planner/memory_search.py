@@ -43,10 +43,12 @@ time that the search is expected to find. The bound is below 1 as the objective 
 simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
 
 NEXT_INCREASE = 2.0
-"""Assumed minimum ratio of the increases of the step time by two consecutive increases of
-`mem_coeff`. A search gives up `mem_coeff` seconds for each unit of parameter memory, and the next
-one eight times as many; so the ratio is 2 if a fourth of the memory is saved that the previous
-increase saved. If less is saved, the plan is hardly smaller."""
+"""Assumed minimum ratio between the increases of the step time by two consecutive increases of
+`mem_coeff`.
+
+A search pays `mem_coeff` seconds for each saved unit of parameter memory, and the next `mem_coeff`
+is eight times as large. So the ratio is 2 if the second increase saves a fourth of the memory that
+the first one saved; if it saves less, the plan is hardly smaller."""
 
 UNSHARDED_BOUND = 0.99
 """Assumed lower bound on the step time without ZeRO, as a fraction of the predicted step time

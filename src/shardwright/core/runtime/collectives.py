@@ -3,12 +3,16 @@
 Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
 collectives; one autograd function combines any pair. The gradient of each step is another step:
 
-| step | forward | backward | |---|---|---| | slice | keep this rank's shard of a replicated tensor
-| all-gather | | vary | identity | all-reduce | | all_reduce | sum over the ranks | identity | |
-reduce_scatter | sum over the ranks, keep this rank's shard | all-gather | | all_gather |
-concatenate the shards | reduce-scatter if varying, else slice | | all_to_all | gather one
-dimension, shard another | all-to-all, in reverse | | permute | send the shard to another rank |
-permute, in reverse | | all_to_all_v | exchange parts of shards | all-to-all-v, in reverse |
+| step | forward | backward |
+|---|---|---|
+| slice | keep this rank's shard of a replicated tensor | all-gather |
+| vary | identity | all-reduce |
+| all_reduce | sum over the ranks | identity |
+| reduce_scatter | sum over the ranks, keep this rank's shard | all-gather |
+| all_gather | concatenate the shards | reduce-scatter if varying, else slice |
+| all_to_all | gather one dimension, shard another | all-to-all, in reverse |
+| permute | send the shard to another rank | permute, in reverse |
+| all_to_all_v | exchange parts of shards | all-to-all-v, in reverse |
 """
 
 from __future__ import annotations
@@ -295,7 +299,7 @@ def _sharded_dim_of_step(step: RedistributionStep) -> int:
 
 
 def start_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    """Bind an all-reduce step that only starts the collective; the consumer waits for the result."""
+    """Bind an all-reduce step that only starts the collective; its consumer waits for it."""
     start = all_reduce(devices.group(step.axes)).start
     return BoundCollective(blocking(start), blocking(identity))
 

@@ -38,8 +38,8 @@ class ConfigurationRow(BaseModel, strict=True, frozen=True):
     """Published throughput of a configuration file; unknown keys are ignored.
 
     Args:
-        file: file name, relative to the folder of the list of runs or to its subfolder
-            `mindformers`. In the subfolder, `folder__file.yaml` is found as `file.yaml`.
+        file: file name, searched in the folder of the list of runs, then below its subfolder
+            `mindformers`, where the name may have a prefix such as `folder__`.
     """
 
     file: str

@@ -60,8 +60,8 @@ and 2, and 2 with a fused RMSNorm (`fa2rms`), as Hagemann et al. (arXiv:2311.056
 
 
 def cluster_of_run(run: PublishedRun) -> Cluster:
-    """Load the cluster of a published run, with the figures measured for the run's training
-    framework and attention kernel.
+    """Load the cluster of a published run, with the figures of the run's training framework and
+    attention kernel.
 
     Raises:
         ConfigError: if the row's `hardware` is not the name of a cluster.

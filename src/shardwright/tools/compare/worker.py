@@ -187,7 +187,7 @@ def tiny_run(run: Run, devices: int) -> Run:
 def _scale_recomputed_blocks(
     recompute: RecomputeSection | None, layers: int, tiny_layers: int
 ) -> RecomputeSection | None:
-    """Convert the recomputed blocks of a model with `layers` blocks to a model with `tiny_layers`."""
+    """Convert the recomputed blocks of a model with `layers` blocks to one with `tiny_layers`."""
     if recompute is None:
         return None
 
