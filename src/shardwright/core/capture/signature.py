@@ -315,7 +315,7 @@ def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> b
         and (no_grad or not node.meta.get("no_grad"))
         and _is_floating_point(node)
         and _is_floating_point(source)
-        and not _is_statistic(node)
+        and not _is_result_without_gradient(node)
         and not _reads_statistic(node, source)
     )
 
@@ -326,7 +326,7 @@ def _operator_name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _is_statistic(node: fx.Node) -> bool:
+def _is_result_without_gradient(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     result, index = node.args

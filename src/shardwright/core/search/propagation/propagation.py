@@ -136,11 +136,11 @@ class _CutsPropagation(DecidedLayouts):
         )
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
-        problem = self._local_problem(op)
+        problem = self._cut_choice_problem_of_op(op)
         return {} if problem is None else self._decide_with_cache(problem, (), problem.cheapest)
 
     def _cuts_given_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
-        problem, cuts = self._local_problem(op), self.cuts[op.name]
+        problem, cuts = self._cut_choice_problem_of_op(op), self.cuts[op.name]
         if problem is None:
             return {}
         return self._decide_with_cache(
@@ -162,7 +162,7 @@ class _CutsPropagation(DecidedLayouts):
             self._cached_cuts[key] = decide()
         return self._cached_cuts[key]
 
-    def _local_problem(self, op: Op) -> LocalProblem | None:
+    def _cut_choice_problem_of_op(self, op: Op) -> LocalProblem | None:
         """Return the problem of choosing the cuts of `op`, or None if `op` cannot be cut."""
         rule = self.rules[op.name]
         if rule is None or not rule.factors:
