@@ -109,7 +109,7 @@ def test_all_of_it_runs_and_is_written(tmp_path: Path) -> None:
     # Numbers of such sizes miss goals.
     assert done.returncode in (0, 1), done.stderr[-3000:]
     page = (tmp_path / "results" / "gpu.md").read_text(encoding="utf-8")
-    assert page.count("\n## ") == 4
+    assert page.count("\n## ") == 5
     assert page.count("| exact |") == 12 and page.count("| runs |") == 4 and "wrong" not in page
     assert all(f"| {name} | 0 |" in page for name in PLANS)
     assert "program, compiled" in page
