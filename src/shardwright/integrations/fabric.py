@@ -177,7 +177,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
 
 
 class _NoBackwardSyncControl:
-    """Ignores `fabric.no_backward_sync`: the plan decides when gradients are reduced."""
+    """Backward-sync control that does nothing: the plan decides when gradients are reduced."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()

@@ -36,8 +36,9 @@ class Setting:
         name: name in messages, as written in code that changes the setting.
         read: returns the current value, which is compared by `==`.
         write: sets the value.
-        readers: names by which Python code reads a setting that affects no operator, such as
-            warning filters; `forward` may change such a setting if its code has none of the names.
+        readers: for a setting that affects no operator, such as warning filters: names of the
+            attributes and functions that read it. `forward` may change the setting unless its code
+            uses one of them. Empty for other settings, which `forward` must not change.
     """
 
     name: str

@@ -175,8 +175,9 @@ def _check_operator(node: fx.Node) -> None:
         )
     if "batch_norm" in name and "backward" not in name and _updates_statistics(node):
         raise CaptureError(
-            "a batch norm inside of a function transform, or where `forward` computes gradients, "
-            "would update its statistics\nuse `track_running_stats=False`, or `eval()`"
+            "not supported: a batch norm that updates running statistics inside of a function "
+            "transform or of gradients computed in `forward`\n"
+            "use `track_running_stats=False`, or `eval()`"
         )
 
 

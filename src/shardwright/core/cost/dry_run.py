@@ -136,16 +136,16 @@ class _MetaChunk:
     Args:
         module: the chunk as a module.
         stored: stored parameters by name.
-        arriving: buffers for values from the previous chunk.
-        gradients: buffers for gradients from the next chunk.
+        arriving: receive buffers for activations of the previous chunk.
+        gradients: receive buffers for gradients from the next chunk.
         splits_backward: whether the backward pass is split into input and weight gradients.
         live: record of allocated and freed storages.
-        number: index of the current micro-batch, as a tensor.
+        number: index of the current micro-batch, an int64 scalar.
         inputs, outputs: inputs and outputs of the current micro-batch.
         groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
-        reduced: gradients of stored parameters after the step.
-        added: (length of the allocation history, gradient) of each gradient that the current
-            backward pass adds to an existing one.
+        reduced: gradients by name of stored parameter, as they are after the step's reductions.
+        added: gradients of the current backward pass that are accumulated into earlier ones, each
+            as (number of allocations recorded before it, its storage).
     """
 
     module: StageModule

@@ -55,7 +55,7 @@ _CACHED_RESULTS: WeakKeyDictionary[Op, SavedTensors] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True)
 class _OperatorKey:
-    """Cache key of an operator.
+    """Key under which tensors saved by equal operators are cached.
 
     Args:
         target: the operator's target.

@@ -1,15 +1,14 @@
 """Detect ranks that train differently between two calls of a model.
 
 An optimizer with other options on each rank, or a step that only some ranks make, would let the
-replicas of a parameter drift apart. `batch_guard` compares
-the records of the ranks (`core/runtime/training_record.py`) in the all-reduce of the next call.
+replicas of a parameter drift apart. `batch_guard` compares the records of the ranks
+(`core/runtime/training_record.py`) in the all-reduce of the next call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from shardwright.core.runtime.training_record import TrainingRecord, unpack
 from shardwright.errors import DataError
@@ -17,20 +16,31 @@ from shardwright.errors import DataError
 OPTION_TOLERANCE = 1e-6
 """Maximum relative difference between options, which ranks compute in float64."""
 
-
-@dataclass(frozen=True)
-class TrainingDifference:
-    """A difference between two ranks: what differs, their values, and the remedy."""
-
-    what: str
-    value: str
-    first_value: str
-    remedy: str
+_PROBLEMS_AND_REMEDIES = {
+    "steps": (
+        "ranks made different numbers of optimizer steps",
+        "make the same steps on all ranks: what decides about a step, such as a check of the"
+        " gradients, must be equal on all of them",
+    ),
+    "learning_rate": (
+        "learning rates differed",
+        "set the same learning rate on all ranks: a schedule must depend neither on the rank nor"
+        " on its local data",
+    ),
+    "options": (
+        "checksums of the options of optimizers differed",
+        "set the same options, such as weight decay and momentum, on all ranks",
+    ),
+    "max_norm": (
+        "gradients were clipped to different norms",
+        "clip to the same norm on all ranks",
+    ),
+}
+"""First and second line of the error, by field of `TrainingRecord`, in the order of comparison."""
 
 
 def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
-    """Check that losses, clipping and optimizer steps since the previous call are equal on all
-    ranks.
+    """Check that clipping and optimizer steps since the previous call are equal on all ranks.
 
     Args:
         call: the number of the call, from 1, for errors.
@@ -42,48 +52,16 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
     """
     first, *others = map(unpack, rows)
     for rank, record in enumerate(others, 1):
-        difference = _difference(record, first)
-        if difference is not None:
-            raise DataError(
-                f"before call {call}, {difference.what}: {difference.value} on rank {rank}, but"
-                f" {difference.first_value} on rank 0\n{difference.remedy}"
-            )
+        for name, (problem, remedy) in _PROBLEMS_AND_REMEDIES.items():
+            value, first_value = _value_of(record, name), _value_of(first, name)
+            if not math.isclose(value, first_value, rel_tol=OPTION_TOLERANCE):
+                raise DataError(
+                    f"before call {call}, {problem}: {value:g} on rank {rank}, but"
+                    f" {first_value:g} on rank 0\n{remedy}"
+                )
 
 
-def _difference(record: TrainingRecord, first: TrainingRecord) -> TrainingDifference | None:
-    """Return the first difference between two records, with the remedy; None if they are equal."""
-    if record.steps != first.steps:
-        return TrainingDifference(
-            "ranks made different numbers of optimizer steps",
-            str(record.steps),
-            str(first.steps),
-            "make the same steps on all ranks: what decides about a step, such as a check of the"
-            " gradients, must be equal on all of them",
-        )
-    if _differ(record.learning_rate, first.learning_rate):
-        return TrainingDifference(
-            "learning rates differed",
-            f"{record.learning_rate / record.steps:g}",
-            f"{first.learning_rate / first.steps:g}",
-            "set the same learning rate on all ranks: a schedule must depend neither on the rank"
-            " nor on its local data",
-        )
-    if _differ(record.options, first.options):
-        return TrainingDifference(
-            "options of optimizers differed",
-            f"checksum {record.options:g}",
-            f"{first.options:g}",
-            "set the same options, such as weight decay and momentum, on all ranks",
-        )
-    if _differ(record.max_norm, first.max_norm):
-        return TrainingDifference(
-            "gradients were clipped to different norms",
-            f"{record.max_norm:g}",
-            f"{first.max_norm:g}",
-            "clip to the same norm on all ranks",
-        )
-    return None
-
-
-def _differ(value: float, first_value: float) -> bool:
-    return not math.isclose(value, first_value, rel_tol=OPTION_TOLERANCE)
+def _value_of(record: TrainingRecord, name: str) -> float:
+    """Return a field of a record; of the learning rate, which is a sum over steps, the mean."""
+    value: float = getattr(record, name)
+    return value / max(1, record.steps) if name == "learning_rate" else value

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,14 +28,9 @@ _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
 
 @dataclass
 class TrainingRecord:
-    """Record of losses, clipping and optimizer steps on this rank since its last call of a planned
-    model.
+    """Record of clipping and optimizer steps on this rank since its last call of a planned model.
 
     Args:
-        absolute, weighted: sum of absolute values, and position-weighted sum, of the CPU gradients
-            that backward passes receive for the model's outputs.
-        on_device: both sums for gradients on an accelerator, without waiting for them; shape (2,),
-            float32; None without such gradients.
         steps: number of steps of optimizers over planned parameters.
         learning_rate: sum of the learning rates of these steps' first parameter groups.
         options: checksum of all numeric options of these steps.
@@ -108,7 +104,10 @@ def training_record() -> TrainingRecord:
 
 
 def _has_planned(parameters: Sequence[Tensor]) -> bool:
-    """Whether the first parameter belongs to a planned model without pipeline stages; with stages,
-    ranks have different parameters."""
+    """Whether the first parameter belongs to a model that is planned for all ranks, without
+    pipeline stages; with stages, ranks have different parameters."""
     first = next(iter(parameters), None)
-    return isinstance(first, DTensor) and stages_of_plan(first.device_mesh) == 1
+    if not isinstance(first, DTensor) or stages_of_plan(first.device_mesh) != 1:
+        return False
+    # One rank may train a model of its own, which is planned for one device.
+    return first.device_mesh.size() == dist.get_world_size()

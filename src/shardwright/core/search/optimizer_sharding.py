@@ -80,12 +80,13 @@ def _sharding_axes_by_parameter(
 def _shard_storage_further(
     value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
-    """Return the storage layout of one parameter: `used`, with one dim sharded over up to
-    `shard_size` times more devices.
+    """Return the storage layout of one parameter, which shards one more dim, or one dim further,
+    than its uses do.
 
     Args:
         used: the axes that shard each dim where the parameter is used.
         free_axes: axes over which all uses replicate the parameter.
+        shard_size: largest factor by which more devices share the parameter; -1 for no limit.
     """
     subsets = [axes for n in range(1, len(free_axes) + 1) for axes in combinations(free_axes, n)]
     if 1 <= shard_size <= mesh.size(free_axes):

@@ -51,9 +51,10 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
         if args and isinstance(args[0], complex):
             with self.disable():
                 return func(*args, **kwargs)
-        if func is aten.sym_size.default:
+        # Asked for each tensor that is made: the search of all arguments would take longer.
+        if func is aten.sym_size.default and isinstance(args[0], LocalTensor):
             return tuple(args[0]._size)
-        if func is aten.dim.default:
+        if func is aten.dim.default and isinstance(args[0], LocalTensor):
             return len(args[0]._size)
         subclass = _tensor_subclass(args, kwargs)
         if subclass is Tensor and func.namespace in _LOCAL_NAMESPACES:
@@ -62,14 +63,14 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
             result = _call_on_each_rank(func, self.ranks, args, kwargs)
             if func.is_view:
                 # With this mode, as PyTorch's would be entered anew for each size that is read.
-                with on_dispatch_stack(self):
+                with _on_dispatch_stack(self):
                     _share_storage(result, args[0])
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
-def on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
+def _on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
     """Context manager in which `mode` handles operators, as in a call from outside of it."""
     _push_mode(mode)
     try:
