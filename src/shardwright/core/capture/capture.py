@@ -17,6 +17,7 @@ from torch import nn
 from shardwright.core.capture.autocast import ON_CPU, Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.capturable import check_capturable
+from shardwright.core.capture.explanation import OWN_ERROR
 from shardwright.core.capture.fake_copy import TRACING_LOCK, isolate_capture, warn_of_packing
 from shardwright.core.capture.functions_in_full import warn_of_functions_in_full
 from shardwright.core.capture.python_capture import capture_python
@@ -104,5 +105,6 @@ def _capture_with_dynamo(
         log.debug("TorchDynamo cannot capture %s: %s", type(call.module).__name__, error)
         lines = str(error).splitlines()[: 1 + isinstance(error, CaptureError)]
         reason = "; ".join(lines) or type(error).__name__
-        refusal.add_note(f"TorchDynamo cannot capture it either: {reason}")
+        if OWN_ERROR not in str(refusal):
+            refusal.add_note(f"TorchDynamo cannot capture it either: {reason}")
     raise refusal

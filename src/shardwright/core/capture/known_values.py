@@ -262,6 +262,9 @@ class KnownValues(TorchFunctionMode):
             read = (_make_empty_recipe(args[0]), *args[1:]) if func in _LIKE and args else args
             recipe_args = self._convert_to_recipes((read, kwargs))
         except _UnknownValueError:
+            recipe_args = None
+        # Outside of `except`, so that errors of `func` do not refer to this one.
+        if recipe_args is None:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         before = 0 if first is None else version(first)
