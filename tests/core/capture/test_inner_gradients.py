@@ -182,7 +182,7 @@ REFUSED = {
     dropped: "draws random numbers",
     in_autocast: "in or after an autocast region",
     changed_before: "a tensor that it changes in place",
-    with_statistics: "would update its statistics",
+    with_statistics: "batch norm that updates running statistics",
 }
 
 

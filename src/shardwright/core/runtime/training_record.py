@@ -109,5 +109,6 @@ def _has_planned(parameters: Sequence[Tensor]) -> bool:
     first = next(iter(parameters), None)
     if not isinstance(first, DTensor) or stages_of_plan(first.device_mesh) != 1:
         return False
-    # One rank may train a model of its own, which is planned for one device.
-    return first.device_mesh.size() == dist.get_world_size()
+    # One rank may train a model of its own, which is planned for one device; without a process
+    # group there is nothing to compare.
+    return dist.is_initialized() and first.device_mesh.size() == dist.get_world_size()
