@@ -99,9 +99,12 @@ class Setting:
     def graph(self, case: Case) -> Graph:
         key = (case.recompute, case.dtype)
         if key not in self.graphs:
-            piece = tuple(x[: ROWS // MICRO_BATCHES] for x in batch())
             dtype = torch.bfloat16 if case.dtype == "bf16" else None
-            self.graphs[key] = sw.capture(build(case), piece, compute_dtype=dtype)
+            plan = sw.plan(
+                build(case), batch(), devices=1, micro_batches=MICRO_BATCHES, compute_dtype=dtype
+            )
+            assert plan.graph is not None
+            self.graphs[key] = plan.graph
         return self.graphs[key]
 
     def parallel(self, case: Case) -> ParallelModule:
