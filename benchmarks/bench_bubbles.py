@@ -22,6 +22,7 @@ from benchmarks.table import Table
 from benchmarks.torchrun import torchrun
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds, timeline
 from shardwright.core.partition.pipeline_spec import PipelineSpec
+from shardwright.core.partition.schedules import SCHEDULES as SCHEDULE_SPECS
 
 STAGES = 4
 FORWARD, BACKWARD = 0.1, 0.2
@@ -29,7 +30,14 @@ GOAL = 0.05
 LOADS = ((4, 1), (12, 1), (8, 2))
 """Micro-batches, and how many times as long the second stage takes."""
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble_v", 2))
+SCHEDULES = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("zero_bubble_v", 2),
+    ("dualpipe_v", 2),
+    ("looped_bfs", 2),
+)
 
 Case = tuple[PipelineSpec, list[ChunkSeconds]]
 
@@ -56,10 +64,12 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
 
 
 def cases(loads: Sequence[tuple[int, int]] = LOADS) -> list[Case]:
-    """Every schedule with each of the loads."""
+    """Every schedule with each of the loads that it can run."""
     found = []
     for schedule, chunks in SCHEDULES:
         for pieces, slow in loads:
+            if pieces < SCHEDULE_SPECS[schedule].min_micro_batches(STAGES):
+                continue
             pipeline = PipelineSpec(STAGES, pieces, schedule, chunks)
             parts = []
             for number in range(pipeline.num_chunks):

@@ -94,4 +94,7 @@ CASES = {
     "2 stages, zero_bubble_v": Case(
         {**WHOLE, "stages": 2, "micro_batches": 4, "schedule": "zero_bubble_v"}
     ),
+    "2 stages, dualpipe_v": Case(
+        {**WHOLE, "stages": 2, "micro_batches": 8, "schedule": "dualpipe_v"}
+    ),
 }

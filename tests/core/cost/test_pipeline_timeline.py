@@ -10,18 +10,24 @@ from shardwright.core.cost.pipeline_timeline import Action, ChunkSeconds, action
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.errors import PlanError
 
+SIZES = ((2, 2), (2, 8), (3, 6), (4, 4), (4, 12))
+"""Stages and micro-batches."""
+
 LEGAL = [
     PipelineSpec(stages, pieces, schedule, chunks)
-    for schedule, chunks in (
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("interleaved_1f1b", 2),
-        ("interleaved_1f1b", 3),
-        ("zero_bubble_v", 2),
-        ("interleaved_zero_bubble", 2),
-        ("interleaved_zero_bubble", 3),
+    for schedule, chunks, sizes in (
+        ("gpipe", 1, SIZES),
+        ("1f1b", 1, SIZES),
+        ("interleaved_1f1b", 2, SIZES),
+        ("interleaved_1f1b", 3, SIZES),
+        ("zero_bubble_v", 2, SIZES),
+        ("interleaved_zero_bubble", 2, SIZES),
+        ("interleaved_zero_bubble", 3, SIZES),
+        ("dualpipe_v", 2, ((2, 4), (2, 9), (3, 6), (4, 8), (4, 13))),
+        ("looped_bfs", 2, SIZES),
+        ("looped_bfs", 3, ((3, 7),)),
     )
-    for stages, pieces in ((2, 2), (2, 8), (3, 6), (4, 4), (4, 12))
+    for stages, pieces in sizes
 ]
 
 
@@ -33,15 +39,17 @@ def name(pipeline: PipelineSpec) -> str:
 def test_every_part_runs_every_micro_batch_once_each_way_on_its_own_stage(
     pipeline: PipelineSpec,
 ) -> None:
-    kinds = ("F", "I", "W") if pipeline.schedule_spec.splits_backward else ("F", "B")
-    wanted = {
-        Action(part, kind, piece)
-        for part, kind, piece in itertools.product(
-            range(pipeline.num_chunks), kinds, range(pipeline.micro_batches)
-        )
-    }
+    kinds: dict[tuple[int, int], list[str]] = {}
     orders = actions(pipeline)
-    assert sorted(action for order in orders for action in order) == sorted(wanted)
+    for action in itertools.chain(*orders):
+        kinds.setdefault((action.chunk, action.micro_batch), []).append(action.pass_type)
+    pairs = itertools.product(range(pipeline.num_chunks), range(pipeline.micro_batches))
+    assert sorted(kinds) == sorted(pairs)
+    found = {*map(tuple, kinds.values())}
+    both = {("F", "B"), ("F", "I", "W")}
+    wanted = {"dualpipe_v": both, "zero_bubble_v": {("F", "I", "W")}}
+    wanted["interleaved_zero_bubble"] = wanted["zero_bubble_v"]
+    assert found == wanted.get(pipeline.schedule, {("F", "B")})
     for stage, order in enumerate(orders):
         assert {pipeline.stage_of(action.chunk) for action in order} == {stage}
 
@@ -66,14 +74,20 @@ def test_nothing_begins_before_what_it_needs_has_ended_and_arrived(pipeline: Pip
 @pytest.mark.parametrize(("stages", "pieces"), [(2, 4), (4, 8), (4, 16), (8, 8)])
 def test_bubbles_are_those_of_the_literature(stages: int, pieces: int) -> None:
     """(s - 1) / (m + s - 1), with v chunks (s - 1) / (v m + s - 1): Narayanan et al. 2021."""
-    for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)):
+    for schedule, chunks in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("looped_bfs", 2),
+    ):
         pipeline = PipelineSpec(stages, pieces, schedule, chunks)
         line = timeline(pipeline, [ChunkSeconds(1.0, 2.0)] * pipeline.num_chunks)
         assert line.bubble == pytest.approx((stages - 1) / (chunks * pieces + stages - 1))
 
 
-def test_the_v_schedule_hardly_waits_where_all_three_passes_take_as_long() -> None:
-    pipeline = PipelineSpec(4, 16, "zero_bubble_v", 2)
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "dualpipe_v"])
+def test_v_schedules_hardly_wait_where_all_three_passes_take_as_long(schedule: str) -> None:
+    pipeline = PipelineSpec(4, 16, schedule, 2)
     line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
     # Stages begin one after the other, the last after 3 of 99 units, and none waits after that.
     assert line.seconds == 2 * 16 * 3 + 3
@@ -110,6 +124,8 @@ def test_a_slow_link_delays_the_first_step_of_every_stage_behind_it() -> None:
         ("1f1b", 1, [[2], [1]]),
         ("zero_bubble_v", 2, [[4, 1], [3, 2]]),
         ("interleaved_zero_bubble", 2, [[4, 2], [4, 2]]),
+        ("dualpipe_v", 2, [[4, 1], [3, 2]]),
+        ("looped_bfs", 2, [[8, 8], [8, 8]]),
     ],
 )
 def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages(
@@ -146,6 +162,11 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_only_as_many_as_there_are_stages
         (
             PipelineSpec(4, 9, "interleaved_zero_bubble", 2),
             "2 rounds of equal size\nuse a multiple of 4, or 10",
+        ),
+        (
+            PipelineSpec(4, 7, "dualpipe_v", 2),
+            "micro_batches=7 for 4 stages: schedule 'dualpipe_v' needs 2 micro-batches per stage\n"
+            "use 8 or more micro-batches, or schedule 'zero_bubble_v'",
         ),
         (
             PipelineSpec(4, 9, "interleaved_1f1b", 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -30,7 +32,11 @@ from core.parallel.pipeline_models import (
 from core.parallel.test_simulate_pipeline import staged_plan, trained_net
 from sample_models import llama
 from shardwright.core.parallel.module import ParallelModule
+from shardwright.core.partition.schedules import SCHEDULES as SCHEDULE_SPECS
+from shardwright.core.partition.schedules import ScheduleSpec
+from shardwright.core.plan import make_plan
 from shardwright.core.runtime.micro_batches import num_micro_batches_of_call
+from shardwright.core.torch_internals.pipelining import OWN_SCHEDULES, TorchAction
 from torchrun import run_checks
 
 SCHEDULES = (
@@ -41,6 +47,8 @@ SCHEDULES = (
     (2, "zero_bubble_v"),
     (4, "zero_bubble_v"),
     (2, "interleaved_zero_bubble"),
+    (2, "dualpipe_v"),
+    (2, "looped_bfs"),
 )
 
 
@@ -137,12 +145,39 @@ def check_every_schedule() -> None:
     check_schedules(SCHEDULES[1:])
 
 
+class VBreadthFirst(ScheduleZBVZeroBubble):
+    """The schedule that CONTRIBUTING.md adds."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[TorchAction | None]:
+        chunks, pieces = (rank, self.num_stages - 1 - rank), range(self._n_microbatches)
+        forward = [TorchAction.from_str(f"{c}F{m}") for c in chunks for m in pieces]
+        backward = [TorchAction.from_str(f"{c}B{m}") for c in chunks[::-1] for m in pieces]
+        return [*forward, *backward]
+
+
+def check_a_schedule_of_ones_own() -> None:
+    spec = ScheduleSpec("v_bfs", "VBreadthFirst", min_chunks=2, max_chunks=2, v_shaped=True)
+    own = patch.dict(OWN_SCHEDULES, VBreadthFirst=VBreadthFirst)
+    with own, patch.dict(SCHEDULE_SPECS, v_bfs=spec):
+        nets, args = built(Tied), batch()
+        plan = planned(nets[0], args, 2, "zero_bubble_v")
+        pipeline = replace(plan.pipeline, schedule="v_bfs")
+        partitioned = replace(plan.partitioned, pipeline=pipeline)
+        plan = make_plan(partitioned, mode="own", options={}, search_seconds=0.0, training=True)
+        check_training(nets, plan, args)
+
+
 def check_parameters_in_unusual_places() -> None:
     for make in (Orphans, FrozenStart, Twice):
-        for schedule in ("zero_bubble_v", "interleaved_1f1b", "interleaved_zero_bubble"):
+        for schedule in (
+            "zero_bubble_v",
+            "dualpipe_v",
+            "interleaved_1f1b",
+            "interleaved_zero_bubble",
+        ):
             nets, args = built(make), batch()
             names = ["one", "two", "three", "last"]
-            turn = [0, 1, 1, 0] if schedule == "zero_bubble_v" else [0, 1, 0, 1]
+            turn = [0, 1, 1, 0] if schedule in ("zero_bubble_v", "dualpipe_v") else [0, 1, 0, 1]
             config = {**dict(zip(names, turn, strict=True)), "table": 0, "mid": 1, "norm": 1}
             config = {name: s for name, s in config.items() if hasattr(nets[0], name)}
             plan = planned(nets[0], args, 1, schedule, stage_config=config)
@@ -213,7 +248,8 @@ def check_only_what_is_planned_is_sent() -> None:
     for schedule, turn in (
         ("1f1b", [0, 0, 1, 1, 1]),
         ("interleaved_zero_bubble", [0, 0, 1, 0, 1]),
-        ("zero_bubble_v", [0, 0, 1, 1, 0]),
+        ("dualpipe_v", [0, 0, 1, 1, 0]),
+        ("looped_bfs", [0, 0, 1, 0, 1]),
     ):
         nets, args = built(MixedCrossing), batch()
         config = dict(zip(names, turn, strict=True))
@@ -343,6 +379,7 @@ CHECKS = (
 )
 SLOW_CHECKS = (
     check_every_schedule,
+    check_a_schedule_of_ones_own,
     check_bfloat16_in_every_schedule,
     check_parameters_in_unusual_places,
     check_random_models,

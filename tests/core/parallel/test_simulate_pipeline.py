@@ -117,6 +117,7 @@ def test_casts_that_micro_batches_share_give_every_bit_of_casts_of_their_own(
         (2, "interleaved_1f1b"),
         (2, "zero_bubble_v"),
         (2, "interleaved_zero_bubble"),
+        (2, "dualpipe_v"),
     ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -468,6 +468,14 @@ PIPELINING = (
         "the order of a schedule's actions, without processes",
     ),
     PrivateName(
+        "torch.distributed.pipelining.schedules._Action",
+        "one pass of a chunk in a schedule, or a pair of passes",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules.ScheduleDualPipeV._calculate_single_rank_operations",
+        "the order of passes, of which pairs are run one after the other",
+    ),
+    PrivateName(
         "torch.distributed.pipelining._backward.stage_backward",
         "rehearses the backward pass of a stage as its schedule runs it",
     ),

@@ -112,11 +112,27 @@ def dry_run_chunk(
     """Return the memory of one chunk of a model, measured by a dry run.
 
     Args:
-        pass_types: passes of one micro-batch (`F`, `B`, `I`, `W`), in order.
+        pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order. With both `B` and
+            `I`, some micro-batches run `F`, `B` and others `F`, `I`, `W`.
         cached_results: shapes of the results of operators that have run, by operator and arguments.
         on_share: called with the completed fraction of lowering and actions.
         kernels: kernels of the device type; by default those of this machine's devices.
     """
+    if BACKWARD in pass_types and BACKWARD_INPUT in pass_types:
+        split, full = (
+            dry_run_chunk(
+                partitioned,
+                chunk,
+                [each for each in pass_types if each not in other],
+                cached_results,
+                subrange(on_share, run_index, 2),
+                kernels,
+            )
+            for run_index, other in enumerate(((BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)))
+        )
+        return replace(
+            split, first={**full.first, **split.first}, later={**full.later, **split.later}
+        )
     run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
     kernels = kernels or FusedKernels()
     # The caller may plan in a region without gradients.
@@ -435,7 +451,7 @@ class DryRunCache:
         """Return the memory of `chunk` from a dry run, or from the cache.
 
         Args:
-            pass_types: passes of one micro-batch (`F`, `B`, `I`, `W`), in order.
+            pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order.
             on_share: called with the completed fraction of the dry run.
         """
         # Gradients accumulate if there are several micro-batches, whatever their number.

@@ -45,6 +45,7 @@ from shardwright.core.cost.pipeline_timeline import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    PASS_TYPES,
     Action,
     actions,
 )
@@ -193,7 +194,8 @@ def memory(
         if stages is not None and number not in stages:
             continue
         chunks = partitioned.chunks_of(number)
-        pass_types = tuple(dict.fromkeys(action.pass_type for action in order))
+        used = {action.pass_type for action in order}
+        pass_types = tuple(each for each in PASS_TYPES if each in used)
         stage_share = subrange(on_share, number, pipeline.stages)
         dry_run_of = {
             chunk.number: dry_runs.of(
@@ -298,6 +300,13 @@ def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[Tr
                 is_table = value.shape in tables
                 shards[value.name] = TrainedShard(shape, value.stored_dtype, value.shape, is_table)
     return list(shards.values())
+
+
+_PASSES_WITH_GRADIENTS = {
+    BACKWARD: (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT),
+    BACKWARD_WEIGHT: (BACKWARD, BACKWARD_WEIGHT),
+}
+"""Passes that no longer allocate gradients of parameters once the key has run."""
 
 
 @dataclass(frozen=True)
@@ -405,7 +414,9 @@ def _action_memories(
         activations += change[ACTIVATIONS]
         name = _action_name(action, len(dry_run_of))
         yield _ActionMemory(name, phase.peak_bytes, change, action.chunk, phase.largest)
-        done_actions.add(key)
+        # A schedule may split the backward passes of some micro-batches only.
+        equivalent = _PASSES_WITH_GRADIENTS.get(action.pass_type, (action.pass_type,))
+        done_actions |= {(action.chunk, each) for each in equivalent}
     for each in dry_run_of.values():
         yield _ActionMemory(END, each.end.peak_bytes, each.end.change)
         activations += each.end.change.get(ACTIVATIONS, 0)

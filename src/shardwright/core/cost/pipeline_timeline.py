@@ -7,7 +7,7 @@ pass starts when its stage is free and its inputs have arrived, and takes the se
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -18,6 +18,8 @@ from shardwright.errors import PlanError
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 """Types of passes, as in `torch.distributed.pipelining`: forward, full backward, and the two
 halves of a split backward, for gradients of the chunk's inputs and of its parameters."""
+
+PASS_TYPES = FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +71,13 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
             f"use {stages} or more micro-batches, or {pieces} or fewer stages"
         )
     schedule = pipeline.schedule_spec
+    if pieces < schedule.min_micro_batches(stages):
+        raise PlanError(
+            f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} needs"
+            f" {schedule.min_rounds} micro-batches per stage\n"
+            f"use {schedule.min_micro_batches(stages)} or more micro-batches, or schedule"
+            f" {schedule.fallback!r}"
+        )
     _check_chunks(schedule, chunks)
     if not schedule.can_run(pieces, stages):
         # The next multiple of `stages` can run, if no smaller number can.
@@ -117,18 +126,22 @@ def _actions_of_torch_schedule(
     )
     result = []
     for order in orders:
-        # PyTorch's list for the last stage of 1F1B numbers micro-batches from 1, although this
-        # stage begins with 0 like the others. So micro-batches are renumbered in execution order.
-        counts: dict[tuple[int, str], int] = {}
-        stage_actions = []
-        for action in order:
-            if action is None or not action.is_compute_op:
-                continue
-            pass_type = action.computation_type.value
-            number = counts.get((action.stage_index, pass_type), 0)
-            counts[action.stage_index, pass_type] = number + 1
-            stage_actions.append(Action(action.stage_index, pass_type, number))
-        result.append(tuple(stage_actions))
+        stage_actions = [
+            Action(each.stage_index, each.computation_type.value, each.microbatch_index)
+            for each in order
+            if each is not None and each.is_compute_op and each.microbatch_index is not None
+        ]
+        # PyTorch's list for the last stage of 1F1B numbers forward passes from 1, although this
+        # stage begins with micro-batch 0 like the others.
+        first = min(each.micro_batch for each in stage_actions if each.pass_type == FORWARD)
+        result.append(
+            tuple(
+                replace(each, micro_batch=each.micro_batch - first)
+                if each.pass_type == FORWARD
+                else each
+                for each in stage_actions
+            )
+        )
     return tuple(result)
 
 
@@ -268,8 +281,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
 
 def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
     """Return the seconds of an action of each chunk, by pass type."""
-    pass_types = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-    return {pass_type: [chunk.of(pass_type) for chunk in chunks] for pass_type in pass_types}
+    return {pass_type: [chunk.of(pass_type) for chunk in chunks] for pass_type in PASS_TYPES}
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,36 @@
 """Registry of pipeline schedules.
 
-To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here. Timeline and live
-activations are derived from the order of passes of PyTorch's class.
+To add a schedule of `torch.distributed.pipelining`, add its `ScheduleSpec` here; a schedule that
+PyTorch does not have also needs its class in `OWN_SCHEDULES`. Timeline and live activations are
+derived from the order of passes of the class.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
+from shardwright.core.torch_internals.pipelining import TorchSchedule, schedule_class
 from shardwright.errors import StrategyError
-
-TorchSchedule = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Properties of a pipeline schedule of `torch.distributed.pipelining`.
+    """Properties of a pipeline schedule.
 
     Args:
         name: value of the option `schedule`.
-        torch_name: name of the class in `torch.distributed.pipelining.schedules`.
+        torch_name: name of the class in `torch.distributed.pipelining.schedules` or
+            `OWN_SCHEDULES`.
         min_chunks, max_chunks: minimum and maximum number of chunks per stage; None for no maximum.
+        min_rounds: minimum number of micro-batches per stage that a plan must have.
         v_shaped: whether two stages run chunks in the order 0 1 1 0 instead of 0 1 0 1.
         equal_rounds: whether micro-batches run in rounds of about one per stage, so that the rounds
             must be of equal size.
         splits_backward: whether the backward pass runs in two passes: gradients of inputs, then of
             parameters.
         reuses_messages: whether all micro-batches share one send buffer per direction.
-        fallback: name of the schedule that runs fewer micro-batches than stages; None if this
-            schedule runs them.
+        fallback: name of the schedule that runs a call with fewer micro-batches than
+            `min_micro_batches`; None if this schedule runs them.
         interleaved: name of the corresponding schedule with several chunks per stage, if any.
     """
 
@@ -39,6 +38,7 @@ class ScheduleSpec:
     torch_name: str
     min_chunks: int = 1
     max_chunks: int | None = 1
+    min_rounds: int = 1
     v_shaped: bool = False
     equal_rounds: bool = False
     splits_backward: bool = False
@@ -70,18 +70,22 @@ class ScheduleSpec:
         pass_index, stage = divmod(chunk, stages)
         return stages - 1 - stage if self.v_shaped and pass_index % 2 else stage
 
+    def min_micro_batches(self, stages: int) -> int:
+        """Return the minimum number of micro-batches of a plan with `stages` stages."""
+        return self.min_rounds * stages
+
     def can_run(self, micro_batches: int, stages: int) -> bool:
-        """Whether the schedule can run `micro_batches` micro-batches over `stages` stages."""
+        """Whether the schedule, or its fallback, can run `micro_batches` micro-batches over
+        `stages` stages."""
         # The condition that PyTorch's interleaved schedules check.
         rounds = max(1, micro_batches // stages)
         return not self.equal_rounds or micro_batches % rounds == 0
 
     def torch_class(self, micro_batches: int, stages: int) -> TorchSchedule:
-        """Return PyTorch's schedule class for the numbers of micro-batches and stages."""
-        if self.fallback is not None and micro_batches < stages:
+        """Return the schedule class for the numbers of micro-batches and stages."""
+        if self.fallback is not None and micro_batches < self.min_micro_batches(stages):
             return SCHEDULES[self.fallback].torch_class(micro_batches, stages)
-        schedule_class: TorchSchedule = getattr(torch_schedules, self.torch_name)
-        return schedule_class
+        return schedule_class(self.torch_name)
 
 
 SCHEDULES = {
@@ -120,6 +124,18 @@ SCHEDULES = {
             equal_rounds=True,
             splits_backward=True,
         ),
+        ScheduleSpec(
+            "dualpipe_v",
+            "ScheduleDualPipeV",
+            min_chunks=2,
+            max_chunks=2,
+            min_rounds=2,
+            v_shaped=True,
+            splits_backward=True,
+            # PyTorch's class rejects fewer micro-batches than chunks.
+            fallback="zero_bubble_v",
+        ),
+        ScheduleSpec("looped_bfs", "ScheduleLoopedBFS", min_chunks=2, max_chunks=None),
     )
 }
 """Pipeline schedules by name, the default first."""

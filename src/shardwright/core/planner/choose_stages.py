@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from shardwright.core.partition.decisions import OptimizerParallel
-from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
+from shardwright.core.partition.pipeline_spec import AUTO
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.candidate import Candidate, Decide
 from shardwright.core.planner.fit_memory import fastest_within_memory
@@ -129,11 +129,10 @@ def stage_counts(options: PlanOptions) -> Iterator[int]:
     if isinstance(options.stages, int):
         yield options.stages
         return
+    schedule, count = SCHEDULES[options.schedule], options.num_micro_batches
     for stages in range(1, max_stages(options) + 1):
-        pipeline = PipelineSpec(stages, options.num_micro_batches, options.schedule)
-        if options.devices % stages == 0 and (
-            stages == 1 or pipeline.can_run(options.num_micro_batches)
-        ):
+        can_run = count >= schedule.min_micro_batches(stages) and schedule.can_run(count, stages)
+        if options.devices % stages == 0 and (stages == 1 or can_run):
             yield stages
 
 

@@ -186,6 +186,13 @@ def _check_stage_count(options: PlanOptions, stages: int) -> None:
             f"set micro_batches={stages} or more"
         )
     spec = PipelineSpec(stages, count, options.schedule)
+    fewest = spec.schedule_spec.min_micro_batches(stages)
+    if stages > 1 and count < fewest:
+        raise StrategyError(
+            f"{count} micro-batches for {stages} stages: schedule {options.schedule!r} needs"
+            f" {fewest}\nset micro_batches={fewest} or more, or"
+            f" schedule={spec.schedule_spec.fallback!r}"
+        )
     if stages > 1 and not spec.can_run(count):
         near = [n for n in range(stages, 4 * count) if spec.can_run(n)]
         near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])

@@ -165,7 +165,8 @@ def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:
     chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
     pipeline = PipelineSpec(stages, count, options.schedule, chunks)
     # More micro-batches than that hardly change how many are in flight, but for GPipe.
-    fewer = max(1, MAX_PASSES // stages**2) * stages
+    fewest = pipeline.schedule_spec.min_micro_batches(stages)
+    fewer = max(fewest, MAX_PASSES // stages**2 * stages)
     if chunks > 1 and fewer < count and pipeline.schedule_spec.can_run(fewer, stages):
         pipeline = replace(pipeline, micro_batches=fewer)
     return micro_batches_in_flight(pipeline)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import (
     stage_backward,
     stage_backward_input,
     stage_backward_weight,
 )
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+)
+from torch.distributed.pipelining.schedules import _Action as TorchAction
 from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "PipelineStageBase",
     "get_schedule_ops",
     "pipeline_stage",
+    "schedule_class",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
@@ -30,6 +37,36 @@ __all__ = [
 SENDS_ONLY_GRADIENTS = not hasattr(PipelineStage, "get_outputs_meta")
 """Whether `PipelineStage` supports tensors without gradient at stage boundaries, also with separate
 backward passes for inputs and weights. True in PyTorch 2.13, false in 2.11."""
+
+
+TorchSchedule = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
+
+
+class SequentialDualPipeV(ScheduleDualPipeV):
+    """DualPipeV that runs its overlapped pairs of passes one after the other.
+
+    PyTorch runs a pair as one action: the outputs of the forward pass are sent only after the
+    backward pass, and evaluation cannot skip the backward pass.
+    """
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[TorchAction | None]:
+        return list(_flatten_pairs(super()._calculate_single_rank_operations(rank)))
+
+
+def _flatten_pairs(actions: Iterable[TorchAction | None]) -> Iterator[TorchAction | None]:
+    for action in actions:
+        yield from (action,) if action is None or not action.sub_actions else action.sub_actions
+
+
+OWN_SCHEDULES: dict[str, TorchSchedule] = {"ScheduleDualPipeV": SequentialDualPipeV}
+"""Classes used instead of those of `torch.distributed.pipelining.schedules`, or in addition to
+them, by name."""
+
+
+def schedule_class(name: str) -> TorchSchedule:
+    """Return the schedule class called `name`: one of `OWN_SCHEDULES`, or else PyTorch's."""
+    own_or_torch: TorchSchedule = OWN_SCHEDULES.get(name) or getattr(schedules, name)
+    return own_or_torch
 
 
 def pipeline_stage(

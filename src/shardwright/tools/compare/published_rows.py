@@ -39,7 +39,15 @@ Hardware = Annotated[str, AfterValidator(lambda name: name.partition(" (")[0])]
 """Name of a cluster; a remark in parentheses after the name is dropped."""
 
 
-Schedule = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble_v", "interleaved_zero_bubble"]
+Schedule = Literal[
+    "1f1b",
+    "gpipe",
+    "interleaved_1f1b",
+    "zero_bubble_v",
+    "interleaved_zero_bubble",
+    "dualpipe_v",
+    "looped_bfs",
+]
 """Name of a pipeline schedule, a key of `SCHEDULES`."""
 
 
