@@ -59,7 +59,7 @@ def log_choice(
                 "If do NOT cut the axis" if each.factor == NO_CUT else f"If the {each.label} is cut"
             )
             log(
-                f"{condition}, the op-cost is {each.operator_cost:.6g}{unit}, the redist-cost is"
+                f"{condition}, the op-cost is {each.operator_cost:.6g}{unit}, the rest-cost is"
                 f" {each.redistribution_cost:.6g}{unit}, and the total cost is"
                 f" {each.total:.6g}{unit}"
             )

@@ -61,7 +61,7 @@ def logged(
             figures[current] = {}
         elif cost := re.match(
             r"If (?:the (\w)-axis is cut|do NOT cut the axis), the op-cost is (\S+),"
-            r" the redist-cost is (\S+), and the total cost is",
+            r" the rest-cost is (\S+), and the total cost is",
             line,
         ):
             figures[current][cost[1] or "none"] = float(cost[2]), float(cost[3])
@@ -168,11 +168,10 @@ def test_log_of_the_figure_reads_as_in_the_documents(caplog: pytest.LogCaptureFi
         )
     assert caplog.messages == [
         "product, level 1 (2 devices along the axis)",
-        "If the I-axis is cut, the op-cost is 20.48, the redist-cost is 0, and the total cost is"
+        "If the I-axis is cut, the op-cost is 20.48, the rest-cost is 0, and the total cost is"
         " 20.48",
-        "If the K-axis is cut, the op-cost is 4096, the redist-cost is 0, and the total cost is"
-        " 4096",
-        "If do NOT cut the axis, the op-cost is 16.7772, the redist-cost is 0, and the total cost"
+        "If the K-axis is cut, the op-cost is 4096, the rest-cost is 0, and the total cost is 4096",
+        "If do NOT cut the axis, the op-cost is 16.7772, the rest-cost is 0, and the total cost"
         " is 16.7772",
         "The costs of cutting the I-axis/J-axis/K-axis/no_cut are :"
         " {20.48, 1.79769e+308, 4096, 16.7772}",
