@@ -155,6 +155,13 @@ def test_of_a_model_that_cannot_be_planned_the_graph_and_the_error_are_saved(
     assert file.read_text().startswith("CaptureError: ")
 
 
+def test_graphs_are_saved_where_the_configuration_says(command: Command, folder: Path) -> None:
+    (folder / "config.yaml").write_text(CONFIG + "parallel: {save_graphs: texts}")
+    assert command("plan", "config.yaml", "--devices", "4")[0] == 0
+    names = [file.name for file in sorted((folder / "texts").iterdir())]
+    assert names == ["1_graph.txt", "2_plan.txt", "3_program_rank0.txt"]
+
+
 def test_mem_coeff_overrides_the_configuration(command: Command) -> None:
     def cuts(*options: str) -> object:
         return json.loads(command("plan", "config.yaml", "--devices", "4", "--json", *options)[1])

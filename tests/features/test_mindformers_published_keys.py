@@ -187,7 +187,7 @@ parallel.enable_alltoall parallel.strategy_ckpt_config.only_trainable_params
 parallel_config.seq_split_num parallel_config.gradient_aggregation_group
 moe_config.capacity_factor moe_config.aux_loss_factor moe_config.num_experts_chosen
 recompute_config.recompute_slice_activation eval_callbacks context.mode context.device_target
-context.enable_graph_kernel context.max_call_depth context.save_graphs context.save_graphs_path
+context.enable_graph_kernel context.max_call_depth
 context.device_id context.jit_config context.memory_optimize_level context.ascend_config
 model.model_config.batch_size model.model_config.bos_token_id model.model_config.eos_token_id
 model.model_config.pad_token_id model.model_config.kv_channels

@@ -128,7 +128,13 @@ def test_what_a_command_changes_are_keys_of_the_configuration(tmp_path: Path) ->
     file.write_text(MODEL)
     of_command = signature(run_of).parameters.keys() - {"config", "resume", "on_progress"}
     assert of_command <= set(defaults(FileOptions))
-    given = {"mem_coeff": "4", "memory_limit": "1GiB", "cluster": "h100", "log_costs": True}
+    given = {
+        "mem_coeff": "4",
+        "memory_limit": "1GiB",
+        "cluster": "h100",
+        "log_costs": True,
+        "save_graphs": tmp_path,
+    }
     assert given.keys() == of_command
     section = run_of(file, **given).config.parallel
     assert {name: str(getattr(section, name)) for name in given} == {

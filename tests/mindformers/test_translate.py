@@ -184,6 +184,21 @@ def test_where_the_optimizer_is_parallel_parameters_are_stored_sharded(tmp_path:
     assert plan.mesh.size(axis for axes in stored for axis in axes) == 8
 
 
+@pytest.mark.parametrize(
+    ("keys", "folder"),
+    [
+        ({"save_graphs": True}, "graphs"),
+        ({"save_graphs": 2, "save_graphs_path": "./graph"}, "./graph"),
+        ({"save_graphs": "True"}, "graphs"),
+        ({"save_graphs": 0, "save_graphs_path": "graph"}, None),
+        ({"save_graphs": False}, None),
+        ({}, None),
+    ],
+)
+def test_graphs_are_saved_as_the_context_says(keys: dict[str, Any], folder: str | None) -> None:
+    assert translate_run(run_of(context=keys), devices=8).parallel.save_graphs == folder
+
+
 def test_stages_take_the_layers_and_recompute_the_blocks_that_are_listed() -> None:
     stages = {"pipeline_stage": 2, "micro_batch_num": 2, "data_parallel": 4}
     config = translate_run(

@@ -109,6 +109,7 @@ def run_of(
     resume: bool = False,
     cluster: str | None = None,
     memory_limit: str | None = None,
+    save_graphs: Path | None = None,
     on_progress: OnProgress = ignore_progress,
 ) -> Run:
     """Load a configuration file, and override its keys by options of the command line.
@@ -128,8 +129,10 @@ def run_of(
         changes["log_costs"] = True
     if memory_limit is not None:
         changes["memory_limit"] = memory_limit
-    if cluster is not None:
+    if save_graphs is not None:
         # A path on the command line is relative to the working directory.
+        changes["save_graphs"] = save_graphs.absolute()
+    if cluster is not None:
         path = Path(cluster)
         changes["cluster"] = str(path.absolute()) if path.is_file() else cluster
     parallel = run.config.parallel.model_copy(update=changes)

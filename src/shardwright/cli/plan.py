@@ -30,7 +30,6 @@ from shardwright.cli.options import (
     run_of,
 )
 from shardwright.core.api import check
-from shardwright.core.api.save_graphs import SavedGraphs
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.plan import Plan
 from shardwright.core.plan.diff import Difference, differences
@@ -117,6 +116,7 @@ def plan_command(
             log_costs,
             cluster=cluster,
             memory_limit=memory_limit,
+            save_graphs=save_graphs,
             on_progress=on_progress,
         )
         if top is not None:
@@ -126,7 +126,7 @@ def plan_command(
             return
         interrupted = False
         try:
-            plan = run.plan(devices, SavedGraphs(save_graphs) if save_graphs is not None else None)
+            plan = run.plan(devices)
         except PlanInterrupted as stopped:
             echo("stopped: this is the fastest plan found so far that fits", err=True)
             plan, interrupted = stopped.plan(), True

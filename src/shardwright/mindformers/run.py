@@ -34,6 +34,7 @@ class LanguageRun:
         memory_limit: memory limit in bytes per device; None for all of the device's memory.
         dataset: folder or file of the training data; empty if not set.
         strategy_file: path of the file for the strategies of the plan; empty to save none.
+        graphs_folder: folder for the texts of graph, plan and program; empty to save none.
         only_strategies: whether the run only saves its strategies, without training.
         notes: settings that differ from the file, with reasons.
         unused: keys of the file that have no effect.
@@ -49,6 +50,7 @@ class LanguageRun:
     memory_limit: int | None
     dataset: str
     strategy_file: str
+    graphs_folder: str
     only_strategies: bool
     notes: tuple[str, ...]
     unused: tuple[str, ...]
@@ -82,6 +84,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     batch = errors.read(lambda: read_batch(keys, parallelism, notes) if parallelism else None)
     training = errors.read(lambda: read_training(keys, stages, chunks, notes))
     strategy_file = errors.read(lambda: _read_strategy_output_file(keys)) or ""
+    graphs_folder = errors.read(lambda: _read_graphs_folder(keys.section("context"))) or ""
     only = errors.read(lambda: _read_only_save_strategy(keys, strategy_file))
     memory_limit = errors.read(lambda: keys.section("context").size("max_device_memory"))
     dataset = errors.read(lambda: _read_dataset(keys))
@@ -100,6 +103,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         memory_limit=memory_limit,
         dataset=dataset or "",
         strategy_file=strategy_file,
+        graphs_folder=graphs_folder,
         only_strategies=bool(only),
         notes=tuple(notes),
         unused=(),
@@ -121,6 +125,15 @@ def _read_strategy_output_file(keys: Keys) -> str:
             f"{files[1]} conflicts with strategy_ckpt_save_file {files[0]}\nremove one of the keys",
         )
     return files[0] or files[1]
+
+
+def _read_graphs_folder(context: Keys) -> str:
+    """Return the folder for graphs; empty if `save_graphs` is False or 0."""
+    folder = context.string("save_graphs_path", "graphs")
+    # MindSpore's levels 1, 2 and 3 differ in how many of its own texts are written.
+    is_level = type(context.any("save_graphs")) is int
+    saves = context.integer("save_graphs", minimum=0) if is_level else None
+    return folder if saves or (saves is None and context.flag("save_graphs", False)) else ""
 
 
 def _read_only_save_strategy(keys: Keys, strategy_file: str) -> bool:

@@ -34,6 +34,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
             **_compute_dtype_key(run.model),
             "memory_limit": run.memory_limit,
             "save_strategies": run.strategy_file or None,
+            "save_graphs": run.graphs_folder or None,
         },
         "train": {**run.training.train, "dtype": run.model.param_dtype},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,25 @@ def test_a_plan_is_the_same_in_a_region_without_gradients(region: Callable[[], A
     with region():
         plan = sw.plan(net, args, kwargs, **options)
     assert (plan.cuts, plan.memory) == (wanted.cuts, wanted.memory)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("micro_batches", [1, "auto"])
+def test_a_script_saves_graph_plan_and_program(tmp_path: Path, micro_batches: Any) -> None:
+    net, args, kwargs = mlp(batch=8, sizes=(16, 16))
+    folder = tmp_path / "graphs"
+    options: dict[str, Any] = {"devices": 2, "micro_batches": micro_batches}
+    plan = sw.plan(net, args, kwargs, **options, save_graphs=folder)
+    assert names_in(folder) == ["1_graph.txt", "2_plan.txt", "3_program_rank0.txt"]
+    assert (folder / "2_plan.txt").read_text() == plan.dump()
+    assert plan.options == sw.plan(net, args, kwargs, **options).options
+    with pytest.raises(sw.StrategyError, match="cannot be divided") as error:
+        sw.plan(net, args, kwargs, devices=2, stages=3, micro_batches=4, save_graphs=folder)
+    assert names_in(folder) == ["1_graph.txt", "2_error.txt"]
+    assert (folder / "2_error.txt").read_text() == f"StrategyError: {error.value}\n"
 
 
 def test_a_class_of_optimizers_is_refused() -> None:

@@ -64,6 +64,11 @@ def test_stages_are_cut_automatically() -> None:
         ),
         ({"stages": 2}, "(?s)1 micro-batches for 2 stages.*micro_batches=2"),
         ({"stages": 2, "micro_batches": 2, "schedule": "1b1f"}, "must be one of 1f1b, gpipe"),
+        (
+            {"stages": 2, "micro_batches": 2, "schedule": "dualpipe_v"},
+            "2 micro-batches for 2 stages: schedule 'dualpipe_v' needs 4\n"
+            "set micro_batches=4 or more, or schedule='zero_bubble_v'",
+        ),
         ({"stages": 4, "micro_batches": 4, "stage_config": {"one": 0, "two": 1}}, "has 2 stages"),
         (
             {

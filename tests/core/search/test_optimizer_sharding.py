@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import sample_models as models
 import shardwright as sw
-from shardwright.core.partition.decisions import OptimizerParallel, Storage
+from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.fold_axes import split_axes
 
 
@@ -55,31 +54,13 @@ def test_a_size_that_no_axes_have_is_refused_with_those_that_there_are() -> None
     assert "use one of -1, 1, 2, 3, 4, 6, 12" in str(error.value)
 
 
-def test_the_threshold_counts_bytes_of_the_whole_parameter() -> None:
-    assert stored([(16, 16), (16, 15)], 2, threshold=1) == [((0,), ()), ((), ())]
-
-
-def test_a_dimension_that_tensor_parallel_cuts_is_avoided_else_shared() -> None:
-    net, args, kwargs = models.llama(layers=1)
-    for module in net.modules():
-        if isinstance(module, nn.Linear):
-            sw.shard(module, ((2, 1, 1), (2, 1)))
-    sharding = OptimizerParallel(threshold=0)
-    plan = sw.plan(net, args, kwargs, devices=4, mode="sharding_propagation", hsdp=sharding)
-    used = sw.plan(net, args, kwargs, devices=4, mode="sharding_propagation").storage
-    name = "model.layers.0.mlp.up_proj.weight"
-    (tensor,), (data,) = used[name][0], plan.storage[name][1]
-    assert plan.storage[name] == ((tensor,), (data,))
-    assert {tensor, data} == {0, 1}
-    assert sw.check(net, args, kwargs, plan).passes(1e-9)
-
-
-def test_what_the_user_said_stays_and_frozen_parameters_are_sharded_too() -> None:
-    net, args, _ = models.mlp()
-    sw.shard(net, parameter_plan={"layers.0.weight": (1, 1)})
-    net.get_parameter("layers.1.weight").requires_grad_(False)
-    plan = sw.plan(net, args, devices=4, mode="semi_auto", hsdp={"threshold": 0})
-    storage: Storage = plan.storage
-    assert storage["layers.0.weight"] == ((), ())
-    assert storage["layers.1.weight"] == ((0,), ()) and plan.mesh.sizes == "fsdp 4"
-    assert sw.check(net, args, None, plan).passes(1e-9)
+def test_more_shards_than_replicas_are_refused() -> None:
+    net, y = nn.Linear(16, 16), torch.ones(8, 16)
+    options = {"mode": "data_parallel", "hsdp": {"shard_size": 4, "threshold": 0}}
+    loss, args = sw.WithLoss(net, nn.MSELoss()), (y, y)
+    assert sw.plan(loss, args, devices=4, **options).sharding is not None
+    with pytest.raises(sw.StrategyError, match="is replicated over more than 2 devices"):
+        sw.plan(loss, args, devices=4, stages=2, micro_batches=2, **options)
+    # Also where each stage is one device, so that nothing is replicated.
+    with pytest.raises(sw.StrategyError, match="shard_size=4, but the plan is for 2 devices"):
+        sw.plan(loss, args, devices=2, stages=2, micro_batches=2, **options)

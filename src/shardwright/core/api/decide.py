@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.api.micro_batch_graph import MicroBatchCapture
+from shardwright.core.api.save_graphs import SavedGraphs
 from shardwright.core.api.shared_plan import are_all_ranks, shared_plan
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.capture import capture
@@ -59,7 +60,7 @@ def plan_collectively(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
     # Ranks compare their requests; callbacks are often different closures on each rank.
-    request_options = {**vars(options), "on_progress": None}
+    request_options = {**vars(options), "on_progress": None, "save_graphs": None}
     if options.cluster is not None and options.resolved_cluster.name == LOCAL:
         request_options["cluster"] = LOCAL  # Each machine measures itself, with different results.
     request = (request_options, net, shapes, repr(spec))
@@ -105,13 +106,33 @@ def decide_model(
 
     Raises:
         ShardwrightError: if the model cannot be captured or planned.
+        OSError: if `save_graphs` cannot be written.
     """
+    if options.save_graphs is None:
+        return _search(options, net, args, kwargs, ranking)
+    files = SavedGraphs(options.save_graphs)
+    with files.saving_errors():
+        candidate = _search(options, net, args, kwargs, ranking, files)
+        # With `micro_batches="auto"` the last captured graph may be of another candidate.
+        files.graph(candidate.model.graph)
+        files.plan(candidate.plan())
+    return candidate
+
+
+def _search(
+    options: PlanOptions,
+    net: nn.Module | Graph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    ranking: Ranking | None,
+    files: SavedGraphs | None = None,
+) -> Candidate:
     loss_reduction = "mean"
     if isinstance(net, Pipeline):
         options, loss_reduction, net = merged_options(options, net), net.loss_reduction, net.net
     if not options.chooses_micro_batches:
         return best_candidate(
-            [plan_task(options, net, args, kwargs, loss_reduction, ranking)], ranking
+            [plan_task(options, net, args, kwargs, loss_reduction, ranking, files=files)], ranking
         )
     if isinstance(net, Graph):
         raise StrategyError(
@@ -125,7 +146,7 @@ def decide_model(
     def prepare(number: int, captured: bool) -> PlanTask:
         fixed = replace(options, micro_batches=number)
         with graphs.deriving(not captured) as uses_derived:
-            task = plan_task(fixed, model, args, kwargs, loss_reduction, ranking, graphs)
+            task = plan_task(fixed, model, args, kwargs, loss_reduction, ranking, graphs, files)
         return replace(task, is_derived=uses_derived())
 
     return with_best_micro_batches(numbers, prepare, ranking)
@@ -139,6 +160,7 @@ def plan_task(
     loss_reduction: str = "mean",
     ranking: Ranking | None = None,
     graphs: GraphsBySize | None = None,
+    files: SavedGraphs | None = None,
 ) -> PlanTask:
     """Capture a model for a fixed number of micro-batches.
 
@@ -146,12 +168,15 @@ def plan_task(
         loss_reduction: reduction over the losses of micro-batches, `mean` or `sum`.
         ranking: records why a number of micro-batches is impossible.
         graphs: cached graphs of the model for other numbers of micro-batches.
+        files: writes the captured graph as text.
 
     Raises:
         ShardwrightError: if the model cannot be captured or planned.
     """
     averages = options.num_micro_batches > 1 and loss_reduction == "mean"
     graph, batch_dims = _capture_micro_batch(options, net, args, kwargs, averages, graphs)
+    if files is not None:
+        files.graph(graph)
     if graph.python is not None and graph.python.depends_on_calls:
         if options.num_micro_batches > 1 or options.stages not in (1, "auto"):
             raise MixedSamplesError(ONCE_PER_BATCH)

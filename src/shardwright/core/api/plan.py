@@ -69,6 +69,7 @@ def plan(
     batch_norm: str = "whole_batch",
     compute_dtype: str | torch.dtype | None = None,
     memory_limit: int | str | None = None,
+    save_graphs: str | Path | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
     stage_config: StageConfig | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -132,6 +133,8 @@ def plan(
             the first plan fits. By default, for a plan for training, the memory of a device of the
             named cluster (no limit without a cluster or on `local`); then a first plan that fits is
             returned unchanged. `none`: no limit.
+        save_graphs: a folder into which the captured graph is written as text before the search,
+            then the plan or the error, and the program of rank 0; in a process group by rank 0.
         dataset_strategy: `full_batch` (every rank passes the global batch and reads its shard),
             `data_parallel` (every rank of a stage passes a local batch of equal size), or a tuple
             with an entry (shard counts, a layout, or None) for each tensor input.
@@ -163,6 +166,7 @@ def plan(
             named cluster; the message suggests a limit or a change with which a plan fits.
         LayoutError: if pinned layouts have another number of devices, or contradict each other.
         CaptureError: if the model cannot be captured.
+        OSError: if `save_graphs` cannot be written.
 
     In a process group, errors of rank 0 are raised on all ranks.
     """
@@ -195,6 +199,7 @@ def best_plans(
     batch_norm: str = "whole_batch",
     compute_dtype: str | torch.dtype | None = None,
     memory_limit: int | str | None = None,
+    save_graphs: str | Path | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
     stage_config: StageConfig | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -278,6 +283,7 @@ class AutoParallel(ModuleWrapper):
         batch_norm: str = "whole_batch",
         compute_dtype: str | torch.dtype | None = None,
         memory_limit: int | str | None = None,
+        save_graphs: str | Path | None = None,
         dataset_strategy: DatasetStrategy = "full_batch",
         stage_config: StageConfig | None = None,
         batch_dims: Mapping[str, int | None] | None = None,

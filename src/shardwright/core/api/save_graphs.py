@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,15 @@ class SavedGraphs:
         """Write the graph with sharding and redistributions, and the program of rank 0."""
         self._write_file(PLAN, plan.dump())
         self._write_file(PROGRAM, program_text(plan))
+
+    @contextmanager
+    def saving_errors(self) -> Iterator[None]:
+        """Context that writes the message of an error of capture or search, and raises it."""
+        try:
+            yield
+        except ShardwrightError as error:
+            self.error(error)
+            raise
 
     def error(self, error: ShardwrightError) -> None:
         """Write the error message of a failed search to a text file."""

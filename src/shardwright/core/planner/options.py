@@ -65,6 +65,9 @@ POSITIVE_OR_AUTO = must_be(
     "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
 )
 DIMS = must_be("names of inputs, each with a dimension or None", is_dims)
+FOLDER = must_be(
+    "the path of a folder", lambda value: isinstance(value, Path | str) and value != ""
+)
 NO_LIMIT = "none"
 """Value of `memory_limit` that disables the limit; None means the device memory of the cluster."""
 SIZE_OR_NONE = must_be(
@@ -90,6 +93,8 @@ class FileOptions:
     schedule: Annotated[str, one_of((*SCHEDULES, AUTO))] = "1f1b"
     compute_dtype: Annotated[str | torch.dtype | None, one_of(("float32", "bfloat16"))] = None
     memory_limit: Annotated[int | str | None, SIZE_OR_NONE] = None
+    # Not compared: the texts are written, but the plan is the same.
+    save_graphs: Annotated[str | Path | None, FOLDER] = field(default=None, compare=False)
 
     @property
     def chooses_micro_batches(self) -> bool:
@@ -180,6 +185,13 @@ class PlanOptions(KeywordOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # On one device nothing is sharded, so that a script runs there unchanged.
+        if self.sharding is not None and self.sharding.shard_size > self.devices > 1:
+            raise StrategyError(
+                f"hsdp: shard_size={self.sharding.shard_size}, but the plan is for {self.devices}"
+                f" devices\nuse shard_size={self.devices} or less, or -1 for all devices that"
+                " replicate a parameter"
+            )
         requires_pricing = MODES[self.mode].requires_pricing
         if requires_pricing and self.cost_model == "symbolic":
             raise StrategyError(

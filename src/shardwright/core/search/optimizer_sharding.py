@@ -42,8 +42,10 @@ def sharded_storage(
 
     Raises:
         StrategyError: if a parameter is replicated over at least `shard_size` devices, but no
-            combination of these axes has `shard_size` devices.
+            combination of these axes has `shard_size` devices; or if each is replicated over fewer
+            devices.
     """
+    max_replicas = 1
     cut_axes = _sharding_axes_by_parameter(graph, mesh, cuts)
     storage = dict(used)
     cached: dict[object, CutAxes] = {}
@@ -54,6 +56,7 @@ def sharded_storage(
             continue
         used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
         free_axes = tuple(a for a in range(len(mesh.device_matrix)) if a not in used_axes)
+        max_replicas = max(max_replicas, mesh.size(free_axes))
         # Layers repeat: few parameters differ in all of these.
         key = value.shape, used[value.name], free_axes
         if key not in cached:
@@ -61,6 +64,13 @@ def sharded_storage(
                 value, mesh, used[value.name], free_axes, sharding.shard_size
             )
         storage[value.name] = cached[key]
+    # A plan that replicates nothing has nothing to shard, whatever `shard_size`.
+    if 1 < max_replicas < sharding.shard_size:
+        raise StrategyError(
+            f"shard_size={sharding.shard_size}: no parameter is replicated over more than"
+            f" {max_replicas} devices\nuse shard_size={max_replicas} or less, or -1 for all devices"
+            " that replicate a parameter"
+        )
     return storage
 
 

@@ -185,40 +185,36 @@ class Run:
         loss = self.config.loss_name
         return net if loss == "none" else WithLoss(net, LOSSES[loss]())
 
-    def plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
+    def plan(self, devices: int) -> Plan:
         """Plan the run for `devices` devices and the shapes of its first batch.
 
-        Needs no process group.
-
-        Args:
-            files: destination of the captured graph, then of the plan or the error; None to save
-                neither.
+        Needs no process group. Writes the graph, and the plan or the error, to
+        `parallel.save_graphs` if the key is set.
 
         Raises:
             ShardwrightError: if the model cannot be built, captured or planned.
+            OSError: if `parallel.save_graphs` cannot be written.
         """
-        return self.for_devices(devices)._plan_and_save(devices, files)
-
-    def _plan_and_save(self, devices: int, files: SavedGraphs | None) -> Plan:
-        # The graph is saved before the search, so that it can be inspected if the search fails.
-        try:
-            if self.config.parallel.chooses_micro_batches:
-                candidate = self._search_fastest_candidate(devices)
-                if files is not None:
-                    files.graph(candidate.model.graph)
-                plan = candidate.plan()
-            else:
-                model, graph = self.capture()
-                if files is not None:
-                    files.graph(graph)
-                plan = self.plan_graph(model, graph, devices)
-        except ShardwrightError as error:
-            if files is not None:
-                files.error(error)
-            raise
-        if files is not None:
+        run, folder = self.for_devices(devices), self.config.parallel.save_graphs
+        if folder is None:
+            return run._plan(devices)
+        files = SavedGraphs(self.folder / folder)
+        with files.saving_errors():
+            plan = run._plan(devices, files)
             files.plan(plan)
         return plan
+
+    def _plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
+        if self.config.parallel.chooses_micro_batches:
+            candidate = self._search_fastest_candidate(devices)
+            if files is not None:
+                files.graph(candidate.model.graph)
+            return candidate.plan()
+        model, graph = self.capture()
+        # The graph is saved before the search, so that it can be inspected if the search fails.
+        if files is not None:
+            files.graph(graph)
+        return self.plan_graph(model, graph, devices)
 
     def planned(self, devices: int) -> tuple[Run, nn.Module, Graph, Plan]:
         """Return the run with its number of micro-batches, its model, the graph and the plan.
@@ -434,6 +430,8 @@ class Run:
             "cluster": self.cluster,
             "compute_dtype": self.compute_dtype,
             "on_progress": self.on_progress,
+            # Written by `plan`, not by the commands that compare many plans.
+            "save_graphs": None,
         }
         return PlanOptions(devices=devices, **{**options, **changes})
 
