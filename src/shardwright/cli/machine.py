@@ -52,8 +52,14 @@ def launch_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script.", exists=True, dir_okay=False)],
     devices: Annotated[
-        int, typer.Option(min=1, max=MAX_PROCESSES, help="Number of devices.", show_default=False)
-    ],
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_PROCESSES,
+            help="Number of devices; required, before SCRIPT.",
+            show_default=False,
+        ),
+    ] = None,
     log_dir: LogDirOption = LOG_DIR,
 ) -> None:
     """Run a script as local processes, one per device.
@@ -61,6 +67,13 @@ def launch_command(
     Sets the environment variables that torchrun sets. Rank N writes to LOG_DIR/1/rank.N/stdout and
     stderr. Arguments after SCRIPT are passed to it.
     """
+    # Not a required option: an option after the script would only be reported as missing.
+    if devices is None:
+        is_after = any(each.split("=")[0] == "--devices" for each in context.args)
+        reason = (
+            "--devices after the script is passed to the script" if is_after else "no --devices"
+        )
+        raise typer.BadParameter(f"{reason}\nwrite `shardwright launch --devices 8 {script}`")
     logs = LogFolder(log_dir)
     with lock_folders(logs.root) as locks:
         logs.clear(num_ranks=devices)
