@@ -119,6 +119,13 @@ def test_another_rank_that_is_gone_outside_of_programs_is_told_with_who_waited(r
         collective(f"[/a/place/in/gloo.cc:78] {reason}")
 
 
+def test_a_collective_inside_a_known_call_is_named_by_the_call_and_its_line() -> None:
+    said = "communication failed in parallelize 1 .train.py, line 7., as .*\n.* make the same calls"
+    call = naming_redistributions("parallelize 1 (train.py, line 7)")
+    with pytest.raises(CommunicationError, match=said), call:
+        collective("Connection closed by peer")
+
+
 def test_a_collective_that_is_called_wrongly_is_not_blamed_on_others() -> None:
     with pytest.raises(RuntimeError, match="contiguous") as caught, naming_redistributions():
         collective("Tensors must be contiguous")

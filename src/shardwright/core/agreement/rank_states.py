@@ -57,10 +57,16 @@ class RankState:
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
+    @property
+    def call_with_line(self) -> str:
+        """The call that has not returned, with its line; empty outside of a call."""
+        line = f" ({self.line})" if self.line else ""
+        return f"{self.calls[-1]}{line}" if self.is_inside else ""
+
     def __str__(self) -> str:
         line = f" ({self.line})" if self.line else ""
         if self.is_inside:
-            return f"in {self.calls[-1]}{line}" + self.is_again * ", after one that was refused"
+            return f"in {self.call_with_line}" + self.is_again * ", after one that was refused"
         if self.waits_in:
             return f"in `{self.waits_in}`{line}"
         return f"after {self.calls[-1]}" if self.calls else "before its first call"

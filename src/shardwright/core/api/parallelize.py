@@ -27,7 +27,7 @@ from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import of_micro_batches
-from shardwright.core.runtime.rank_calls import rank_calls
+from shardwright.core.runtime.rank_calls import WARN_AFTER, rank_calls
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
 
@@ -82,10 +82,11 @@ def parallelize(
         )
     check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
-    # From here on a rank that calls alone is named by those that wait for it. This call does not
-    # wait in the store, where a rank that has ended before it would not be noticed.
+    # From here on a rank that calls alone is named by those that wait for it. This call waits in
+    # the store only until it has warned: a rank that has ended before its first call is noticed by
+    # a collective, whose connection it has closed.
     calls = rank_calls() if are_all_ranks(plan.devices) else None
-    with nullcontext() if calls is None else calls.call("parallelize", max_wait=0):
+    with nullcontext() if calls is None else calls.call("parallelize", max_wait=WARN_AFTER):
         number = 1 if calls is None else calls.number_of("parallelize")
         return _shard_in_place_or_copy(net, plan, device, copy, sync, release, named_ranges, number)
 

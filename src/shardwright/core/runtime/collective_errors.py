@@ -93,8 +93,12 @@ def program_line() -> ProgramLine | None:
 
 
 @contextmanager
-def naming_redistributions() -> Iterator[None]:
+def naming_redistributions(call: str = "") -> Iterator[None]:
     """Context that converts errors of collectives to errors that name the redistribution.
+
+    Args:
+        call: the user's call that contains the collective, with its line; names collectives that
+            belong to no redistribution.
 
     Raises:
         CommunicationError: in place of the collective's own error.
@@ -106,19 +110,25 @@ def naming_redistributions() -> Iterator[None]:
         root_cause: BaseException = error
         while root_cause.__cause__ is not None:
             root_cause = root_cause.__cause__
-        description = _describe_failed_collective(root_cause)
+        description = _describe_failed_collective(root_cause, call)
         if description is None:
             raise
         # Gloo's messages begin with a position in its own source.
         reason = re.sub(r"^\[[^\]]*\] ", "", str(root_cause)).partition("\n")[0]
         raise CommunicationError(
             f"communication failed in {description}, as another rank has ended or does not "
-            f"respond: {reason}\nsee the logs of the other ranks for the first error"
+            f"respond: {reason}\nsee the logs of the other ranks for the first error; without one,"
+            " make the same calls on all ranks"
         ) from error
 
 
-def _describe_failed_collective(error: BaseException) -> str | None:
-    """Describe the collective that failed; return None if `error` is not from a collective."""
+def _describe_failed_collective(error: BaseException, call: str) -> str | None:
+    """Describe the collective that failed; return None if `error` is not from a collective.
+
+    Args:
+        call: description of a collective that belongs to no redistribution; empty for the function
+            that called `torch.distributed`.
+    """
     frames = list(walk_tb(error.__traceback__))
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
     if modules[-1] == _GUARD_MODULE:
@@ -143,7 +153,7 @@ def _describe_failed_collective(error: BaseException) -> str | None:
         descriptions = ["an exchange between pipeline stages"]
     # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
     if not descriptions and PEER_FAILURE.search(str(error)):
-        descriptions = [_describe_caller_of_collective(frames)]
+        descriptions = [call or _describe_caller_of_collective(frames)]
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 

@@ -230,7 +230,7 @@ class RankCalls:
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
-            if self._meetings.check([f"all have {key}"]) or time.monotonic() - begun > max_wait:
+            if self._meetings.check([f"all have {key}"]):
                 return
             if time.monotonic() - begun > timeout:
                 raise CommunicationError(
@@ -246,6 +246,8 @@ class RankCalls:
                     *(self._rank, WARN_AFTER, self._calls[-1]),
                 )
                 warns_at = None
+            if time.monotonic() - begun > max_wait:
+                return
             time.sleep(pause)
             pause = min(2 * pause, POLL)
         raise self._make_exception_from_error()
@@ -272,7 +274,7 @@ class RankCalls:
             if not self.error and isinstance(error, dist.DistNetworkError):
                 raise CommunicationError(store_has_ended(self._state_of_this_rank())) from error
             if not self.error:
-                with naming_redistributions():
+                with naming_redistributions(self._state_of_this_rank().call_with_line):
                     raise
             time.sleep(FAREWELL)
             raise self._make_exception_from_error() from error
