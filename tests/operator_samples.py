@@ -85,10 +85,12 @@ def operators() -> list[Any]:
     """The differentiable operators of `op_db` that take float64, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
+        from torch.testing._internal import common_methods_invocations as invocations
+    # Random operators of PyTorch's tests seed inside of the call, which capture refuses.
+    invocations.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
     return [
         op
-        for op in sorted(op_db, key=lambda op: op.full_name)
+        for op in sorted(invocations.op_db, key=lambda op: op.full_name)
         if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu")
     ]
 

@@ -118,7 +118,7 @@ def test_what_a_run_holds_does_not_grow_with_its_steps(tmp_path: Path, asynchron
         assert growth(samples, "objects") < 15_000, process
     logs = tmp_path / "logs" / "1"
     steps = (logs / "rank.0" / "steps.jsonl").read_text().splitlines()
-    assert len(steps) == STEPS and max(map(len, steps)) < 150
+    assert len(steps) == STEPS and max(map(len, steps)) < 200
     assert len((logs / "rank.0" / "stdout").read_text().splitlines()) == STEPS // EPOCH
     written = [path for path in logs.rglob("*") if path.name in ("stderr", "stdout")]
     assert not any(path.stat().st_size for path in written if path != logs / "rank.0" / "stdout")

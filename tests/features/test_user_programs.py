@@ -15,7 +15,9 @@ def test_every_program_trains_as_on_one_device_or_is_refused() -> None:
     assert sum(one.end == EXACT for one in ends) > len(ends) / 2
     other_batches = [one for one in ends if one.program == "each rank has a batch of its own"]
     assert {one.end for one in other_batches} == {REFUSED}
-    assert all("dataset_strategy" in one.why and "same on all" in one.why for one in other_batches)
+    assert all(
+        "dataset_strategy" in one.why and "same global batch" in one.why for one in other_batches
+    )
 
 
 @pytest.mark.distributed

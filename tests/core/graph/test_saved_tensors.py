@@ -1,5 +1,6 @@
 """Which parameters the backward pass needs, on operators of known gradients."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -115,3 +116,11 @@ def test_what_two_gradients_need_is_counted_once() -> None:
     )
     (loss,) = graph.ops
     assert [shape for shape, _ in saved_tensors(loss).others if len(shape) == 2] == [(4, 8)]
+
+
+def test_an_operator_whose_arguments_only_a_kernel_rejects_is_named_with_its_line() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4))
+    graph = sw.capture(layers.append(nn.Dropout(float("nan"))), (torch.ones(2, 4),))
+    (dropout,) = (op for op in graph.ops if op.short_name == "dropout")
+    with pytest.raises(sw.CaptureError, match=r"operator '1' \(dropout\) cannot run: .*\ncorrect"):
+        saved_tensors(dropout)

@@ -16,6 +16,7 @@ from shardwright.core.graph.local_map import is_opaque
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.core.torch_internals.tensors import FakeTensorMode, storage_id
+from shardwright.errors import CaptureError, one_line
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ def saved_tensors(op: Op) -> SavedTensors:
 
     Saved parameters are included, although they take no additional memory. Operators with equal
     arguments are run once.
+
+    Raises:
+        CaptureError: if `op` rejects its arguments, which a trace may not notice.
     """
     if op not in _CACHED_RESULTS:
         differentiable = any(value.differentiable for value in op.inputs)
@@ -102,7 +106,13 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
     ):
         args, kwargs = op.arguments(tensor)
-        results = op.target(*args, **kwargs)
+        try:
+            results = op.target(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CaptureError(
+                f"{op.source}: the operator {op.name!r} ({op.short_name}) cannot run:"
+                f" {one_line(error)}\ncorrect its arguments, which one device rejects too"
+            ) from error
     outputs = [r for r in _result_leaves(results) if isinstance(r, Tensor)]
     return _classify_saved(packed, inputs, outputs)
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.core.runtime.accelerator import forked_generators
 from shardwright.core.runtime.devices import Index
+from shardwright.core.torch_internals.local_tensors import is_simulating_ranks
 
 _STRIDE = 1_000_003
 """Difference between the seeds of consecutive streams; a prime, larger than any number of shards,
@@ -64,9 +65,8 @@ class Seeded:
         # Forked, so that draws outside the program do not depend on the plan.
         with forked_generators() as seed_generators:
             shard_seed = self.shard + stream
-            # Simulated ranks differ in their seeds, and only `torch.manual_seed` knows their
-            # generators.
-            if isinstance(shard_seed, torch.SymInt):
+            # Only `torch.manual_seed` knows the generators of simulated ranks.
+            if isinstance(shard_seed, torch.SymInt) or is_simulating_ranks():
                 torch.manual_seed(shard_seed)
             else:
                 seed_generators(shard_seed)

@@ -34,6 +34,11 @@ def int_by_rank(values: Mapping[int, int]) -> torch.SymInt:
     return torch.SymInt(LocalIntNode(dict(values)))  # type: ignore[no-untyped-call]
 
 
+def is_simulating_ranks() -> bool:
+    """Whether a `LocalTensorMode` is active."""
+    return bool(get_local_tensor_mode_list())
+
+
 class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
     """PyTorch's `LocalTensorMode`, with a faster path for most operators.
 
