@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardwright as sw
+from features.graph_models import graph_model, plan_of_edges
 from random_plans import random_plan
 from sample_models import Model, gpt2, llama, mlp, resnet
 from shardwright.core.misuse import batch_guard
@@ -75,6 +76,13 @@ def check_searched_plans() -> None:
             plan = sw.plan(net, args, kwargs, devices=4, mem_coeff=mem_coeff)
             assert plan.cuts
             check_training((net, args, kwargs), plan, make)
+
+
+def check_sharded_edges() -> None:
+    for name in ("GAT", "SchNet"):
+        net, args = graph_model(name)
+        plan = plan_of_edges(net, args, dist.get_world_size())
+        check_training((net, args, {}), plan, sgd)
 
 
 def check_random_plans() -> None:
@@ -434,6 +442,7 @@ CHECKS = (
     check_deferred_parameters,
     check_gradients_accumulate,
     check_searched_plans,
+    check_sharded_edges,
     check_other_modes_and_batches,
     check_dropout_on_ranks_seeded_apart,
     check_inputs_that_arrive_cut,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import randint, randn, tensor
+from torch.utils import _pytree as pytree
 
 from core.rules.oracle import check, op_of
 from shardwright.core.rules import rule_of
@@ -21,12 +24,60 @@ def test_negative_indices_count_from_the_end_of_all_shards() -> None:
     check(aten.index_put.default, randn(6, 4), [tensor([0, -1, 0])], randn(3, 4), True)
 
 
+def as_double(value: Any) -> Any:
+    """Parameters of tests are drawn before the default dtype is set."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, value
+    )
+
+
 @pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax", "amin"])
 def test_values_for_other_shards_are_dropped(reduce) -> None:
     x, index, source = randn(4, 6), randint(0, 6, (4, 6)), randn(4, 6)
-    assert (
-        str(check(aten.scatter_reduce.two, x, 1, index, source, reduce)) == "b v, b _, b _ -> b v"
-    )
+    rows = "e" if reduce == "sum" else "_"
+    found = check(aten.scatter_reduce.two, x, 1, index, source, reduce)
+    assert str(found) == f"b v, b {rows}, b {rows} -> b v"
+
+
+@pytest.mark.parametrize(
+    ("rule", "target", "arguments"),
+    [
+        ("v s, e, e s -> v s", aten.index_add.default, (0, randint(0, 4, (12,)), randn(12, 6))),
+        ("b v, e, b e -> b v", aten.index_add.default, (1, randint(0, 6, (12,)), randn(4, 12))),
+        ("v s, e s, e s -> v s", aten.scatter_add.default, (0, randint(0, 4, (8, 6)), randn(8, 6))),
+        (
+            "b s, t, t s -> b s",
+            aten.index_put.default,
+            ([randint(-4, 4, (12,))], randn(12, 6), True),
+        ),
+        (
+            "b s, t, _ s -> b s",
+            aten.index_put.default,
+            ([randint(-4, 4, (12,))], randn(1, 6), True),
+        ),
+        (
+            "b _, t u, u, t u -> b _",
+            aten.index_put.default,
+            ([randint(0, 4, (4, 2)), randint(0, 6, (2,))], randn(4, 2), True),
+        ),
+    ],
+)
+def test_rows_that_are_added_may_be_sharded(rule, target, arguments) -> None:
+    """The first input is in the sum of the shards once, in both directions."""
+    assert str(check(target, randn(4, 6), *as_double(arguments))) == rule
+
+
+def test_rows_that_count_only_where_none_is_added_are_full() -> None:
+    x, index, source = randn(4, 6), randint(0, 6, (4, 6)), randn(4, 6)
+    arguments = (1, index, source, "sum")
+    found = check(aten.scatter_reduce.two, x, *arguments, include_self=False)
+    assert str(found) == "b v, b _, b _ -> b v"
+
+
+def test_only_the_first_elements_of_a_longer_source_are_added() -> None:
+    source = torch.nn.Buffer(randn(14, 6))
+    found = check(aten.scatter_add.default, randn(4, 6), 0, randint(0, 4, (12, 6)), source)
+    assert str(found) == "v s, _ s, _ s -> v s"
 
 
 def test_rows_that_are_written_twice_are_added() -> None:

@@ -85,7 +85,7 @@ def test_masks_have_no_rule() -> None:
 def test_values_are_written_where_nothing_is_indexed() -> None:
     x, rows = randn(6, 4), tensor([0, 2])
     assert str(check(aten.index_put.default, x, [rows], randn(2, 4))) == "b s, _, _ s -> b s"
-    assert str(check(aten.index_put.default, x, [rows], randn(()), True)) == "b s, _, () -> b s"
+    assert str(check(aten.index_put.default, x, [rows], randn(()), True)) == "b s, t, () -> b s"
     assert str(check(aten.index_put.default, x, [None, rows], randn(6, 2))) == "b s, _, b _ -> b s"
 
 
@@ -99,19 +99,20 @@ def test_gathered_indices_are_cut_with_the_result() -> None:
 
 def test_scattered_dimensions_are_cut() -> None:
     x, index, source = randn(4, 6), randint(0, 6, (4, 6)), randn(4, 6)
-    for target in (aten.scatter.src, aten.scatter_add.default):
-        assert str(check(target, x, 0, index % 4, source)) == "v s, _ s, _ s -> v s"
+    for target, row in ((aten.scatter.src, "_"), (aten.scatter_add.default, "e")):
+        found = check(target, x, 0, index % 4, source)
+        assert str(found) == f"v s, {row} s, {row} s -> v s"
     assert str(check(aten.scatter.value, x, 1, index[:, :2], 1.0)) == "b v, b _ -> b v"
     assert str(check(aten.scatter.value, x, 1, index[:2], 1.0)) == "_ v, _ _ -> _ v"
     found = check(aten.scatter_reduce.two, x, 1, index, source, "sum")
-    assert str(found) == "b v, b _, b _ -> b v"
+    assert str(found) == "b v, b e, b e -> b v"
 
 
 def test_rows_are_selected_and_written() -> None:
     x, rows = randn(4, 6), tensor([0, 2])
     assert str(check(aten.index_select.default, x, 0, rows)) == "v s, b -> b s"
     assert str(check(aten.index_select.default, x, 1, tensor(3))) == "b v, () -> b _"
-    assert str(check(aten.index_add.default, x, 0, rows, randn(2, 6))) == "v s, _, _ s -> v s"
+    assert str(check(aten.index_add.default, x, 0, rows, randn(2, 6))) == "v s, e, e s -> v s"
     assert str(check(aten.index_fill.int_Scalar, x, 1, rows, 0.0)) == "b v, _ -> b v"
 
 

@@ -2,12 +2,14 @@
 
 A read (`x[i]`, `gather`) gives 0 for an index in another device's shard, so that the results are
 partial sums, as in the vocabulary-parallel embedding of Megatron-LM. A write (`scatter`,
-`index_add`) into another device's shard goes to an additional row, which is dropped.
+`index_add`) into another device's shard goes to an additional row, which is dropped. Rows that are
+added (`scatter_add`) can be sharded too, such as the messages along the edges of a graph: each
+device adds its own, and the results are partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import binder
+from shardwright.core.rules.notation import binder, schema_parameters
 from shardwright.core.rules.rule import Kernel, Local
 
 
@@ -43,12 +45,15 @@ class Indexed:
         is_list: whether the argument is a list with the index of each dimension, in which negative
             indices count from the end.
         trailing: number of dimensions of the output that follow the dimensions of the indices.
+        added: factors of the written rows, if they are added: the results are partial sums over
+            their shards.
     """
 
     argument: str
     factors: Mapping[int, str]
     is_list: bool = False
     trailing: int = 0
+    added: tuple[str, ...] = ()
 
     def read_kernel(self) -> Kernel:
         """Return the builder of a kernel that reads elements at the indices, such as `gather`."""
@@ -57,7 +62,32 @@ class Indexed:
     def write_kernel(self) -> Kernel:
         """Return the builder of a kernel that writes elements at the indices, such as `scatter`; at
         most one indexed dimension can be sharded."""
-        return lambda op, local: self._build_indexed_kernel(op, local, self._write_local_elements)
+
+        def build(op: Op, local: Local) -> Callable[..., Any]:
+            write = self._build_indexed_kernel(op, local, self._write_local_elements)
+            sharded = [factor for factor in self.added if local.shard_counts.get(factor, 1) > 1]
+            return self._add_to_one_copy(op, local, write, sharded) if sharded else write
+
+        return build
+
+    def _add_to_one_copy(
+        self, op: Op, local: Local, write: Callable[..., Any], sharded: Sequence[str]
+    ) -> Callable[..., Any]:
+        """Return `write` with zeros in place of the first input on all but the first shard of the
+        added rows, so that the sum over the devices has it once."""
+        bind, shards = binder(op), [local.index(factor) for factor in sharded]
+        name = next(iter(schema_parameters(op.target)))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            arguments = bind(args, kwargs)
+            x = arguments[name]
+            # As tensors, because a simulated rank has an index of its own in each `SymInt`.
+            zero = torch.zeros((), dtype=torch.int64, device=x.device)
+            for shard in shards:
+                x = x.masked_fill(zero + shard != 0, 0)
+            return write(**{**arguments, name: x})
+
+        return run
 
     def _build_indexed_kernel(
         self, op: Op, local: Local, function: Callable[..., Any]

@@ -25,6 +25,8 @@ from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 
 aten = torch.ops.aten
 
+_ADDING_WRITES = overloads("scatter_add", "index_add")
+
 
 @rule_for(*overloads("cat", "concat", "concatenate"))
 def cat(op: Op) -> ShardingRule:
@@ -147,7 +149,8 @@ def gather(op: Op) -> ShardingRule | None:
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
 def scatter(op: Op) -> ShardingRule:
     """Scatter, `b v, b _, b _ -> b v`: dimensions in which all tensors have the same size can be
-    sharded, and the indexed dimension `v` of the first tensor."""
+    sharded, and the indexed dimension `v` of the first tensor. With addition the rows can be
+    sharded too, `b v, b e, b e -> b v`: the output is a partial sum."""
     x, *others = op.inputs
     shapes = [x.shape, *(value.shape for value in others if value.shape)]
     unequal = [
@@ -156,11 +159,15 @@ def scatter(op: Op) -> ShardingRule:
     if not x.shape:
         return sharding_rule(op, ((),) * len(op.inputs), ((),))
     dim = argument(op, "dim") % len(x.shape)
-    dims = without(names(x, exclude="v"), dim, *unequal)
+    dims = without(names(x, exclude="ve"), dim, *unequal)
     written = (*dims[:dim], "v", *dims[dim + 1 :])
-    inputs = [dims if len(value.shape) == len(dims) else () for value in others]
-    kernel = Indexed("index", {dim: "v"}).write_kernel()
-    return sharding_rule(op, (written, *inputs), (written,), kernel=kernel)
+    # Of a source that is longer than its index only the first elements are added.
+    lengths = {value.shape[dim] for value in others if value.shape}
+    added = ("e",) if _adds(op) and len(lengths) == 1 else ()
+    rows = (*dims[:dim], *(added or (None,)), *dims[dim + 1 :])
+    inputs = [rows if len(value.shape) == len(dims) else () for value in others]
+    kernel = Indexed("index", {dim: "v"}, added=added).write_kernel()
+    return sharding_rule(op, (written, *inputs), (written,), reduced=added, kernel=kernel)
 
 
 @rule_for(*overloads("take"))
@@ -190,19 +197,24 @@ def index_select(op: Op) -> ShardingRule:
 @rule_for(*overloads("index_add", "index_copy", "index_reduce", "index_fill"))
 def index_add_rule(op: Op) -> ShardingRule | None:
     """Update by index, `b v, _, b _ -> b v`: each device writes to its shard of the indexed
-    dimension `v`."""
+    dimension `v`. Added rows can be sharded too, `b v, e, b e -> b v`: the output is a partial
+    sum."""
     x, indices, *source = op.inputs
     if not x.shape:
         return None
     dim = argument(op, "dim") % len(x.shape)
-    dims = without(names(x, exclude="v"), dim)
+    dims = names(x, exclude="ve")
     written = (*dims[:dim], "v", *dims[dim + 1 :])
-    sources = [dims if len(value.shape) == len(dims) else () for value in source]
+    added = ("e",) if _adds(op) and indices.shape else ()
+    row = added or (None,)
+    rows = (*dims[:dim], *row, *dims[dim + 1 :])
+    sources = [rows if len(value.shape) == len(dims) else () for value in source]
     return sharding_rule(
         op,
-        (written, (None,) * len(indices.shape), *sources),
+        (written, row * len(indices.shape), *sources),
         (written,),
-        kernel=Indexed("index", {dim: "v"}).write_kernel(),
+        reduced=added,
+        kernel=Indexed("index", {dim: "v"}, added=added).write_kernel(),
     )
 
 
@@ -226,23 +238,44 @@ def index(op: Op) -> ShardingRule | None:
 @rule_for(aten.index_put.default)
 def index_put(op: Op) -> ShardingRule | None:
     """Assignment by index tensors, `b s, _, _ s -> b s`: each device writes to its shard of the
-    first indexed dimension; other indexed dimensions cannot be sharded. Returns None for masks."""
+    first indexed dimension; other indexed dimensions cannot be sharded. With `accumulate` the rows
+    can be sharded too: the output is a partial sum. Returns None for masks."""
     dims = _tensor_indexing_factors(op)
     if dims is None:
         return None
     source, at, result = dims
     *indices, values = op.inputs[1:]
-    # With sharded indices each device would write only some of the rows of its copy.
-    written = tuple(None if name in at else name for name in result)
-    replicated = [(None,) * len(value.shape) for value in indices]
+    # With sharded indices each device writes only some of the rows of its copy.
+    added = tuple(name for name in at if name is not None) if _adds(op) else ()
+    written = tuple(None if name in at and name not in added else name for name in result)
+    index_dims = [
+        at[len(at) - len(value.shape) :] if added else (None,) * len(value.shape)
+        for value in indices
+    ]
     first = dict([next(iter(_factors_of_indexed_dims(op).items()))])
     source = tuple(first.get(dim, name) for dim, name in enumerate(source))
     return sharding_rule(
         op,
-        (source, *replicated, written[len(written) - len(values.shape) :]),
+        (source, *index_dims, written[len(written) - len(values.shape) :]),
         (source,),
-        kernel=Indexed("indices", first, is_list=True).write_kernel(),
+        reduced=added,
+        kernel=Indexed("indices", first, is_list=True, added=added).write_kernel(),
     )
+
+
+def _adds(op: Op) -> bool:
+    """Whether a write adds its rows to all elements of its first input, so that sums over shards
+    of the rows are partial sums of the result."""
+    # Truth values have no sum.
+    if op.output.dtype == torch.bool:
+        return False
+    if op.target in _ADDING_WRITES:
+        return True
+    if op.target is aten.index_put.default:
+        return bool(argument(op, "accumulate"))
+    # Without itself, an element counts only where nothing is added.
+    includes_self = argument(op, "include_self", True)
+    return argument(op, "reduce") in ("sum", "add") and bool(includes_self)
 
 
 def _build_indexed_read_rule(
