@@ -26,9 +26,9 @@ from shardwright.core.checkpoint.manifest import CheckpointWarning
 from shardwright.core.checkpoint.position import Position
 from shardwright.core.checkpoint.state_dict_file import load_state_dict, save_state_dict
 from shardwright.core.constraints.load_strategies import load_strategies
+from shardwright.core.constraints.pin import NamedFunction as Op
 from shardwright.core.constraints.pin import reshard
 from shardwright.core.constraints.recompute import recompute
-from shardwright.core.constraints.shard import NamedFunction as Op
 from shardwright.core.constraints.shard import shard
 from shardwright.core.deferred import materialize, no_init_parameters
 from shardwright.core.layout.layout import Layout, TensorLayout

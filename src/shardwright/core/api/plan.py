@@ -27,6 +27,7 @@ from shardwright.core.constraints import DatasetStrategy
 from shardwright.core.constraints.load_strategies import load_strategies
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.graph.graph import Graph
+from shardwright.core.layout.layout import Layout
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import ModuleWrapper
 from shardwright.core.partition.decisions import OptimizerParallel
@@ -72,6 +73,7 @@ def plan(
     save_graphs: str | Path | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
     stage_config: StageConfig | None = None,
+    axes: Mapping[str, int] | Layout | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
     bucket_mb: float = 25.0,
@@ -139,6 +141,9 @@ def plan(
             `data_parallel` (every rank of a stage passes a local batch of equal size), or a tuple
             with an entry (shard counts, a layout, or None) for each tensor input.
         stage_config: index of the pipeline stage of each module, by module name; replaces `stages`.
+        axes: the number of devices along each axis that pins name, the outermost axis first, such
+            as `{"dp": 2, "tp": 4}`; their product is the number of devices of a stage. Pins skip
+            the axes that are missing here.
         batch_dims: for inputs by name, the dimension that is split into micro-batches, or None to
             pass the full input to each micro-batch. By default dimension 0 of each input whose
             dimension 0 has the size of that of the first input or, if the loss does not allow that,
@@ -202,6 +207,7 @@ def best_plans(
     save_graphs: str | Path | None = None,
     dataset_strategy: DatasetStrategy = "full_batch",
     stage_config: StageConfig | None = None,
+    axes: Mapping[str, int] | Layout | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
     bucket_mb: float = 25.0,
@@ -286,6 +292,7 @@ class AutoParallel(ModuleWrapper):
         save_graphs: str | Path | None = None,
         dataset_strategy: DatasetStrategy = "full_batch",
         stage_config: StageConfig | None = None,
+        axes: Mapping[str, int] | Layout | None = None,
         batch_dims: Mapping[str, int | None] | None = None,
         hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None,
         bucket_mb: float = 25.0,

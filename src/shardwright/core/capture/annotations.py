@@ -92,10 +92,24 @@ class CandidateBoundary(BoundaryTag):
     Args:
         call: the pinned call.
         tag: the final tag of the alias if the call has several operators.
+        argument: the argument of the call that is aliased, if the pin names arguments.
     """
 
     call: PinnedCall
     tag: BoundaryTag
+    argument: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorArguments:
+    """Tag of the only operator of a pinned call.
+
+    Args:
+        names: for each tensor that the operator reads, the argument of the call that is this
+            tensor, unchanged or cast; None if no argument is.
+    """
+
+    names: tuple[str | None, ...]
 
 
 def attach(module: nn.Module, tag: Any) -> None:
@@ -152,6 +166,11 @@ def tags_of(node: fx.Node) -> tuple[Any, ...]:
     """Return the tags of a traced operator."""
     annotations = node.meta.get("custom") or {}
     return tuple(tag for key, tag in annotations.items() if key.startswith(f"{_KEY}."))
+
+
+def add_tag(node: fx.Node, tag: Any) -> None:
+    """Tag a traced operator."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), f"{_KEY}.{type(tag).__name__}": tag}
 
 
 def retag(node: fx.Node, old: Any, new: Any = None) -> None:

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from shardwright.core.capture.annotations import (
     CandidateBoundary,
+    OperatorArguments,
     PinnedCall,
+    add_tag,
     retag,
     tags_of,
 )
 from shardwright.core.capture.fx_nodes import replace
 from shardwright.core.capture.naming import MAIN
+from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import StrategyError
 
 aten = torch.ops.aten
 
+_CASTS = (aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.clone.default)
+
 _MOVING = (
-    *(aten.to.dtype, aten._to_copy.default, aten.contiguous.default, aten.clone.default),
+    *_CASTS,
     aten.broadcast_tensors.default,  # Its schema does not say that it returns views.
 )
 
@@ -51,9 +56,13 @@ def settle_boundaries(graph: fx.Graph) -> None:
     for call, candidates in aliases.items():
         alias_nodes = {node for node, _ in candidates}
         nodes = [node for node in inside[id(call.tag)] if node not in alias_nodes]
-        is_one = _is_one_operator(nodes)
-        if not is_one and call.problems:
+        single = _single_operator(nodes)
+        is_one = single is not None
+        if single is None and call.problems:
             raise StrategyError(call.problems[0])
+        arguments = {node: tag.argument for node, tag in candidates if tag.argument is not None}
+        if single is not None and arguments:
+            add_tag(single, OperatorArguments(_arguments_read(single, arguments)))
         for node in () if is_one and call.is_pin else inside[id(call.tag)]:
             retag(node, call.tag)
         for node, tag in candidates:
@@ -65,13 +74,33 @@ def settle_boundaries(graph: fx.Graph) -> None:
                 retag(node, tag, tag.tag)
 
 
-def _is_one_operator(nodes: Sequence[fx.Node]) -> bool:
+def _single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the only operator among the nodes of a call; None if there are several, or none."""
     operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
     computing = [node for node in operators if not _only_moves_or_casts(node)]
     # Operators that create constants do not count, unless the call has no others.
     computing = [node for node in computing if node.all_input_nodes] or computing
     main = [node for node in computing if _is_main_operator(node)]
-    return 1 in (len(main), len(computing)) or (not computing and len(operators) == 1)
+    for candidates in (main, computing) if computing else (operators,):
+        if len(candidates) == 1:
+            return candidates[0]
+    return None
+
+
+def _arguments_read(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[str | None, ...]:
+    """Return the argument that is each tensor input of an operator; None if no argument is.
+
+    Args:
+        node: the operator.
+        arguments: the name of each argument of the pinned call, by its alias.
+    """
+    names: list[str | None] = []
+    for source in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(source, fx.Node):
+            while source not in arguments and source.target in _CASTS:
+                source = source.all_input_nodes[0]
+            names.append(arguments.get(source))
+    return tuple(names)
 
 
 def _is_main_operator(node: fx.Node) -> bool:

@@ -175,7 +175,7 @@ class StrategyParser:
         if len(inputs) != len(op.inputs):
             # Capture adds the bias in a separate operator: it must be added after a partial sum.
             hint = "use one entry per tensor input"
-            if op.target in _OPS_WITH_BIAS:
+            if op.target in OPS_WITH_BIAS:
                 hint = "give no entry for the bias: a separate operator adds it, sharded to match"
             raise self.error(
                 f"the strategy has {len(inputs)} entries for {len(op.inputs)} tensor inputs\n{hint}"
@@ -369,7 +369,7 @@ def _shard_count_text(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 
 
-_OPS_WITH_BIAS = tuple(
+OPS_WITH_BIAS = tuple(
     getattr(aten, name).default for name in ("linear", "conv1d", "conv2d", "conv3d")
 )
 """Operators whose bias captured graphs add in a separate operator."""

@@ -27,7 +27,17 @@ from shardwright.core.capture.annotations import (
 )
 from shardwright.core.capture.experts import is_one_operator
 from shardwright.core.capture.local_map import is_local_map
-from shardwright.core.constraints.strategy import Entry, OperatorStrategy, check_entry, entries_text
+from shardwright.core.constraints.named_strategy import (
+    AxisDims,
+    NamedStrategy,
+    PinnedStrategy,
+    RequestedEntry,
+    UserEntry,
+    argument_names,
+    requested_entry,
+    signature_of,
+)
+from shardwright.core.constraints.strategy import OperatorStrategy, entries_text
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
@@ -45,9 +55,9 @@ class Pin(ModuleTag):
             of every call that has no entry of its own.
     """
 
-    strategy: OperatorStrategy | None
-    parameters: Mapping[str, Entry] = field(default_factory=dict)
-    operators: Mapping[str, OperatorStrategy] = field(default_factory=dict)
+    strategy: PinnedStrategy | None
+    parameters: Mapping[str, RequestedEntry] = field(default_factory=dict)
+    operators: Mapping[str, PinnedStrategy] = field(default_factory=dict)
 
     def trace(self, module: nn.Module, location: ModuleLocation) -> None:
         # Modules that capture replaces by one operator are pinned like that operator.
@@ -57,6 +67,38 @@ class Pin(ModuleTag):
             module.forward = _wrap_with_boundary(str(location), module.forward, self.strategy)
         else:
             module.forward = _wrap_with_candidates(str(location), module.forward, self.strategy)
+
+
+class NamedFunction(nn.Module):
+    """Wrap a function in a module, so that it has a name in the module tree, in pins and in plans.
+
+    Args:
+        function: any function; it is called with the arguments of the module.
+
+    Raises:
+        StrategyError: if `function` is a module or not callable.
+
+    >>> net = nn.Module()
+    >>> net.matmul1 = NamedFunction(torch.matmul)
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        if isinstance(function, nn.Module) or not callable(function):
+            raise StrategyError(
+                f"`Op` takes a function, not {function!r}\n"
+                "pass a function; a module already has a name, and needs no `Op`"
+            )
+        self.function = function
+
+    def _get_name(self) -> str:
+        return "Op"  # the name under which the package exports it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return str(getattr(self.function, "__name__", self.function))
 
 
 class BoundaryPin(Pin, BoundaryTag):
@@ -79,9 +121,13 @@ def tagged_calls(function: Any, tag: Any) -> Any:
         with tagging(call_tag):
             if isinstance(call_tag, Pin) and call_tag.strategy and torch.compiler.is_exporting():
                 name = getattr(inner, "__name__", "a pinned function")
-                return _call_with_candidates(
-                    name, inner, call_tag.strategy, call_tag, (args, kwargs)
+                by_name = isinstance(call_tag.strategy.inputs, Mapping)
+                call = (
+                    _bind(inner, call_tag.strategy, args, kwargs)
+                    if by_name
+                    else _Call((args, kwargs), None)
                 )
+                return _call_with_candidates(name, inner, call_tag.strategy, call_tag, call)
             return inner(*args, **kwargs)
 
     vars(tagged)[inner_attribute] = inner
@@ -92,7 +138,7 @@ class _ModuleCallTag:
     """Tag of all operators of one call of a module."""
 
 
-def _wrap_with_candidates(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
+def _wrap_with_candidates(where: str, forward: Any, strategy: PinnedStrategy) -> Any:
     """Wrap `forward` of a module without submodules so that its boundary can be pinned.
 
     The strategy applies to the module's operator if there is only one, otherwise to the boundary.
@@ -102,22 +148,52 @@ def _wrap_with_candidates(where: str, forward: Any, strategy: OperatorStrategy) 
         forward: the module's bound `forward`.
         strategy: the strategy of the pin.
     """
-    signature = inspect.signature(forward)
 
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
-        call, tag = signature.bind(*args, **kwargs), _ModuleCallTag()
-        arguments = (call.args, call.kwargs)
-        if not _has_entry_per_tensor(strategy, arguments):
+        call, tag = _bind(forward, strategy, args, kwargs), _ModuleCallTag()
+        if call.entries(strategy) is None:
             return forward(*args, **kwargs)
         with tagging(tag):
-            return _call_with_candidates(where, forward, strategy, tag, arguments)
+            return _call_with_candidates(where, forward, strategy, tag, call)
 
     return with_candidates
 
 
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call in the order of the signature.
+
+    Args:
+        arguments: (args, kwargs).
+        names: the argument of each tensor; None for a strategy without names of arguments.
+    """
+
+    arguments: tuple[Any, Any]
+    names: tuple[str, ...] | None
+
+    def entries(self, strategy: PinnedStrategy) -> tuple[RequestedEntry, ...] | None:
+        """Return one entry per tensor; None if the strategy has another number of entries, which
+        then include weights."""
+        if isinstance(strategy.inputs, Mapping):
+            return tuple(strategy.inputs.get(name) for name in self.names or ())
+        leaves = pytree.tree_leaves(self.arguments)
+        num_tensors = sum(isinstance(leaf, Tensor) for leaf in leaves)
+        return strategy.inputs if num_tensors == len(strategy.inputs) else None
+
+
+def _bind(function: Any, strategy: PinnedStrategy, args: Any, kwargs: Any) -> _Call:
+    if not isinstance(strategy.inputs, Mapping):
+        call = inspect.signature(function).bind(*args, **kwargs)
+        return _Call((call.args, call.kwargs), None)
+    owner = getattr(function, "__self__", None)
+    named = owner.function if isinstance(owner, NamedFunction) else function
+    call = signature_of(named).bind(*args, **kwargs)
+    return _Call((call.args, call.kwargs), argument_names(call))
+
+
 def _call_with_candidates(
-    where: str, function: Any, strategy: OperatorStrategy, tag: Any, arguments: Any
+    where: str, function: Any, strategy: PinnedStrategy, tag: Any, traced_call: _Call
 ) -> Any:
     """Call a function with its tensor arguments and results aliased, as candidates for pins.
 
@@ -129,24 +205,38 @@ def _call_with_candidates(
         function: the function to call.
         strategy: the strategy of the pin.
         tag: tag for the operators of this call.
-        arguments: (args, kwargs) of the call.
+        traced_call: the arguments.
     """
-    call = PinnedCall(tag, [], isinstance(tag, Pin))
+    call, names = PinnedCall(tag, [], isinstance(tag, Pin)), traced_call.names
 
-    def pin_candidates(verb: str, tree: Any, entries: tuple[Entry, ...]) -> Any:
+    def pin_candidates(
+        verb: str, tree: Any, entries: tuple[RequestedEntry, ...], names: tuple[str, ...] | None
+    ) -> Any:
         return _pin_tensors(
-            f"{where} {verb}", tree, entries, lambda pin: CandidateBoundary(call, pin)
+            f"{where} {verb}",
+            tree,
+            entries,
+            lambda pin, index: CandidateBoundary(call, pin, names[index] if names else None),
         )
 
-    if not _has_entry_per_tensor(strategy, arguments):
-        args, kwargs = arguments
+    entries = traced_call.entries(strategy)
+    args, kwargs = traced_call.arguments
+    if entries is None:
         return function(*args, **kwargs)
-    args, kwargs = pin_candidates("is called with", arguments, strategy.inputs)
+    if isinstance(strategy.inputs, Mapping) and (
+        weights := strategy.inputs.keys() - set(names or ())
+    ):
+        call.problems.append(
+            f"{where} has several operators, but its pin has entries for"
+            f" {', '.join(map(repr, sorted(weights)))}, which it is not called with\nname"
+            " arguments only, or pin a module with one operator"
+        )
+    args, kwargs = pin_candidates("is called with", (args, kwargs), entries, names)
     result = function(*args, **kwargs)
     if strategy.outputs is None:
         return result
     try:
-        return pin_candidates("returns", result, strategy.outputs)
+        return pin_candidates("returns", result, strategy.outputs, None)
     except StrategyError as error:
         # Raised only if the captured graph has several operators for this call: the strategy is
         # then that of the boundary, and not that of a single operator.
@@ -154,20 +244,17 @@ def _call_with_candidates(
         return result
 
 
-def _has_entry_per_tensor(strategy: OperatorStrategy, arguments: Any) -> bool:
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    return len(tensors) == len(strategy.inputs)
-
-
-def _wrap_with_boundary(where: str, forward: Any, strategy: OperatorStrategy) -> Any:
+def _wrap_with_boundary(where: str, forward: Any, strategy: PinnedStrategy) -> Any:
     """Wrap `forward` so that its tensor arguments and results pass through pinned aliases."""
-    signature = inspect.signature(forward)
 
     @wraps(forward)
     def with_boundary(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        arguments = (call.args, call.kwargs)
-        args, kwargs = _pin_tensors(f"{where} is called with", arguments, strategy.inputs)
+        call = _bind(forward, strategy, args, kwargs)
+        entries = call.entries(strategy)
+        if entries is None:
+            assert not isinstance(strategy.inputs, Mapping)
+            entries = strategy.inputs
+        args, kwargs = _pin_tensors(f"{where} is called with", call.arguments, entries)
         result = forward(*args, **kwargs)
         if strategy.outputs is None:
             return result
@@ -179,8 +266,8 @@ def _wrap_with_boundary(where: str, forward: Any, strategy: OperatorStrategy) ->
 def _pin_tensors(
     where: str,
     tree: Any,
-    entries: tuple[Entry, ...],
-    tag_of: Callable[[BoundaryPin], Any] = lambda pin: pin,
+    entries: tuple[RequestedEntry, ...],
+    tag_of: Callable[[BoundaryPin, int], Any] = lambda pin, index: pin,
 ) -> Any:
     """Replace each tensor of `tree` whose entry is not None by a pinned alias.
 
@@ -188,7 +275,7 @@ def _pin_tensors(
         where: start of error messages, such as `block (Block) returns`.
         tree: the arguments or results of a module.
         entries: one entry per tensor of `tree`.
-        tag_of: function from the pin of a tensor to the tag of its alias.
+        tag_of: function from the pin of a tensor and its index to the tag of its alias.
 
     Raises:
         StrategyError: if the numbers of tensors and entries differ.
@@ -203,12 +290,16 @@ def _pin_tensors(
             f"use {len(tensor_indices)} entries, one per tensor, with None for a tensor whose"
             " sharding is left to the search; pin weights on the modules that own them"
         )
-    for index, entry in zip(tensor_indices, entries, strict=True):
+    for number, (index, entry) in enumerate(zip(tensor_indices, entries, strict=True)):
         if entry is not None:
-            leaves[index] = _tagged_alias(
-                leaves[index], tag_of(BoundaryPin(OperatorStrategy((entry,))))
-            )
+            leaves[index] = _tagged_alias(leaves[index], tag_of(_boundary_pin(entry), number))
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _boundary_pin(entry: RequestedEntry) -> BoundaryPin:
+    if isinstance(entry, AxisDims):
+        return BoundaryPin(NamedStrategy((entry,)))
+    return BoundaryPin(OperatorStrategy((entry,)))
 
 
 def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
@@ -219,7 +310,7 @@ def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
         return alias
 
 
-def reshard(x: Tensor, layout: Entry) -> Tensor:
+def reshard(x: Tensor, layout: UserEntry) -> Tensor:
     """Redistribute a tensor to a layout at this point of `forward`.
 
     The search still decides how the operators before and after this point are sharded. In eager
@@ -227,7 +318,8 @@ def reshard(x: Tensor, layout: Entry) -> Tensor:
 
     Args:
         x: a tensor of any shape.
-        layout: the number of shards of each dimension, `(2, 4)`, or a `TensorLayout`.
+        layout: the number of shards of each dimension, `(2, 4)`, a `TensorLayout`, or the dimension
+            that each mesh axis shards, `{"dp": 0, "tp": -1}`.
 
     Returns:
         A tensor with the values of `x`, in the layout.
@@ -241,7 +333,7 @@ def reshard(x: Tensor, layout: Entry) -> Tensor:
     >>> sw.reshard(x, (2, 1)) is x
     True
     """
-    check_entry("layout", layout)
-    if layout is None or not torch.compiler.is_exporting():
+    entry = requested_entry("layout", layout)
+    if entry is None or not torch.compiler.is_exporting():
         return x
-    return _tagged_alias(x, BoundaryPin(OperatorStrategy((layout,))))
+    return _tagged_alias(x, _boundary_pin(entry))

@@ -15,10 +15,23 @@ from torch import nn
 
 from shardwright.core.capture.annotations import attach
 from shardwright.core.capture.naming import MAIN
-from shardwright.core.constraints import Entry, OperatorStrategy, check_entries, check_entry
-from shardwright.core.constraints.pin import BoundaryPin, Pin, tagged_calls
+from shardwright.core.constraints import Entry, OperatorStrategy
+from shardwright.core.constraints.named_strategy import (
+    NamedStrategy,
+    PinnedStrategy,
+    RequestedEntry,
+    UserEntry,
+    axis_names_of,
+    check_argument_names,
+    check_axis_names,
+    entry_with_layout,
+    requested_entry,
+    requested_strategy,
+)
+from shardwright.core.constraints.pin import BoundaryPin, NamedFunction, Pin, tagged_calls
 from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.graph import Op as Operator
+from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.errors import StrategyError
 
 aten = torch.ops.aten
@@ -36,43 +49,11 @@ _DATA_MOVEMENT_OPS = (
 """Operators that are ignored when a pinned call must have a single operator."""
 
 
-class NamedFunction(nn.Module):
-    """Wrap a function in a module, so that it has a name in the module tree, in pins and in plans.
-
-    Args:
-        function: any function; it is called with the arguments of the module.
-
-    Raises:
-        StrategyError: if `function` is a module or not callable.
-
-    >>> net = nn.Module()
-    >>> net.matmul1 = NamedFunction(torch.matmul)
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        if isinstance(function, nn.Module) or not callable(function):
-            raise StrategyError(
-                f"`Op` takes a function, not {function!r}\n"
-                "pass a function; a module already has a name, and needs no `Op`"
-            )
-        self.function = function
-
-    def _get_name(self) -> str:
-        return "Op"  # the name under which the package exports it
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        return str(getattr(self.function, "__name__", self.function))
-
-
 def shard(
     target: ShardTarget,
-    in_strategy: tuple[Entry, ...] | None = None,
-    out_strategy: tuple[Entry, ...] | None = None,
-    parameter_plan: Mapping[str, Entry] | None = None,
+    in_strategy: tuple[UserEntry, ...] | Mapping[str, UserEntry] | None = None,
+    out_strategy: tuple[UserEntry, ...] | None = None,
+    parameter_plan: Mapping[str, UserEntry] | None = None,
 ) -> ShardTarget:
     """Pin the sharding of an operator, so that the search does not change it.
 
@@ -82,10 +63,12 @@ def shard(
             several operators, or none (`nn.Identity`), or has submodules, its tensor arguments and
             results are pinned instead. A later `shard` of the same module replaces this one.
         in_strategy: one entry per tensor input, in the order of the operator or of the signature of
-            `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, or
-            None if the sharding follows from the other entries. Weights have PyTorch's shape, for
-            `nn.Linear` (out_features, in_features). If the strategy has fewer shards than there are
-            devices, the computation is replicated over the remaining mesh axes.
+            `forward`: a tuple with the number of shards of each dimension, a `TensorLayout`, the
+            dimension that each mesh axis shards (`{"dp": 0, "tp": -1}`, also as `Shard(0)`) with
+            sizes given as `axes` of `plan`, or None if the sharding follows from the other entries.
+            Or entries by name: `{"input": {"dp": 0}, "weight": {"tp": 0}}`. Weights have PyTorch's
+            shape, for `nn.Linear` (out_features, in_features). If the strategy has fewer shards
+            than there are devices, the computation is replicated over the remaining mesh axes.
         out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
             reduce-scattered to match; with None the operators that read the output decide. Entries
             can also shard dimensions that only the output has, such as those that `expand` adds.
@@ -95,8 +78,8 @@ def shard(
         The module itself, or the pinned function.
 
     Raises:
-        StrategyError: if an entry is invalid or a parameter is unknown. `plan` checks the strategy
-            against shapes and the number of devices.
+        StrategyError: if an entry is invalid, or an argument or parameter unknown. `plan` checks
+            the strategy against shapes and the number of devices.
     """
     if isinstance(target, type) or not callable(target):
         raise StrategyError(
@@ -115,8 +98,11 @@ def shard(
         )
     strategy = None
     if in_strategy is not None:
-        check_entries("in_strategy", in_strategy)
-        strategy = OperatorStrategy(in_strategy, out_strategy)
+        strategy = requested_strategy(in_strategy, out_strategy)
+        function: Callable[..., Any] = target
+        if isinstance(target, nn.Module):
+            function = target.function if isinstance(target, NamedFunction) else target.forward
+        check_argument_names(target, function, strategy)
     if isinstance(target, nn.Module):
         pin = Pin(strategy, validate_parameter_plan(target, parameter_plan or {}))
         attach(target, pin)
@@ -126,11 +112,13 @@ def shard(
             "only modules take a `parameter_plan`: a function has no parameters\n"
             "call `shard` on the module that owns the parameters"
         )
-    function: ShardTarget = tagged_calls(target, Pin(strategy))
-    return function
+    pinned: ShardTarget = tagged_calls(target, Pin(strategy))
+    return pinned
 
 
-def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Entry]:
+def validate_parameter_plan(
+    module: nn.Module, plan: Mapping[str, UserEntry | RequestedEntry]
+) -> dict[str, RequestedEntry]:
     """Return a validated copy of a `parameter_plan`.
 
     Raises:
@@ -138,6 +126,7 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
     """
     # Any name of a tied parameter is valid.
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    entries: dict[str, RequestedEntry] = {}
     for name, entry in plan.items():
         if name not in parameters:
             near = get_close_matches(str(name), parameters, cutoff=0.0)
@@ -145,8 +134,8 @@ def validate_parameter_plan(module: nn.Module, plan: Mapping[str, Entry]) -> dic
                 f"parameter_plan: {type(module).__name__} has no parameter {name!r}\n"
                 f"closest parameters: {', '.join(near) or 'none, the module has no parameters'}"
             )
-        check_entry(f"parameter_plan of {name!r}", entry)
-    return dict(plan)
+        entries[name] = requested_entry(f"parameter_plan of {name!r}", entry)
+    return entries
 
 
 @dataclass(frozen=True)
@@ -162,18 +151,28 @@ class Pins:
     parameters: dict[str, Entry]
 
 
-def pins_of(graph: Graph) -> Pins:
+def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
     """Collect the pins of a captured graph, by operator name and by parameter name.
 
+    Args:
+        graph: the captured graph.
+        axes: the axes that entries may name, with their sizes.
+
     Raises:
-        StrategyError: if a pin matches no operator or several, or two pins of one operator differ.
+        StrategyError: if a pin matches no operator or several, two pins of one operator differ, or
+            names of axes do not fit `axes`.
     """
-    strategies: dict[str, OperatorStrategy] = {}
-    for op, strategy in (
+    requested = [
         *_module_strategies(graph),
         *_operator_strategies(graph),
         *_function_strategies(graph),
-    ):
+    ]
+    stored = [entry for _, pin in _pinned_modules(graph) for entry in pin.parameters.values()]
+    check_axis_names(axis_names_of([*(strategy for _, strategy in requested), *stored]), axes)
+    strategies: dict[str, OperatorStrategy] = {}
+    for op, strategy in requested:
+        if isinstance(strategy, NamedStrategy):
+            strategy = strategy.operator_strategy(op, graph, axes)
         # Two equal pins of one operator are valid: the module is used twice, or a pinned function
         # is called in a pinned module.
         if strategies.setdefault(op.name, strategy) != strategy:
@@ -181,10 +180,10 @@ def pins_of(graph: Graph) -> Pins:
                 f"operator {op.name!r} has two conflicting pins, {strategies[op.name]} and"
                 f" {strategy}\nremove one of the two pins"
             )
-    return Pins(strategies, _pinned_parameter_entries(graph))
+    return Pins(strategies, _pinned_parameter_entries(graph, axes))
 
 
-def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
     with_boundary = {op.module for op in graph.ops if _is_boundary_alias(op)}
@@ -216,7 +215,7 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
         yield from ((path, tag) for tag in tags if isinstance(tag, Pin))
 
 
-def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for names in a strategy file; a name without `@n` stands for the
     operator in every call."""
     ops_by_name: dict[str, list[Operator]] = {}
@@ -262,7 +261,7 @@ def _module_call_suffix(name: str, path: str) -> str:
     return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
 
 
-def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, OperatorStrategy]]:
+def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for operators that `shard` of a function, or `reshard`, has
     pinned."""
     for pin, source in graph.call_tags:
@@ -317,11 +316,11 @@ def _pinned_module_without_operator_message(graph: Graph, path: str, pin: Pin) -
     )
 
 
-def _pinned_parameter_entries(graph: Graph) -> dict[str, Entry]:
-    parameters = {value.name for value in graph.parameters}
+def _pinned_parameter_entries(graph: Graph, axes: DeviceMatrix | None) -> dict[str, Entry]:
+    parameters = {value.name: value for value in graph.parameters}
     entries: dict[str, Entry] = {}
     for path, pin in _pinned_modules(graph):
-        for name_in_module, entry in pin.parameters.items():
+        for name_in_module, requested in pin.parameters.items():
             name = ".".join(filter(None, (path, name_in_module)))
             # A tied parameter is in the graph once, under the first of its names.
             graph_name = graph.tied.get(name, name)
@@ -330,6 +329,8 @@ def _pinned_parameter_entries(graph: Graph) -> dict[str, Entry]:
                     f"parameter_plan of {path or 'the model'!r}: no operator uses the parameter"
                     f" {name!r}\nremove the entry of the parameter"
                 )
+            ndim = len(parameters[graph_name].shape)
+            entry = entry_with_layout(f"parameter_plan of {name!r}", requested, ndim, axes)
             if entries.setdefault(graph_name, entry) != entry:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"

@@ -144,14 +144,15 @@ def check_entry(option: str, entry: Any) -> None:
             )
 
 
-def entry_text(entry: Entry) -> str:
-    """Return an entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout."""
+def entry_text(entry: object) -> str:
+    """Return an entry as text: `(2,4)`, `(8,)`, `()`, `None`, or the axis names of a layout or
+    mapping."""
     if isinstance(entry, tuple):
         return f"({','.join(map(str, entry))}{',' if len(entry) == 1 else ''})"
     return str(entry)
 
 
-def entries_text(entries: Iterable[Entry]) -> str:
+def entries_text(entries: Iterable[object]) -> str:
     """Return a tuple of entries as text: `((2,4),None)`."""
     entry_texts = [entry_text(entry) for entry in entries]
     return f"({','.join(entry_texts)}{',' if len(entry_texts) == 1 else ''})"

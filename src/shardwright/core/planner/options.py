@@ -24,12 +24,14 @@ from shardwright.core.constraints import DatasetStrategy, check_dataset_strategy
 from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.axes import MAX_DEVICES
+from shardwright.core.layout.layout import DeviceMatrix, Layout
 from shardwright.core.micro_batches.batch_norms import BATCH_NORMS, WHOLE_BATCH
 from shardwright.core.partition.decisions import BUCKET_BYTES, LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.requirement import (
     is_count,
+    is_counts,
     is_dims,
     is_positive,
     must_be,
@@ -63,6 +65,10 @@ COUNT_OR_AUTO = must_be(
 POSITIVE = must_be("a positive number", is_positive)
 POSITIVE_OR_AUTO = must_be(
     "a positive number, or 'auto'", lambda value: value == AUTO_MEM_COEFF or is_positive(value)
+)
+AXES = must_be(
+    "names of axes with their numbers of devices, such as {'dp': 2, 'tp': 4}",
+    lambda value: isinstance(value, Layout) or (is_counts(value) and len(value) > 0),
 )
 DIMS = must_be("names of inputs, each with a dimension or None", is_dims)
 FOLDER = must_be(
@@ -128,6 +134,7 @@ class KeywordOptions(FileOptions):
 
     dataset_strategy: DatasetStrategy = "full_batch"
     stage_config: StageConfig | None = None
+    axes: Annotated[Mapping[str, int] | Layout | None, AXES] = None
     batch_dims: Annotated[Mapping[str, int | None] | None, DIMS] = None
     hsdp: OptimizerParallel | Mapping[str, Any] | bool | None = None
     bucket_mb: Annotated[float, POSITIVE] = BUCKET_BYTES / MB
@@ -151,6 +158,9 @@ class KeywordOptions(FileOptions):
                 f"recompute={self.recompute!r}: must be None or {AUTO_RECOMPUTE!r}\n"
                 "to recompute modules of your choice, call sw.recompute(module)"
             )
+        if self.axes is not None and not isinstance(self.axes, Layout):
+            matrix = Layout(tuple(self.axes.values()), tuple(self.axes))
+            object.__setattr__(self, "axes", matrix)
         check_dataset_strategy(self.dataset_strategy)
         for name in ("stages", "schedule"):
             if getattr(self, name) == AUTO and self.stage_config is not None:
@@ -160,6 +170,12 @@ class KeywordOptions(FileOptions):
                 )
         # `OptimizerParallel` validates its fields when built, so this is where `hsdp` is checked.
         object.__setattr__(self, "hsdp", _parse_hsdp(self.hsdp))
+
+    @property
+    def axis_matrix(self) -> DeviceMatrix | None:
+        """The axes that pins may name."""
+        assert self.axes is None or isinstance(self.axes, Layout)
+        return self.axes
 
     @property
     def sharding(self) -> OptimizerParallel | None:
@@ -212,6 +228,19 @@ class PlanOptions(KeywordOptions):
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
         self._check_memory_limit()
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        matrix, stages = self.axis_matrix, self.stages
+        if matrix is None or isinstance(stages, str) or self.stage_config is not None:
+            return
+        devices = self.devices // stages
+        if matrix.num_devices != devices:
+            of_stage = " of a stage" if stages > 1 else ""
+            raise StrategyError(
+                f"axes ({matrix.sizes}) have {matrix.num_devices} devices, but the plan is for"
+                f" {devices}{of_stage}\nuse sizes of axes whose product is {devices}"
+            )
 
     def _check_memory_limit(self) -> None:
         is_auto = {

@@ -59,6 +59,13 @@ def is_dims(value: Any) -> bool:
     )
 
 
+def is_counts(value: Any) -> bool:
+    """Whether `value` maps names to integers of at least 1."""
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and is_count(count) for name, count in value.items()
+    )
+
+
 def is_positive(value: Any) -> bool:
     """Whether `value` is a positive finite number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
