@@ -32,6 +32,35 @@ def test_state_that_micro_batches_would_change_several_times_is_refused() -> Non
     torch.testing.assert_close(planned.train_step(*batch), Returning()(*batch).loss)
 
 
+class Flag:
+    """An object that code outside of the model's modules reads."""
+
+    is_on, sizes = False, None
+
+
+FLAG = Flag()
+FLAG.is_on, FLAG.sizes = False, None
+
+
+class Flagging(Counter):
+    """Sets a flag for the time of a call only, as `transformers` does to collect outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        FLAG.is_on, FLAG.sizes = True, x.shape
+        try:
+            return (self.hidden(x) if FLAG.is_on else x).square().mean()
+        finally:
+            FLAG.is_on, FLAG.sizes = False, None
+
+
+def test_state_that_a_call_restores_does_not_change() -> None:
+    net, batch = Flagging(), (batches()[0],)
+    for options in ({"micro_batches": 2, "devices": 2}, {"stages": 2, "micro_batches": 2}):
+        plan = sw.plan(net, batch, **{"devices": 2, **options})
+        assert sw.check(net, batch, None, plan).passes()
+    assert not FLAG.is_on
+
+
 def test_train_step_changes_state_once() -> None:
     net, eager, batch = Counter(), Counter(), (batches()[0],)
     planned = sw.parallelize(net, sw.plan(net, batch, devices=1))

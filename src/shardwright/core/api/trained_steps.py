@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.api.eager_batch_norms import RecordedBatchNorms, SplitBatchNorms
+from shardwright.core.capture.fake_copy import caching_configs
 from shardwright.core.capture.python_capture import result_leaves
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.float64 import CastsToFloat64, EverythingInFloat64
@@ -268,6 +269,8 @@ class EagerTraining:
         # Every call starts from the captured Python state.
         tensors = (*self.module.parameters(), *self.module.buffers())
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+        for config in caching_configs(module):
+            config.use_cache = False  # As in the captured copy.
         with undone_effects(python.capture.changes):
             return result_leaves(_call_forward(module, args, kwargs))[0]
 

@@ -38,6 +38,7 @@ from torch._dynamo.variables import (
     UnspecializedNNModuleVariable,
     builder,
 )
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import NewGlobalVariable, NumpyVariable, get_np_to_tnp_map
 from torch._dynamo.variables.nn_module import record_nn_module_stack
 
@@ -374,12 +375,28 @@ def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObje
         if key not in existing or is_new or not side_effects.is_modified(variable):
             continue
         attributes = side_effects.store_attr_mutations.get(variable)
-        names = None if attributes is None else tuple(attributes)
         if isinstance(variable, NewGlobalVariable):
-            assert names is not None
-            yield ChangedObject(_module_name_of_global_variable(variable.source), None, names[0])
+            assert attributes is not None
+            name = next(iter(attributes))
+            yield ChangedObject(_module_name_of_global_variable(variable.source), None, name)
+        elif attributes is None:
+            yield ChangedObject(existing[key], None)
         else:
-            yield ChangedObject(existing[key], names)
+            # The object has its attributes of before the trace, which the code has yet to set.
+            before = getattr(existing[key], "__dict__", {})
+            changed = [
+                name for name, end in attributes.items() if not _is_restored(before, name, end)
+            ]
+            if changed:
+                yield ChangedObject(existing[key], tuple(changed))
+
+
+def _is_restored(before: Mapping[str, Any], name: str, end: VariableTracker) -> bool:
+    """Whether the trace ends with the constant that an attribute had before, as code does that sets
+    a flag for the time of a call."""
+    if name not in before or not isinstance(end, ConstantVariable):
+        return False
+    return type(before[name]) is type(end.value) and bool(before[name] == end.value)
 
 
 def _module_name_of_global_variable(source: Any) -> Any:
