@@ -187,3 +187,18 @@ def test_a_generator_of_ones_own_is_refused_with_the_line() -> None:
 
     with pytest.raises(CaptureError, match=r"(?s)net.linear.*torch.Generator.*manual_seed"):
         capture(Net(own), (torch.randn(8, 8),))
+
+
+def test_numbers_of_repeats_in_a_buffer_give_a_shape() -> None:
+    """As the lengths of images, from their grids, in Qwen's attention."""
+
+    def repeated(net: Net, x: Tensor) -> Tensor:
+        lengths = torch.repeat_interleave(net.counts, net.counts)
+        parts = torch.split(net.linear(x), lengths.tolist())
+        return sum((part.mean() for part in parts), torch.zeros(()))
+
+    net = Net(repeated)
+    net.register_buffer("counts", torch.tensor([2, 2]))
+    graph = capture(net, (torch.randn(8, 8),))
+    (split,) = (op for op in graph.ops if "split" in str(op.target))
+    assert list(split.args[1]) == [2, 2, 2, 2]

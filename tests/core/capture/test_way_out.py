@@ -7,8 +7,11 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import shardwright as sw
+from shardwright.core.capture.local_trace import example_entries
 
 
 class Branching(nn.Module):
@@ -78,3 +81,8 @@ def test_an_error_of_the_model_itself_names_no_local_map() -> None:
     with pytest.raises(sw.CaptureError, match="the model itself raises") as raised:
         sw.capture(nn.Sequential(nn.Linear(4, 4)), (torch.randn(8, 5),))
     assert "local_map" not in str(raised.value)
+
+
+def test_sizes_that_depend_on_values_are_no_batch() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        assert example_entries([torch.ones(4).nonzero(), torch.ones(3, 2)]) == "_ _, b _"

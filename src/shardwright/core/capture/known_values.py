@@ -7,7 +7,7 @@ call with other values of these buffers needs another captured program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +50,17 @@ _METADATA = {
 """Frequently traced functions that return no tensor, for which no recipe is recorded."""
 
 _SELECTED = {torch.masked_select, Tensor.masked_select}
+
+
+_REPEATING = {torch.repeat_interleave, Tensor.repeat_interleave}
+
+
+def _reads_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the result of a call, or its shape, depends on the values of a tensor argument."""
+    if func in _REPEATING:
+        # A number of repeats gives the shape without any value.
+        return isinstance(kwargs.get("repeats", args[-1] if len(args) < 2 else args[1]), Tensor)
+    return func in _READING or (func is torch.where and len(args) == 1)
 
 
 class _UnknownValueError(Exception):
@@ -241,7 +252,7 @@ class KnownValues(TorchFunctionMode):
         if func in _METADATA:
             return func(*args, **kwargs)
         try:
-            if func in _READING or (func is torch.where and len(args) == 1):
+            if _reads_values(func, args, kwargs):
                 return _TensorRecipe(func, self._convert_to_recipes((args, kwargs))).result()
         except _UnknownValueError:
             pass

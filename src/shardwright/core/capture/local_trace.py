@@ -239,12 +239,14 @@ def example_entries(tensors: Sequence[Tensor]) -> str:
     `b` is the first dimension of the first tensor and of all tensors with the same first size;
     other dimensions are `_`.
     """
-    sizes = [t.shape[0] for t in tensors if t.ndim]
+    # Not sizes that depend on values, which cannot be compared.
+    sizes = [t.shape[0] for t in tensors if t.ndim and isinstance(t.shape[0], int)]
 
     def entry(tensor: Tensor) -> str:
         if not tensor.ndim:
             return "()"
-        first = "b" if tensor.shape[0] == sizes[0] else "_"
+        size = tensor.shape[0]
+        first = "b" if isinstance(size, int) and size == sizes[0] else "_"
         return " ".join((first, *"_" * (tensor.ndim - 1)))
 
     return ", ".join(map(entry, tensors))
