@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -272,6 +273,45 @@ def check_other_modes_and_batches() -> None:
         net.zero_grad()
 
 
+class Autoencoder(nn.Module):
+    """Has a second method, which `forward` calls for an argument of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(16, 8)
+        self.decoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z)
+
+    def forward(self, x: Tensor | None = None, *, z: Tensor | None = None) -> Tensor:
+        if x is None:
+            return self.decode(z)
+        return (self.decode(self.encoder(x)) - x).square().mean()
+
+
+def check_a_second_method_runs_as_planned() -> None:
+    torch.manual_seed(0)
+    net = Autoencoder()
+    x, z = torch.randn(8, 16), torch.randn(6, 8)
+    plan = sw.plan(net, (x,), devices=4, mem_coeff=64.0)
+    assert plan.strategies["decoder.2"] == ((1, 4), (1, 4))
+    parallel = sw.parallelize(net, plan, copy=True)
+    torch.testing.assert_close(parallel(x), net(x))
+    decoded, wanted = parallel(z=z), net.decode(z)
+    torch.testing.assert_close(decoded, wanted)
+    decoded.square().mean().backward()
+    wanted.square().mean().backward()
+    for name, parameter in parallel.decoder.named_parameters():
+        gradient = net.decoder.get_parameter(name).grad
+        assert gradient is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-4, atol=1e-5)
+    with pytest.raises(sw.PlanError, match=r"with sw.whole\(net\):`, or in `forward` of the model"):
+        parallel.decode(z)
+    with sw.whole(parallel):
+        torch.testing.assert_close(parallel.decode(z), wanted)
+
+
 def check_dropout_on_ranks_seeded_apart() -> None:
     """Replicated activations, for which all ranks must draw one mask."""
     net, x = nn.Sequential(nn.Dropout(0.5)), torch.ones(64)
@@ -444,6 +484,7 @@ CHECKS = (
     check_searched_plans,
     check_sharded_edges,
     check_other_modes_and_batches,
+    check_a_second_method_runs_as_planned,
     check_dropout_on_ranks_seeded_apart,
     check_inputs_that_arrive_cut,
     check_calls_with_other_arguments,
