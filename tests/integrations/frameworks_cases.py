@@ -69,10 +69,11 @@ class Run:
 
 
 class OneProcess:
-    """The training, without any framework."""
+    """The training, without any framework, in `dtype`."""
 
-    def __init__(self, count: int) -> None:
-        self.net = classifier()
+    def __init__(self, count: int, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.net = classifier().to(dtype)
         self.optimizer = optimizer_of(self.net)
         self.schedule = schedule_of(self.optimizer)
         self.loader = loader(count)
@@ -80,7 +81,7 @@ class OneProcess:
     def epoch(self) -> Run:
         run, batches = Run(), list(self.loader)
         for number, (x, y) in enumerate(batches, start=1):
-            loss = nn.functional.cross_entropy(self.net(x), y)
+            loss = nn.functional.cross_entropy(self.net(x.to(self.dtype)), y)
             run.losses.append(loss.item())
             (loss / ACCUMULATED).backward()
             if number % ACCUMULATED == 0 or number == len(batches):

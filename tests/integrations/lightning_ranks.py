@@ -117,9 +117,16 @@ class PlansItself(Module):
 
 
 def trained(
-    module: Module, strategy: Any, epochs: int = 1, *, keep_sampler: bool = False, **options: Any
+    module: Module,
+    strategy: Any,
+    epochs: int = 1,
+    *,
+    keep_sampler: bool = False,
+    precision: Any = None,
+    **options: Any,
 ) -> tuple[Run, Trainer]:
     trainer = Trainer(
+        precision=precision,
         use_distributed_sampler=not keep_sampler,
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -241,6 +248,40 @@ def fabric_trains_and_resumes() -> None:
             assert_equal_runs(resumed, wanted[1], with_state=on_rank_0())
 
 
+def precision_plugins_choose_the_dtype() -> None:
+    for precision, dtype, rtol in (
+        ("64-true", torch.float64, 1e-9),
+        ("bf16-true", torch.bfloat16, 2e-2),
+    ):
+        wanted = OneProcess(COUNT, dtype).epoch()
+        plan = sw.plan(classifier(0).to(dtype), (SHAPES[0].to(dtype),), devices=2)
+        for options in ({}, {"plan": plan}):
+            module = Module()
+            run, _ = trained(module, ShardwrightStrategy(**options), precision=precision)
+            assert {p.dtype for p in module.parameters()} == {dtype}
+            assert_close_losses(run, wanted, rtol)
+        fabric = Fabric(
+            accelerator="cpu", devices=2, strategy=FabricStrategy(), precision=precision
+        )
+        fabric.launch()
+        state, batches = of_fabric(fabric, dist.get_rank())
+        run = fabric_epoch(fabric, batches, **state)
+        assert {p.dtype for p in state["net"].parameters()} == {dtype}
+        # Fabric casts what the model returns to float32, in which the loss is computed.
+        assert_close_losses(run, wanted, max(rtol, 1e-6))
+    in_float32 = sw.plan(classifier(0), SHAPES[:1], devices=2)
+    with pytest.raises(PlanError, match="plan the model"):
+        trained(Module(), ShardwrightStrategy(in_float32), precision="64-true")
+
+
+def assert_close_losses(found: Run, wanted: Run, rtol: float) -> None:
+    for name in ("losses", "norms"):
+        of_found, of_wanted = (
+            torch.tensor(getattr(run, name), dtype=torch.float64) for run in (found, wanted)
+        )
+        torch.testing.assert_close(of_found, of_wanted, rtol=rtol, atol=rtol)
+
+
 def model_parallel_strategy_takes_a_plan() -> None:
     (wanted,) = reference(1)
     plan = sw.plan(classifier(0), SHAPES[:1], devices=2)
@@ -311,6 +352,7 @@ CHECKS = (
     stages_train_and_resume_as_one_process,
     resumes_under_another_plan,
     fabric_trains_and_resumes,
+    precision_plugins_choose_the_dtype,
     model_parallel_strategy_takes_a_plan,
     refuses_what_would_be_wrong,
 )

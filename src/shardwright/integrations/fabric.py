@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.core.parallel.module import ParallelModule
@@ -28,24 +27,21 @@ from shardwright.integrations.lightning_folder import (
     load_folder,
     save_folder,
 )
-from shardwright.integrations.planned_parts import PlannedParts
 from shardwright.integrations.versions import require_version
 
 OLDEST_FABRIC = "2.4"
 require_version("lightning", OLDEST_FABRIC, "shardwright.integrations.fabric")
 
 from lightning.fabric import strategies  # noqa: E402
-from lightning.fabric.utilities.distributed import (  # noqa: E402
-    _all_gather_ddp_if_available,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
+
+from shardwright.integrations.lightning_common import StrategyOfParts  # noqa: E402
 
 FabricDDPStrategy: Any = strategies.DDPStrategy
 """Lightning Fabric's `DDPStrategy`, untyped because its types differ between versions."""
 
 
-class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
+class FabricStrategy(StrategyOfParts, FabricDDPStrategy):  # type: ignore[misc]
     """Fabric strategy that plans the module passed to `fabric.setup` and shards it over all ranks.
 
     Losses, gradient clipping and accumulation have the results of a one-process run. By default
@@ -69,9 +65,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         save_distributed_checkpoint: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__()
-        self._planned_parts = PlannedParts(plan, options)
-        self._distributed_checkpoints = save_distributed_checkpoint
+        super().__init__(plan, save_distributed_checkpoint=save_distributed_checkpoint, **options)
         self._optimizers: list[Optimizer] = []
         self._net: nn.Module | None = None
         self._backward_sync_control = _NoBackwardSyncControl()
@@ -98,14 +92,8 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        shards = self._planned_parts.shards
-        if shards.count == 1:
-            # The order of one process: `process_dataloader` makes it equal on all ranks.
-            return None
-        return {"num_replicas": shards.count, "rank": shards.index}
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        return self._planned_parts.check_loader(dataloader)
+        # None is the order of one process: `process_dataloader` makes it equal on all ranks.
+        return None if self._planned_parts.shards.count == 1 else self._sampler_of_parts
 
     # Metrics
 
@@ -114,15 +102,7 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         self._planned_parts.count_once(metric)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._planned_parts.reduce(tensor, reduce_op, _sync_ddp_if_available)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self._planned_parts.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        votes = _sync_ddp_if_available(votes, reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
+        return self._reduce_over_parts(tensor, reduce_op)
 
     # Checkpoints
 
@@ -170,10 +150,6 @@ class FabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
             else:
                 state[name] = metadata.pop(name)
         return metadata
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the inherited method would register the strategy names of `DDPStrategy`."""
 
 
 class _NoBackwardSyncControl:

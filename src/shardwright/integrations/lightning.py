@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.core.plan import Plan
 from shardwright.integrations.full_state import (
     check_one_stage,
     full_model_state,
@@ -24,26 +21,23 @@ from shardwright.integrations.lightning_folder import (
     load_folder,
     save_folder,
 )
-from shardwright.integrations.planned_parts import PlannedParts
 from shardwright.integrations.versions import require_version
 
 OLDEST_LIGHTNING = "2.4"
 require_version("lightning", OLDEST_LIGHTNING, "shardwright.integrations.lightning")
 
-from lightning.fabric.utilities.distributed import (  # noqa: E402
-    _all_gather_ddp_if_available,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device  # noqa: E402
 from lightning.pytorch import strategies  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
+from shardwright.integrations.lightning_common import StrategyOfParts  # noqa: E402
+
 DDPStrategy: Any = strategies.DDPStrategy
 """Lightning's `DDPStrategy`, untyped because its types differ between versions."""
 
 
-class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
+class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
     """Trainer strategy that plans the models of a `LightningModule` and shards them over all ranks.
 
     Losses, gradient clipping, accumulation and metrics have the results of a one-process run.
@@ -63,17 +57,6 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
 
     strategy_name = "shardwright"
     model: Any
-
-    def __init__(
-        self,
-        plan: Plan | str | Path | None = None,
-        *,
-        save_distributed_checkpoint: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self._planned_parts = PlannedParts(plan, options)
-        self._distributed_checkpoints = save_distributed_checkpoint
 
     # Setup
 
@@ -102,11 +85,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        shards = self._planned_parts.shards
-        return {"num_replicas": shards.count, "rank": shards.index}
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        return self._planned_parts.check_loader(dataloader)
+        return self._sampler_of_parts
 
     def teardown(self) -> None:
         """Tear down the strategy as `ModelParallelStrategy` does: shards stay on their devices."""
@@ -117,15 +96,7 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
     # Metrics
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._planned_parts.reduce(tensor, reduce_op, _sync_ddp_if_available)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self._planned_parts.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        votes = _sync_ddp_if_available(votes, reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
+        return self._reduce_over_parts(tensor, reduce_op)
 
     # Checkpoints
 
@@ -185,10 +156,6 @@ class ShardwrightStrategy(DDPStrategy):  # type: ignore[misc]
     def _named_optimizers(self) -> dict[str, Optimizer]:
         """Return the unwrapped optimizers by their names in Lightning's distributed checkpoints."""
         return {f"optimizer_{n}": each for n, each in enumerate(self._unwrapped_optimizers())}
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the inherited method would register the strategy names of `DDPStrategy`."""
 
 
 _FROM_SHARDS = {"state_dict", "optimizer_states"}

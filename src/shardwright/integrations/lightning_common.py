@@ -1,0 +1,67 @@
+"""Common parts of the strategies of Lightning's `Trainer` and `Fabric`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from torch import Tensor
+
+from shardwright.core.plan import Plan
+from shardwright.integrations.planned_parts import PlannedParts
+
+
+class StrategyOfParts:
+    """Mixin of a `DDPStrategy` of Lightning whose models are planned.
+
+    Args:
+        plan: the plan of the module or of one of its submodules, or the path of a plan file. None
+            plans in the first call.
+        save_distributed_checkpoint: whether each rank saves its shards to a folder, which any plan
+            can load; required for pipeline stages. By default a checkpoint is one file, as saved by
+            one process.
+        options: options of `sw.plan`, such as `mem_coeff`; only if `plan` is None.
+    """
+
+    root_device: torch.device
+    world_size: int
+
+    def __init__(
+        self,
+        plan: Plan | str | Path | None = None,
+        *,
+        save_distributed_checkpoint: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._planned_parts = PlannedParts(plan, options)
+        self._distributed_checkpoints = save_distributed_checkpoint
+
+    @property
+    def _sampler_of_parts(self) -> dict[str, Any]:
+        """The arguments of a `DistributedSampler` of this rank's samples."""
+        shards = self._planned_parts.shards
+        return {"num_replicas": shards.count, "rank": shards.index}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return self._planned_parts.check_loader(dataloader)
+
+    def _reduce_over_parts(self, tensor: Any, reduce_op: Any) -> Any:
+        return self._planned_parts.reduce(tensor, reduce_op, _sync_ddp_if_available)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._planned_parts.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = _sync_ddp_if_available(votes, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the inherited method would register the strategy names of `DDPStrategy`."""
