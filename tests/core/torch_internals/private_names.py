@@ -244,6 +244,7 @@ TENSORS = (
         "a cast for each micro-batch, beside its operator",
     ),
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "knows tensors that capture made"),
+    PrivateName("torch._check_tensor_all_with", "checks values, which a captured model does not"),
     PrivateName(
         "torch._subclasses.fake_tensor.FakeTensorMode", "captures a model without its memory"
     ),

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.core.torch_internals.tensors import prioritize_gradient
+from shardwright.core.torch_internals.tensors import (
+    FakeTensorMode,
+    prioritize_gradient,
+    without_checks_of_fake_tensors,
+)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -27,3 +31,12 @@ def test_a_gradient_handed_on_at_once_does_not_wait_for_what_was_made_later(at_o
 def test_leaves_and_tensors_without_a_gradient_are_left_alone() -> None:
     for tensor in (torch.ones(1), torch.ones(1, requires_grad=True)):
         assert prioritize_gradient(tensor) is tensor
+
+
+def test_checks_of_values_pass_for_fake_tensors_only() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2) > 3
+    with without_checks_of_fake_tensors():
+        torch._check_tensor_all(fake)
+        with pytest.raises(RuntimeError):
+            torch._check_tensor_all(torch.ones(2) > 3)

@@ -59,6 +59,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.core.torch_internals.stack_traces import innermost_frames_recorded
+from shardwright.core.torch_internals.tensors import without_checks_of_fake_tensors
 from shardwright.core.torch_internals.transforms import transforms_called_by
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.progress import OnProgress, ignore_progress
@@ -214,6 +215,8 @@ def _export_call(
             transforms_called_by(as_operators),
             innermost_frames_recorded(is_users_function),
             KnownValues(module, twin) as known_values,
+            # A captured model does not check values.
+            without_checks_of_fake_tensors(),
             RecordedEffects(),
             PassedGuards(),
             losses,
