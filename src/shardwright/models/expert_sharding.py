@@ -168,6 +168,7 @@ def expert_stages(
     layers: Sequence[int] | None = None,
     chunks: int = 1,
     schedule: str = "1f1b",
+    blocks: Sequence[str] = (),
 ) -> dict[str, int]:
     """Return the pipeline stage of each block, embedding and final layer, by module path.
 
@@ -179,12 +180,13 @@ def expert_stages(
             all.
         chunks: number of chunks of each stage.
         schedule: name of the pipeline schedule, which decides the stage of each chunk.
+        blocks: paths of the blocks, if `net` does not have all of them; by default those of `net`.
 
     Raises:
         ConfigError: if there are fewer blocks than stages, or `layers` does not add up to the
             number of blocks.
     """
-    blocks, num_chunks = list(paths_of_blocks(net)), stages * chunks
+    blocks, num_chunks = blocks or list(paths_of_blocks(net)), stages * chunks
     if layers is not None and (len(layers) != num_chunks or sum(layers) != len(blocks)):
         raise ConfigError(
             f"layers {list(layers)} do not assign {len(blocks)} blocks to {num_chunks} stages\n"

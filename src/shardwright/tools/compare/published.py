@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -30,6 +30,7 @@ from shardwright.tools.compare.published_rows import (
     PublishedRun,
     check_below_peak,
 )
+from shardwright.tools.compare.repeated_blocks import CAPTURED_BLOCKS, with_more_blocks
 
 aten = torch.ops.aten
 
@@ -59,7 +60,8 @@ class PlannedMeasurement(Protocol):
 class PlannedRun:
     """A run described by model dimensions, planned as published.
 
-    The model is captured on first use, at full size on the meta device.
+    The model is captured on first use, on the meta device. Of more than three equal blocks, one is
+    captured and copied.
     """
 
     run: PublishedRun
@@ -119,8 +121,52 @@ class PlannedRun:
 
     def _plan_as_published(self) -> Candidate:
         run = self.run
+        net, graph, blocks = self._capture_blocks()
+        level = ZERO_LEVELS[run.sharded]
+        options = PlanOptions(
+            devices=run.devices,
+            mode="sharding_propagation",
+            cluster=self.cluster,
+            stage_config=self._stage_of_each_block(net, blocks),
+            schedule=run.schedule_name,
+            micro_batches=run.micro_batches,
+            compute_dtype=None if run.dtype == "fp32" else "bfloat16",
+            hsdp=None if level is None else {"level": level},
+        )
+        names = (*(name for name, _ in net.named_modules()), *blocks)
+        searched = candidates(CapturedModel(graph, pins_of(graph), names, True), options)
+        candidate = searched[0].aligned
+        if run.recompute != "selective":
+            return candidate
+        select = (
+            _attention_ops_to_recompute
+            if self._recomputes_attention_only
+            else _block_ops_to_recompute
+        )
+        recompute_marks = dict(select(graph, blocks))
+        return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
+
+    def _capture_blocks(self) -> tuple[nn.Module, Graph, list[str]]:
+        """Return the model as captured, the graph of the model at full size, and the paths of its
+        blocks."""
+        layers = self.run.layers
+        # Further arguments may alternate different blocks.
+        if layers > CAPTURED_BLOCKS and not self.run.hf:
+            net, graph, blocks = self._capture(CAPTURED_BLOCKS)
+            if (extended := with_more_blocks(graph, blocks, layers)) is not None:
+                parent = blocks[0].rpartition(".")[0]
+                return net, extended, [f"{parent}.{index}" for index in range(layers)]
+        return self._capture(layers)
+
+    def _capture(self, layers: int) -> tuple[nn.Module, Graph, list[str]]:
+        """Return the model with `layers` blocks, its graph, and the paths of its blocks."""
+        run = self.run
         with torch.device("meta"):
-            net = build(run.sizes, attention="explicit" if run.has_explicit_attention else "fused")
+            net = build(
+                run.sizes,
+                num_layers=layers,
+                attention="explicit" if run.has_explicit_attention else "fused",
+            )
             batch = example_batch(run.sizes, run.micro_batch * run.data_parallel)
         blocks = list(paths_of_blocks(net))
         if run.recompute == "full":
@@ -136,44 +182,21 @@ class PlannedRun:
         )
         # Captured in bfloat16 instead of float16, which has the same rates.
         autocast_dtype = None if run.dtype == "fp32" else torch.bfloat16
-        graph = capture(net, batch, {}, compute_dtype=autocast_dtype)
-        level = ZERO_LEVELS[run.sharded]
-        options = PlanOptions(
-            devices=run.devices,
-            mode="sharding_propagation",
-            cluster=self.cluster,
-            stage_config=self._stage_of_each_block(net),
-            schedule=run.schedule_name,
-            micro_batches=run.micro_batches,
-            compute_dtype=None if autocast_dtype is None else "bfloat16",
-            hsdp=None if level is None else {"level": level},
-        )
-        names = tuple(name for name, _ in net.named_modules())
-        searched = candidates(CapturedModel(graph, pins_of(graph), names, True), options)
-        candidate = searched[0].aligned
-        if run.recompute != "selective":
-            return candidate
-        select = (
-            _attention_ops_to_recompute
-            if self._recomputes_attention_only
-            else _block_ops_to_recompute
-        )
-        recompute_marks = dict(select(graph, blocks))
-        return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
+        return net, capture(net, batch, {}, compute_dtype=autocast_dtype), blocks
 
     @property
     def _recomputes_attention_only(self) -> bool:
         """Whether selective recomputation recomputes only attention, as in Megatron-LM."""
         return self.run.has_explicit_attention or "Megatron" in self.cluster.software
 
-    def _stage_of_each_block(self, net: nn.Module) -> dict[str, int] | None:
+    def _stage_of_each_block(self, net: nn.Module, blocks: Sequence[str]) -> dict[str, int] | None:
         run, layers = self.run, self.run.layers_of_stages
         if run.stages == 1:
             return None
         # With several chunks per stage, numbers of blocks of stages say nothing of their chunks.
         by_chunk = layers is not None and len(layers) == run.stages * run.chunks
         return expert_stages(
-            net, run.stages, layers if by_chunk else None, run.chunks, run.schedule_name
+            net, run.stages, layers if by_chunk else None, run.chunks, run.schedule_name, blocks
         )
 
 

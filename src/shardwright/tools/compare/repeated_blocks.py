@@ -1,0 +1,159 @@
+"""Extend the graph of a model with three blocks to a model with more blocks of the same kind.
+
+Capturing dozens of equal blocks takes most of the time of planning a large model. The middle block
+is copied instead, with the names of the blocks that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from shardwright.core.graph.graph import Graph, Op, Value
+
+CAPTURED_BLOCKS = 3
+"""Number of blocks of the captured model: the first, one that is copied, and the last."""
+
+
+def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph | None:
+    """Return the graph of the same model with more blocks.
+
+    Args:
+        graph: graph of the model with `CAPTURED_BLOCKS` blocks, none of which updates a buffer.
+        blocks: paths of the blocks, which end in their indices.
+        number: number of blocks of the result, at least `CAPTURED_BLOCKS`.
+
+    Returns:
+        The graph, whose other values and operators are those of `graph`; None if the second and the
+        third block differ, or do not run one after the other.
+    """
+    spans = [_ops_of_block(graph, block) for block in blocks]
+    if len(spans) != CAPTURED_BLOCKS or graph.updates or not _follow_each_other(graph, spans):
+        return None
+    first, middle, last = spans
+    if len(first) != len(middle):
+        return None
+    # Each block reads what the one before it makes where the second reads the first.
+    previous = dict(zip(_outputs(first), _outputs(middle), strict=False))
+    steps = _corresponding_values(graph, middle, last, previous)
+    if steps is None:
+        return None
+    parent = blocks[1].rpartition(".")[0]
+    own = [value for value in steps if value not in previous]
+    copies: list[Op] = []
+    new_values: list[Mapping[Value, Value]] = []
+    latest = {value: value for value in own}
+    for index in range(2, number - 1):
+        rename = _renamer(blocks[1], f"{parent}.{index}")
+        copy = {value: replace(value, name=rename(value.name)) for value in own}
+        chained = {before: latest[after] for before, after in previous.items() if after in latest}
+        copies += [_copy(op, {**copy, **chained}, rename) for op in middle]
+        new_values.append(copy)
+        latest = copy
+    rename = _renamer(blocks[2], f"{parent}.{number - 1}")
+    moved = {steps[value]: replace(steps[value], name=rename(steps[value].name)) for value in own}
+    # The last block reads what the latest copy makes in place of the second block.
+    in_tail = {**latest, **moved}
+    tail = graph.ops[graph.ops.index(last[0]) :]
+    head = graph.ops[: graph.ops.index(last[0])]
+
+    def extend(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        added = [copy[value] for copy in new_values for value in values if value in copy]
+        return (*(moved.get(value, value) for value in values), *added)
+
+    constants = {moved.get(value, value): tensor for value, tensor in graph.constants.items()}
+    for copy in new_values:
+        constants |= {copy[v]: graph.constants[v] for v in copy if v in graph.constants}
+    return replace(
+        graph,
+        ops=(*head, *copies, *(_copy(op, in_tail, rename) for op in tail)),
+        parameters=extend(graph.parameters),
+        buffers=extend(graph.buffers),
+        constants=constants,
+        module_tags=_extended_tags(graph, blocks, number),
+    )
+
+
+def _outputs(ops: Sequence[Op]) -> Iterator[Value]:
+    return (value for op in ops for value in op.outputs)
+
+
+def _ops_of_block(graph: Graph, block: str) -> list[Op]:
+    return [op for op in graph.ops if _is_inside(op.module, block)]
+
+
+def _is_inside(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")
+
+
+def _follow_each_other(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
+    """Whether the blocks run one after the other, without operators of other modules between."""
+    block_of = {op: number for number, span in enumerate(spans) for op in span}
+    order = [number for number, _ in groupby(graph.ops, lambda op: block_of.get(op))]
+    numbers = [*range(len(spans))]
+    return [each for each in order if each is not None] == numbers and (
+        order[order.index(0) :][: len(spans)] == numbers
+    )
+
+
+def _corresponding_values(
+    graph: Graph, middle: Sequence[Op], last: Sequence[Op], previous: Mapping[Value, Value]
+) -> dict[Value, Value] | None:
+    """Return the value of the last block for each value that belongs to the middle block, and for
+    each that the middle block reads of the first; None if the two blocks differ."""
+    found: dict[Value, Value] = {}
+    if len(middle) != len(last):
+        return None
+    for op, other in zip(middle, last, strict=True):
+        if op.target is not other.target or op.structure != other.structure:
+            return None
+        for value, counterpart in zip(op.inputs, other.inputs, strict=True):
+            if value in previous:
+                if previous[value] is not counterpart:
+                    return None
+            elif value is counterpart and value not in found:
+                continue
+            elif value in graph.producer and found.get(value) is not counterpart:
+                return None
+            found[value] = counterpart
+        found |= dict(zip(op.outputs, other.outputs, strict=True))
+    return found
+
+
+def _copy(op: Op, values: Mapping[Value, Value], rename: Callable[[str], str]) -> Op:
+    args, kwargs = op.arguments(lambda value: values.get(value, value))
+    return replace(
+        op,
+        name=rename(op.name),
+        args=args,
+        kwargs=kwargs,
+        outputs=tuple(values.get(value, value) for value in op.outputs),
+        module=rename(op.module),
+        calls=tuple(map(rename, op.calls)),
+    )
+
+
+def _renamer(old: str, new: str) -> Callable[[str], str]:
+    """Return a function that renames a block in a path."""
+
+    def rename(path: str) -> str:
+        return new + path[len(old) :] if _is_inside(path.partition("@")[0], old) else path
+
+    return rename
+
+
+def _extended_tags(
+    graph: Graph, blocks: Sequence[str], number: int
+) -> dict[str, tuple[object, ...]]:
+    parent = blocks[1].rpartition(".")[0]
+    result = {}
+    for path, tags in graph.module_tags.items():
+        if _is_inside(path, blocks[2]):
+            result[_renamer(blocks[2], f"{parent}.{number - 1}")(path)] = tags
+            continue
+        result[path] = tags
+        if _is_inside(path, blocks[1]):
+            for index in range(2, number - 1):
+                result[_renamer(blocks[1], f"{parent}.{index}")(path)] = tags
+    return result
