@@ -81,6 +81,15 @@ def test_memory_is_that_of_the_plan() -> None:
     assert rank.optimizer_bytes == pytest.approx(2 * rank.parameter_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_stages_hold_what_they_receive_for_the_micro_batches_in_flight(schedule: str) -> None:
+    batches = {"stages": 2, "micro_batches": 8, "schedule": schedule}
+    model, plan = planned(llama(16, 64, width=64, vocabulary=64, layers=4), 2, **batches)
+    for rank in sw.rehearse(*model, plan).ranks:
+        assert rank.as_planned
+        assert rank.planned_peak == pytest.approx(rank.peak_bytes, rel=0.02)
+
+
 def test_a_checkpoint_holds_the_shards_of_the_rank_and_its_optimizer() -> None:
     model, plan = planned(mlp(), 8, mode="data_parallel", hsdp=SHARDED)
     (rank,) = sw.rehearse(*model, plan, ranks=[5], device="cpu").ranks

@@ -163,6 +163,14 @@ def test_gpipe_keeps_more_than_1f1b_and_the_first_stage_more_than_the_last() -> 
     assert found["1f1b"][0].activations > 1.5 * found["1f1b"][1].activations
 
 
+def test_received_tensors_do_not_grow_with_the_number_of_micro_batches() -> None:
+    few, many = (
+        of_plan(sw.plan(llama_graph(4, 8), devices=2, stages=2, micro_batches=n)) for n in (4, 8)
+    )
+    for stage, longer in zip(few.stages, many.stages, strict=True):
+        assert longer.peak - stage.peak == longer.inputs - stage.inputs
+
+
 def test_one_stage_can_be_asked_for(graph: Graph) -> None:
     plan = sw.plan(graph, devices=2, mode="stand_alone", stages=2, micro_batches=2)
     every = of_plan(plan)

@@ -456,8 +456,11 @@ PIPELINING = (
     PrivateName("torch.distributed.pipelining.stage._PipelineStageBase", "the type of a stage"),
     PrivateName(
         "torch.distributed.pipelining.PipelineStage._prepare_forward_infra",
-        "receives tensors of whole numbers, which have no gradient",
-        before="2.13",
+        "receive buffers of the micro-batches in flight only",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.PipelineStage._prepare_backward_infra",
+        "the same for received gradients",
     ),
     PrivateName(
         "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops",

@@ -57,10 +57,10 @@ LARGEST = 8
 """Maximum number of tensors in `Phase.largest`."""
 
 BytesByCategory = Mapping[str, int]
-"""Bytes by category of tensor: stored `parameters`, the `batch` (inputs of a micro-batch and
-receive buffers of stages), `buffers` and constants, `weights` (gathered or cast parameters),
-`gradients` of parameters, `activations` saved for backward, and temporary tensors (``""``):
-gradients of activations, flat buffers of collectives, intermediate results."""
+"""Bytes by category of tensor: stored `parameters`, the `batch` (inputs of a micro-batch),
+`buffers` and constants, `weights` (gathered or cast parameters), `gradients` of parameters,
+`activations` saved for backward, received ones included, and temporary tensors (``""``): gradients
+of activations, flat buffers of collectives, intermediate results."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,16 @@ class _MetaChunk:
     Args:
         module: the chunk as a module.
         stored: stored parameters by name.
-        arriving: receive buffers for activations of the previous chunk.
-        gradients: receive buffers for gradients from the next chunk.
+        arriving: tensors like the activations that a pass receives from the previous chunk.
+        leaving: tensors like the gradients that a pass receives from the next chunk; None for a
+            value without a gradient.
         splits_backward: whether the backward pass is split into input and weight gradients.
         live: record of allocated and freed storages.
         number: index of the current micro-batch, an int64 scalar.
         inputs, outputs: inputs and outputs of the current micro-batch.
+        gradients: received gradients of the current micro-batch.
         groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
+        held: tensors that the pass of input gradients leaves to the pass of weight gradients.
         reduced: gradients by name of stored parameter, as they are after the step's reductions.
         added: gradients of the current backward pass that are accumulated into earlier ones, each
             as (number of allocations recorded before it, its storage).
@@ -167,13 +170,15 @@ class _MetaChunk:
     module: StageModule
     stored: dict[str, Tensor]
     arriving: list[Tensor]
-    gradients: list[Tensor]
+    leaving: list[Tensor | None]
     splits_backward: bool
     live: LiveBytes
     number: Tensor = field(default_factory=lambda: torch.tensor(0))
     outputs: tuple[Tensor, ...] = ()
     inputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    held: list[Tensor | None] = field(default_factory=list)
     reduced: dict[str, Tensor] = field(default_factory=dict)
     added: list[tuple[int, TrackedStorage]] = field(default_factory=list)
 
@@ -204,12 +209,11 @@ class _MetaChunk:
             return torch.empty(shape, dtype=dtype or value.dtype, device=META)
 
         arriving = [local(v).requires_grad_(v.requires_grad) for v in chunk.arriving]
-        gradient_buffers = [_gradient_buffer(chunk, value) for value in chunk.leaving]
         run = cls(
             module,
             {v.name: local(v, v.stored_dtype) for v in chunk.graph.parameters},
             arriving,
-            gradient_buffers,
+            [_received_gradient(chunk, value) for value in chunk.leaving],
             splits_backward and can_split_backward(module),
             DryRunMode(cached_results),
         )
@@ -223,7 +227,7 @@ class _MetaChunk:
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
         module.step = StepContext([leaves], buffers, seed=0, global_batch_values=[{}])
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        run.live.watch([*tensors, *arriving, *gradient_buffers], BATCH)
+        run.live.watch(tensors, BATCH)
         run.live.watch(run.stored.values(), PARAMETERS)
         run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
         return run
@@ -352,8 +356,11 @@ class _MetaChunk:
         self.reduced = self.module.unsharded.end_step()
 
     def forward(self) -> None:
+        # As in `actions`: gathers finish before a micro-batch begins.
+        self.module.unsharded.tensors()
         self.inputs = [
-            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.arriving
+            torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+            for tensor in self.arriving
         ]
         if self.module.chunk.graph.loss is None and not self.module.chunk.leaving:
             self.outputs = self._differentiable_outputs()
@@ -368,11 +375,18 @@ class _MetaChunk:
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
-    def _release_micro_batch(self) -> tuple[tuple[Tensor, ...], list[Tensor] | None, list[Tensor]]:
+    def _receive_gradients(self) -> None:
+        self.gradients = [None if like is None else torch.empty_like(like) for like in self.leaving]
+
+    def _release_micro_batch(
+        self,
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
         """Return outputs, gradients of outputs and inputs of the micro-batch, and drop the module's
-        references, so that the backward pass frees outputs and inputs as in a pipeline schedule."""
+        references, so that the backward pass frees them as in a pipeline schedule."""
+        if not self.gradients:
+            self._receive_gradients()
         tensors = self.outputs, self.gradients or None, self.inputs
-        self.outputs, self.inputs = (), []
+        self.outputs, self.gradients, self.inputs = (), [], []
         return tensors
 
     def backward(self) -> None:
@@ -393,11 +407,15 @@ class _MetaChunk:
             _, self.groups = stage_backward_input(
                 list(outputs), gradients, inputs, self.module.parameters()
             )
+            self.held = [*outputs, *(gradients or ()), *inputs]
+        else:
+            self._receive_gradients()
 
     def backward_weight(self) -> None:
         if self.splits_backward and self.module.chunk.number:
             groups, self.groups = self.groups, []
             stage_backward_weight(self.module.parameters(), groups)
+            self.held = []
         elif self.splits_backward:
             self.backward()
 
@@ -415,8 +433,10 @@ def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _gradient_buffer(chunk: Chunk, value: Value) -> Tensor:
-    """Return a buffer for the gradient of `value`, which is sent to the next chunk."""
+def _received_gradient(chunk: Chunk, value: Value) -> Tensor | None:
+    """Return a tensor like the gradient that the next chunk sends back for `value`."""
+    if not value.requires_grad:
+        return None
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
     return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
 

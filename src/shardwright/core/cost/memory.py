@@ -7,7 +7,7 @@
 
 A dry run measures each chunk for one micro-batch (`core/cost/dry_run.py`), the schedule decides the
 number of micro-batches in flight (`core/cost/pipeline_timeline.py`), and `BorderBytes` adds the
-tensors sent between stages that stay alive.
+tensors sent between stages that stay alive, and removes what two chunks of a stage share.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
 
     The bound needs no dry run. The bound is the sum of stored parameters, their gradients,
     optimizer state, the parameters and gradients that the ZeRO level leaves unsharded over the
-    micro-batches of a step, and the inputs of all micro-batches with the receive buffers of stages.
+    micro-batches of a step, the inputs of all micro-batches, and the tensors that one micro-batch
+    receives from the previous chunk.
 
     Raises:
         PlanError: if the optimizer is unknown.
@@ -230,26 +231,29 @@ def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimize
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
         if partitioned.pipeline.micro_batches > 1:
             needed += sum(map(_live_bytes_between_micro_batches, chunks))
-        received = sum(_received_bytes(chunk, leaves) for chunk in chunks)
-        stages.append(needed + received * partitioned.pipeline.micro_batches)
+        inputs = sum(_input_bytes(chunk, leaves) for chunk in chunks)
+        received = max(_received_bytes(chunk) for chunk in chunks)
+        stages.append(needed + inputs * partitioned.pipeline.micro_batches + received)
     return stages
 
 
-def _received_bytes(chunk: Chunk, leaves: set[Value]) -> int:
-    """Return the bytes per micro-batch of inputs of the model and of tensors from neighboring
-    chunks.
+def _input_bytes(chunk: Chunk, leaves: set[Value]) -> int:
+    """Return the bytes per micro-batch of inputs of the model.
 
     Args:
         leaves: inputs of the model.
     """
-    input_bytes = sum(
+    return sum(
         _local_bytes(value, chunk, value.stored_dtype)
         for value in chunk.graph.input_values
         if value in leaves
     )
-    arriving = sum(_local_bytes(value, chunk, value.dtype) for value in chunk.arriving)
-    returning = chunk.border_bytes[0]
-    return input_bytes + arriving + returning
+
+
+def _received_bytes(chunk: Chunk) -> int:
+    """Return the bytes per micro-batch of the tensors that `chunk` receives from the previous
+    chunk."""
+    return sum(_local_bytes(value, chunk, value.dtype) for value in chunk.arriving)
 
 
 def _local_bytes(value: Value, chunk: Chunk, dtype: torch.dtype) -> int:
@@ -399,7 +403,7 @@ def _action_memories(
 ) -> Iterator[_ActionMemory]:
     for each in dry_run_of.values():
         yield _ActionMemory(BEGIN, each.begin.peak_bytes, each.begin.change)
-    changes: dict[tuple[int, str, bool], BytesByCategory] = {}
+    changes: dict[tuple[int, str, bool], tuple[BytesByCategory, BytesByCategory]] = {}
     done_actions: set[tuple[int, str]] = set()
     activations = 0
     for action in order:
@@ -408,12 +412,17 @@ def _action_memories(
         repeats = key in done_actions
         phase = (each.later if repeats else each.first)[action.pass_type]
         if (*key, repeats) not in changes:
-            border_change = borders[action.chunk].border_change(action.pass_type, repeats)
-            changes[*key, repeats] = plus(phase.change, {ACTIVATIONS: border_change})
-        change = changes[*key, repeats]
+            border = borders[action.chunk]
+            shared = border.shared_bytes(action.pass_type)
+            border_change = border.border_change(action.pass_type, repeats) - shared
+            changes[*key, repeats] = (
+                plus(phase.peak_bytes, {ACTIVATIONS: -shared}),
+                plus(phase.change, {ACTIVATIONS: border_change}),
+            )
+        peak_bytes, change = changes[*key, repeats]
         activations += change[ACTIVATIONS]
         name = _action_name(action, len(dry_run_of))
-        yield _ActionMemory(name, phase.peak_bytes, change, action.chunk, phase.largest)
+        yield _ActionMemory(name, peak_bytes, change, action.chunk, phase.largest)
         # A schedule may split the backward passes of some micro-batches only.
         equivalent = _PASSES_WITH_GRADIENTS.get(action.pass_type, (action.pass_type,))
         done_actions |= {(action.chunk, each) for each in equivalent}
@@ -436,51 +445,61 @@ def _action_name(action: Action, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """Bytes per micro-batch of values sent between chunks that remain allocated.
+    """Bytes per micro-batch of values exchanged with neighboring chunks, beyond those that live as
+    long as in the dry run of one chunk.
+
+    A dry run allocates the inputs of a chunk in its forward pass and the gradients of its outputs
+    in its backward pass, and frees both at the end of the backward pass. If both chunks are on one
+    stage, these are tensors of the other chunk.
 
     Args:
-        shared: bytes of outputs that are also input buffers of the next chunk on the same stage,
-            and are counted there.
-        sent: bytes of outputs that remain allocated after the backward pass.
-        returned: bytes of gradients of inputs that remain allocated after the backward pass.
-        reuses_messages: whether sent tensors of only one micro-batch remain allocated.
+        inputs: bytes of inputs that are outputs of the previous chunk on the same stage.
+        gradients: bytes of gradients of outputs that the next chunk on the same stage computes.
+        returned: bytes of gradients of inputs, which outlive the backward pass.
+        is_previous_on_stage: whether the previous chunk, which reads these gradients, is on the
+            same stage. Otherwise they are sent, and only one micro-batch's are alive at a time.
     """
 
-    shared: int = 0
-    sent: int = 0
+    inputs: int = 0
+    gradients: int = 0
     returned: int = 0
-    reuses_messages: bool = False
+    is_previous_on_stage: bool = False
+
+    def shared_bytes(self, pass_type: str) -> int:
+        """Return the bytes that a dry run allocates in a pass and that are allocated before.
+
+        Args:
+            pass_type: pass, one of `F`, `B`, `I`, `W`.
+        """
+        if pass_type == FORWARD:
+            return self.inputs
+        return self.gradients if pass_type in (BACKWARD, BACKWARD_INPUT) else 0
 
     def border_change(self, pass_type: str, repeats_pass: bool) -> int:
-        """Return the change of live bytes by an action, in addition to the change in its dry run.
+        """Return the bytes that stay allocated after an action, in addition to its dry run.
 
         Args:
             pass_type: pass, one of `F`, `B`, `I`, `W`.
             repeats_pass: whether the chunk has run this pass before, for an earlier micro-batch.
         """
-        border_change, sends = 0, not (self.reuses_messages and repeats_pass)
-        if pass_type == FORWARD:
-            border_change -= self.shared
-        if pass_type in (BACKWARD, BACKWARD_INPUT) and sends:
-            border_change += self.returned
+        border_change = 0
+        if pass_type in (BACKWARD, BACKWARD_INPUT):
+            border_change += self.returned if self.is_previous_on_stage or not repeats_pass else 0
         if pass_type in (BACKWARD, BACKWARD_WEIGHT):
-            border_change += self.shared + (self.sent if sends else 0)
+            border_change += self.inputs
         return border_change
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
     """Return the bytes per micro-batch of values sent to and from `chunk` that stay alive."""
-    sent, returned = chunk.border_bytes
 
     def on_same_stage(number: int) -> bool:
         return 0 <= number < pipeline.num_chunks and pipeline.stage_of(number) == chunk.stage
 
-    if on_same_stage(chunk.number - 1):
-        # The gradients of the input buffers are the gradient buffers of the previous chunk.
-        returned = 0
-    if on_same_stage(chunk.number + 1):
-        return BorderBytes(shared=sent, returned=returned)
-    # 1F1B keeps one sent output, from before its first backward pass, and the last gradient sent.
+    is_previous_on_stage = on_same_stage(chunk.number - 1)
     return BorderBytes(
-        sent=sent, returned=returned, reuses_messages=pipeline.schedule_spec.reuses_messages
+        inputs=_received_bytes(chunk) if is_previous_on_stage else 0,
+        gradients=chunk.received_gradient_bytes if on_same_stage(chunk.number + 1) else 0,
+        returned=chunk.border_bytes[1],
+        is_previous_on_stage=is_previous_on_stage,
     )

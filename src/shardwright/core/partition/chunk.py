@@ -62,5 +62,13 @@ class Chunk:
         forward = sum(self._local_bytes(v, departures[v.name]) for v in self.leaving)
         return forward, sum(self._local_bytes(v, arrivals[v.name]) for v in gradients)
 
+    @property
+    def received_gradient_bytes(self) -> int:
+        """Bytes per micro-batch of the gradients that one device receives from the next chunk."""
+        departures = self.decisions.departures
+        return sum(
+            self._local_bytes(v, departures[v.name]) for v in self.leaving if v.requires_grad
+        )
+
     def _local_bytes(self, value: Value, axes: CutAxes) -> int:
         return prod(TensorLayout(self.mesh, axes).shard_shape(value.shape)) * value.itemsize

@@ -28,7 +28,6 @@ class ScheduleSpec:
             must be of equal size.
         splits_backward: whether the backward pass runs in two passes: gradients of inputs, then of
             parameters.
-        reuses_messages: whether all micro-batches share one send buffer per direction.
         fallback: name of the schedule that runs a call with fewer micro-batches than
             `min_micro_batches`; None if this schedule runs them.
         interleaved: name of the corresponding schedule with several chunks per stage, if any.
@@ -42,7 +41,6 @@ class ScheduleSpec:
     v_shaped: bool = False
     equal_rounds: bool = False
     splits_backward: bool = False
-    reuses_messages: bool = False
     fallback: str | None = None
     interleaved: str | None = None
 
@@ -94,7 +92,6 @@ SCHEDULES = {
         ScheduleSpec(
             "1f1b",
             "Schedule1F1B",
-            reuses_messages=True,
             # PyTorch's class rejects fewer micro-batches than stages.
             fallback="gpipe",
             interleaved="interleaved_1f1b",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -92,7 +94,7 @@ def pipeline_stage(
         dw_builder: `dw_builder` of `PipelineStage`, which returns the function that computes weight
             gradients; None lets PyTorch split the backward pass.
     """
-    stage = (PipelineStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
+    stage = (InFlightStage if SENDS_ONLY_GRADIENTS else SelectiveStage)(
         module,
         stage_index,
         num_stages,
@@ -107,7 +109,108 @@ def pipeline_stage(
     return stage
 
 
-class SelectiveStage(PipelineStage):
+class InFlightStage(PipelineStage):
+    """Stage whose receive buffers exist only for the micro-batches in flight.
+
+    `PipelineStage` allocates the buffers of all micro-batches, and keeps them between steps. Here,
+    a micro-batch has buffers from its receive to the end of its backward pass, or of its forward
+    pass without a backward pass; at other times a `_Released` takes their place.
+    """
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta_device():
+            result = super()._prepare_forward_infra(*args, **kwargs)
+        for messages in self.args_recv_info.values():
+            _release(messages)
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta_device():
+            result = super()._prepare_backward_infra(*args, **kwargs)
+        for messages in self.grad_recv_info.values():
+            _release(messages)
+        return result
+
+    @contextmanager
+    def _on_meta_device(self) -> Iterator[None]:
+        """Let PyTorch create receive buffers as meta tensors."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        # PyTorch fills the buffer of a missing gradient with zeros.
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            self._allocate(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.has_backward:
+            _release(self.args_recv_info[fwd_chunk_id])
+        return result
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # type: ignore[no-untyped-call]
+        if self.has_backward:
+            # The schedule keeps the losses of all micro-batches, whose graphs reference inputs.
+            if loss is not None:
+                loss.detach_()
+            # The tensors that a pass of weight gradients still reads are referenced by that pass.
+            _release((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]))
+
+    def _allocate(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            if isinstance(released := message.buffer, _Released):
+                message.buffer = torch.empty_strided(
+                    released.shape, released.stride, dtype=released.dtype, device=self.device
+                )
+
+
+@dataclass
+class _Released:
+    """Placeholder of a receive buffer that is not allocated.
+
+    Args:
+        grad: always None; PyTorch resets it before a step.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: None = None
+
+    def size(self) -> torch.Size:
+        """Return the shape, which PyTorch logs."""
+        return self.shape
+
+
+def _release(messages: Iterable[Any]) -> None:
+    for message in messages:
+        if isinstance(buffer := message.buffer, Tensor):
+            message.buffer = _Released(buffer.shape, buffer.stride(), buffer.dtype)
+
+
+class SelectiveStage(InFlightStage):
     """Stage for PyTorch 2.11 that supports tensors without gradient, like `PipelineStage` of 2.13.
 
     `PipelineStage` of 2.11 treats all received tensors, including integers, as leaves that require
