@@ -88,6 +88,8 @@ class Device:
             computation.
         overlaps_products: whether a collective right before or after a matrix product is pipelined
             with the product.
+        sends_routed_tokens: whether a token is sent only to the devices of its experts, and not to
+            all devices that share the experts.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -110,6 +112,7 @@ class Device:
     pointwise_traffic: float = 1.0
     overlaps_parameters: bool = True
     overlaps_products: bool = False
+    sends_routed_tokens: bool = False
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0

@@ -190,6 +190,7 @@ def _read_device(entries: _ClusterMappingReader) -> Device:
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "attention_half", "matrix_half", "overlap_slowdown", "overhead"),
         *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
+        "sends_routed_tokens",
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _ClusterMappingReader(
@@ -223,6 +224,7 @@ def _read_device(entries: _ClusterMappingReader) -> Device:
         pointwise_traffic=entries.share("pointwise_traffic"),
         overlaps_parameters=entries.yes("overlaps_parameters", True),
         overlaps_products=entries.yes("overlaps_products", False),
+        sends_routed_tokens=entries.yes("sends_routed_tokens", False),
         overlap_slowdown=entries.share("overlap_slowdown", 0.0),
         overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
         pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),

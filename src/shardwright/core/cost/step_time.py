@@ -24,6 +24,7 @@ from math import prod
 
 from shardwright.core.cost.muon_time import orthogonalization_seconds
 from shardwright.core.cost.time_model import MEMBER_OPERATORS, ForwardBackward, TimeModel
+from shardwright.core.cost.token_routing import routed_shares
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes
 from shardwright.core.partition.communication import Communication
@@ -264,10 +265,13 @@ def activation_seconds(
             repeated = forward_part if name in flow.recomputed_ops else 0.0
             yield None, tuple(bound.axes), (forward_part, backward_part + repeated)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
+    shares = routed_shares(graph, flow, cuts) if model.device.sends_routed_tokens else {}
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
-            forward_part, backward_part = model.step(
-                transfer.step, transfer.value, transfer.trained
+            share = shares.get(transfer, 1.0)
+            forward_part, backward_part = (
+                share * seconds
+                for seconds in model.step(transfer.step, transfer.value, transfer.trained)
             )
             repeated = forward_part if transfer.is_repeated else 0.0
             yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)

@@ -1,0 +1,60 @@
+"""Share of tokens that expert parallelism sends, where a token reaches only its own experts.
+
+A plan gathers the tokens of all devices along the axes of the experts, and sums their outputs.
+Megatron Core and torchtitan send each token once to each of its experts, by all-to-all (Lepikhin et
+al., "GShard", arXiv:2006.16668): of d devices only k receive it, for k experts per token. All later
+redistributions, such as those over tensor-parallel devices, have only these tokens as well. And the
+matrices of experts are stored as the kernels read them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from shardwright.core.graph.custom_ops import experts
+from shardwright.core.graph.graph import Graph, Op, Origin, Value
+from shardwright.core.partition.communication import Communication
+from shardwright.core.partition.transfer import Transfer
+from shardwright.core.rules.notation import call_arguments
+from shardwright.core.rules.rule import Cuts
+
+SUMS = ("reduce_scatter", "all_reduce")
+"""Redistributions of the outputs of experts that sum over devices."""
+
+
+def routed_shares(
+    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts]
+) -> dict[Transfer, float]:
+    """Return the fraction of the data of a transfer that is sent if tokens are sent only to their
+    experts, for each transfer to or from a mixture of experts.
+
+    Args:
+        flow: communication of `graph`.
+        cuts: the axes of each factor of each operator of `graph`, by operator name.
+    """
+    readers = Counter(transfer for route in flow.routes.values() for transfer in route)
+    shares: dict[Transfer, float] = {}
+    for op in (op for op in graph.ops if op.target is experts):
+        devices = flow.mesh.size(cuts.get(op.name, {}).get("e", ()))
+        share = min(1.0, call_arguments(op)["ids"].shape[-1] / devices)
+        for index, value in enumerate(op.inputs):
+            route = [each for each in flow.routes[op.name, index] if readers[each] == 1]
+            if index == 0:
+                shares |= dict.fromkeys(route, share)
+            elif _is_view_of_parameter(graph, value):
+                shares |= dict.fromkeys(route, 0.0)
+        for transfer in flow.transfers:
+            if transfer.value is op.output and transfer.step.operation in SUMS:
+                shares[transfer] = share
+    return shares
+
+
+def _is_view_of_parameter(graph: Graph, value: Value) -> bool:
+    """Whether `value` is a parameter, or computed from parameters only."""
+    producer: Op | None = graph.producer.get(value)
+    if producer is None:
+        return value.origin is Origin.PARAMETER
+    return bool(producer.inputs) and all(
+        _is_view_of_parameter(graph, each) for each in producer.inputs
+    )

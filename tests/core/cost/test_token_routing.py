@@ -1,0 +1,39 @@
+"""Tokens that are sent to their experts only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardwright.core.cost.clusters import load_cluster
+from shardwright.core.cost.predict import predict
+from shardwright.core.cost.token_routing import routed_shares
+from shardwright.core.partition.partitioned import Partitioned
+from tools.compare.test_published_rows import planned
+
+MIXTURE = {"family": "mixtral", "experts": 8, "experts_per_token": 2, "sharded": "none"}
+
+
+def partitioned(**changes: Any) -> Partitioned:
+    return planned(**{**MIXTURE, **changes}).candidate.partitioned
+
+
+@pytest.mark.parametrize(("devices", "share"), [(2, 1.0), (4, 0.5), (8, 0.25)])
+def test_a_token_reaches_as_many_devices_as_it_has_experts(devices: int, share: float) -> None:
+    plan = partitioned(data_parallel=8, expert_parallel=devices)
+    (chunk,) = plan.chunks
+    shares = routed_shares(chunk.graph, chunk.communication, chunk.decisions.cuts)
+    operations = {transfer.step.operation for transfer, found in shares.items() if found == share}
+    assert {"all_gather", "reduce_scatter"} <= operations
+    assert set(shares.values()) <= {share, 0.0}
+
+
+def test_only_devices_that_send_routed_tokens_are_predicted_so() -> None:
+    plan = partitioned(data_parallel=8, expert_parallel=8)
+    h100 = load_cluster("h100")
+    routing = replace(h100, device=replace(h100.device, sends_routed_tokens=True))
+    (gathered,), (routed,) = (predict(plan, each, True).chunks for each in (h100, routing))
+    assert routed.forward_redistributions < gathered.forward_redistributions
+    assert routed.forward == gathered.forward
