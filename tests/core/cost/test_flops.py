@@ -157,6 +157,14 @@ def test_experts_take_what_those_that_each_token_chose_take() -> None:
     assert planned(capture(net, (x,))) == counted(net, (x,), {})
 
 
+def test_experts_move_copies_of_tokens_beside_their_products() -> None:
+    graph = capture(Experts(), (torch.randn(2, 6, 8, requires_grad=True),))
+    work = next(work for op in graph.ops if (work := work_of(op)).forward_moved)
+    copies = 2 * 6 * 2 * 4
+    assert [size for _, size, _ in work.forward_moved] == [7 * copies * 8, 5 * copies * 12]
+    assert [size for _, size, _ in work.backward_moved] == [9 * copies * 8, 9 * copies * 12]
+
+
 def test_an_operator_without_a_rule_takes_what_torch_counts() -> None:
     class Chunked(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

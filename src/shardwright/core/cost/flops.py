@@ -46,6 +46,10 @@ MemoryTraffic = Literal["norm", "pointwise", "other"]
 several operators, and one kernel may compute several element-wise operators."""
 
 
+MovedBytes = tuple[tuple[MemoryTraffic, int, frozenset[str]], ...]
+"""(type of kernel, bytes that it moves, factors that shard them) of each type of kernel."""
+
+
 @dataclass(frozen=True)
 class Work:
     """FLOPs and bytes of one unsharded operator.
@@ -56,6 +60,8 @@ class Work:
             rule.
         forward_bytes, backward_bytes: (bytes, factors that shard the tensor) for each tensor that
             is read or written.
+        forward_moved, backward_moved: what kernels beside the matrix products of the operator move,
+            such as those that sort tokens by expert.
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
             other operators. For attention, the mean number of keys of a query.
@@ -69,6 +75,8 @@ class Work:
     forward_bytes: tuple[tuple[int, frozenset[str]], ...]
     backward_bytes: tuple[tuple[int, frozenset[str]], ...]
     gradients: int
+    forward_moved: MovedBytes = ()
+    backward_moved: MovedBytes = ()
     sides: tuple[tuple[float, frozenset[str]], ...] = ()
     category: WorkKind = "other operators"
     traffic: MemoryTraffic = "other"
@@ -131,6 +139,7 @@ def _compute_work(
         flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
     # A product has one gradient product for each input that needs a gradient.
     backward_ratio: float = count
+    moved: tuple[MovedBytes, MovedBytes] = (), ()
     if op.target in _ATTENTION:
         backward_ratio = ATTENTION_BACKWARD
     elif isinstance(op.target, LocalCall):
@@ -139,8 +148,7 @@ def _compute_work(
     elif op.target is experts and rule is not None:
         # The gradients of tokens take as many FLOPs as those of the experts' matrices.
         backward_ratio = any(needs_gradient[:3]) + any(needs_gradient[3:])
-        dispatched = _dispatched_tensors(op, rule)
-        forward, backward = (*forward, *dispatched), (*backward, *dispatched, *dispatched)
+        moved = _bytes_beside_products(op, rule)
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
         forward_flops=flops,
@@ -148,6 +156,8 @@ def _compute_work(
         forward_bytes=forward,
         backward_bytes=backward,
         gradients=count,
+        forward_moved=moved[0],
+        backward_moved=moved[1] if count else (),
         sides=_matmul_dims(op, rule, flops),
         category="attention" if op.target in _ATTENTION else category,
         traffic=_memory_traffic_type(op),
@@ -322,17 +332,28 @@ def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
     return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
 
 
-def _dispatched_tensors(op: Op, rule: ShardingRule) -> tuple[tuple[int, frozenset[str]], ...]:
-    """Return (bytes, factors) of the intermediate tensors of a mixture of experts: tokens sorted by
-    expert together with their results, and the hidden activations of the experts."""
+def _bytes_beside_products(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
+    """Return what the kernels of a mixture of experts move beside its matrix products, (forward,
+    backward).
+
+    In elements of each copy of a token, of which there are as many as it has experts: copies are
+    sorted by expert (read, written), the outputs are weighted (read, written) and added to those of
+    their tokens (two read, one written); the gradient does the same with one more product for that
+    of the weights (two read). Between the products, SwiGLU reads 3 and writes 2 times the inner
+    width, and its gradient reads 6 and writes 3.
+    """
     arguments = call_arguments(op)
-    rows, factors = (
-        arguments["ids"].numel * op.output.itemsize,
-        _factors_of_first_input(rule) | {"e"},
-    )
-    _, columns, hidden = _expert_matmul_dims(op)
-    intermediate = int(columns) + arguments["down"].shape[-1]
-    return (2 * rows * int(hidden), factors), (rows * intermediate, factors | {"i"})
+    itemsize, inner = op.output.itemsize, arguments["down"].shape[-1]
+    copies, factors = arguments["ids"].numel * itemsize, _factors_of_first_input(rule) | {"e"}
+    hidden = op.output.shape[-1]
+
+    def moved(by_hidden: int, by_inner: int) -> MovedBytes:
+        return (
+            ("other", by_hidden * copies * hidden, factors),
+            ("pointwise", by_inner * copies * inner, factors | {"i"}),
+        )
+
+    return moved(7, 5), moved(9, 9)
 
 
 def _factors_of_first_input(rule: ShardingRule) -> frozenset[str]:

@@ -7,7 +7,7 @@ from math import prod
 
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.collectives import Links
-from shardwright.core.cost.flops import Work, work_of
+from shardwright.core.cost.flops import MovedBytes, Work, work_of
 from shardwright.core.graph.graph import Op, Value
 from shardwright.core.layout.axes import Axes, Shape
 from shardwright.core.layout.layout import DeviceMatrix
@@ -104,15 +104,17 @@ class TimeModel:
         def shard(size: float, factors: frozenset[str]) -> float:
             return size / prod(shard_counts.get(factor, 1) for factor in factors)
 
-        traffic = {
-            "norm": self.device.norm_traffic,
-            "pointwise": self.device.pointwise_traffic,
-        }.get(work.traffic, 1.0)
+        scales = {"norm": self.device.norm_traffic, "pointwise": self.device.pointwise_traffic}
+        traffic = scales.get(work.traffic, 1.0)
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
             moved = traffic * sum(shard(*tensor) for tensor in tensors)
             # The roofline model (Williams, Waterman and Patterson, "Roofline", 2009).
             return max(flops * share / rate, moved / self.device.stream)
+
+        def moving(tensors: MovedBytes) -> float:
+            moved = (scales.get(kind, 1.0) * shard(*tensor) for kind, *tensor in tensors)
+            return sum(moved) / self.device.stream
 
         sides = (shard(*side) for side in work.sides)
         rate = self.device.rate(work.dtype, sides, work.category == "attention")
@@ -120,10 +122,12 @@ class TimeModel:
         forward = backward = 0.0
         if work.forward_bytes:
             forward = overhead + seconds(work.forward_flops, work.forward_bytes)
+            forward += moving(work.forward_moved)
         if work.backward_bytes:
             # The gradient of each input takes at least one kernel.
             backward = overhead * work.gradients
             backward += seconds(work.backward_flops, work.backward_bytes)
+            backward += moving(work.backward_moved)
         return forward, backward
 
     def step(self, step: RedistributionStep, value: Value, differentiable: bool) -> ForwardBackward:
