@@ -15,6 +15,7 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.recompute import recompute
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.memory import Memory
 from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.partition.decisions import Recompute
@@ -92,7 +93,7 @@ class PlannedRun:
         """Predicted peak memory per device, in bytes."""
         candidate = self.candidate
         if self.run.recompute != "selective":
-            return candidate.memory().peak
+            return self._peak_bytes(candidate.memory())
         # Selective recomputation in torchtitan saves the block's input and the results of operators
         # that are not recomputed. Ours also saves the inputs of the recomputed segments between
         # them, so memory is predicted with full recomputation plus the saved results.
@@ -102,7 +103,9 @@ class PlannedRun:
             op.name: path for op in graph.ops if (path := _path_of_enclosing_block(op, blocks))
         }
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
-        peak_bytes = candidate.memory(replace(decisions, recompute=all_recomputed)).peak
+        peak_bytes = self._peak_bytes(
+            candidate.memory(replace(decisions, recompute=all_recomputed))
+        )
         saved_bytes = sum(
             _output_bytes(graph.by_name[name], candidate)
             for name in block_ops
@@ -110,6 +113,13 @@ class PlannedRun:
         )
         stages = self.run.stages
         return peak_bytes + int(saved_bytes / stages * min(stages, self.run.micro_batches))
+
+    def _peak_bytes(self, memory: Memory) -> int:
+        # Where the model itself is in float16, so are its gradients, with a scaled loss; a plan
+        # accumulates them in the dtype of the stored parameters, float32. Sharded parameters and
+        # their gradients are in float32 in both.
+        is_half = self.run.dtype == "fp16" and self.run.sharded != "parameters"
+        return max(stage.peak - (stage.gradients // 2 if is_half else 0) for stage in memory.stages)
 
     @cached_property
     def candidate(self) -> Candidate:
