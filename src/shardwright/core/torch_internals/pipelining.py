@@ -118,35 +118,26 @@ class InFlightStage(PipelineStage):
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta_device():
+        with _meta_device(self):
             result = super()._prepare_forward_infra(*args, **kwargs)
         for messages in self.args_recv_info.values():
             _release(messages)
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_meta_device():
+        with _meta_device(self):
             result = super()._prepare_backward_infra(*args, **kwargs)
         for messages in self.grad_recv_info.values():
             _release(messages)
         return result
 
-    @contextmanager
-    def _on_meta_device(self) -> Iterator[None]:
-        """Let PyTorch create receive buffers as meta tensors."""
-        device, self.device = self.device, torch.device("meta")
-        try:
-            yield
-        finally:
-            self.device = device
-
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(
@@ -154,11 +145,11 @@ class InFlightStage(PipelineStage):
     ) -> None:
         # PyTorch fills the buffer of a missing gradient with zeros.
         if any(gradient is None for gradient in next_stage_bwd_outputs):
-            self._allocate(self.grad_recv_info[mb_index])
+            _allocate(self.grad_recv_info[mb_index], self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
             _release(self.args_recv_info[fwd_chunk_id])
         return result
@@ -170,20 +161,13 @@ class InFlightStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # type: ignore[no-untyped-call]
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
             # The schedule keeps the losses of all micro-batches, whose graphs reference inputs.
             if loss is not None:
                 loss.detach_()
             # The tensors that a pass of weight gradients still reads are referenced by that pass.
             _release((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]))
-
-    def _allocate(self, messages: Iterable[Any]) -> None:
-        for message in messages:
-            if isinstance(released := message.buffer, _Released):
-                message.buffer = torch.empty_strided(
-                    released.shape, released.stride, dtype=released.dtype, device=self.device
-                )
 
 
 @dataclass
@@ -204,9 +188,30 @@ class _Released:
         return self.shape
 
 
+@contextmanager
+def _meta_device(stage: PipelineStage) -> Iterator[None]:
+    """Let PyTorch create the receive buffers of `stage` as meta tensors."""
+    device, stage.device = stage.device, torch.device("meta")
+    try:
+        yield
+    finally:
+        stage.device = device
+
+
+def _allocate(messages: Iterable[Any], device: torch.device) -> None:
+    for message in messages:
+        released = getattr(message, "buffer", None)
+        if isinstance(released, _Released):
+            message.buffer = torch.empty_strided(
+                released.shape, released.stride, dtype=released.dtype, device=device
+            )
+
+
 def _release(messages: Iterable[Any]) -> None:
     for message in messages:
-        if isinstance(buffer := message.buffer, Tensor):
+        # Placeholders of the arguments of the first stage have no buffer in PyTorch 2.11.
+        buffer = getattr(message, "buffer", None)
+        if isinstance(buffer, Tensor):
             message.buffer = _Released(buffer.shape, buffer.stride(), buffer.dtype)
 
 

@@ -43,7 +43,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     own = [value for value in steps if value not in previous]
     copies: list[Op] = []
     new_values: list[Mapping[Value, Value]] = []
-    latest = {value: value for value in own}
+    latest: Mapping[Value, Value] = {value: value for value in own}
     for index in range(2, number - 1):
         rename = _renamer(blocks[1], f"{parent}.{index}")
         copy = {value: replace(value, name=rename(value.name)) for value in own}
@@ -63,8 +63,8 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         return (*(moved.get(value, value) for value in values), *added)
 
     constants = {moved.get(value, value): tensor for value, tensor in graph.constants.items()}
-    for copy in new_values:
-        constants |= {copy[v]: graph.constants[v] for v in copy if v in graph.constants}
+    for copied in new_values:
+        constants |= {copied[v]: graph.constants[v] for v in copied if v in graph.constants}
     return replace(
         graph,
         ops=(*head, *copies, *(_copy(op, in_tail, rename) for op in tail)),
