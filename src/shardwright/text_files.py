@@ -181,7 +181,7 @@ def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
     """
     try:
         # The loader is a SafeLoader: it makes plain data only.
-        data = yaml.load(text, Loader=_PlainDataLoader)
+        data = yaml.load(text, Loader=_PlainYamlLoader)
         _check_plain_data(data, MAX_VALUES)
     except yaml.MarkedYAMLError as error:
         start = error.problem_mark
@@ -278,7 +278,7 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
 _TAG = "tag:yaml.org,2002:"
 
 
-class _PlainDataLoader(yaml.SafeLoader):
+class _PlainYamlLoader(yaml.SafeLoader):
     """A SafeLoader that reads 1e-3 as a number and rejects duplicate keys."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -327,13 +327,13 @@ class _PlainDataLoader(yaml.SafeLoader):
 
 
 # PyYAML implements YAML 1.1, in which 1e-3 is a string because it has no decimal point.
-_PlainDataLoader.add_implicit_resolver(
+_PlainYamlLoader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 # Timestamps are read as strings, because dates are not plain data. "value" is the YAML 1.1 tag of a
 # lone "=".
 _READ_AS = {tag: tag for tag in ("null", "bool", "int", "float", "str", "seq", "map")}
-_PlainDataLoader.yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]} | {
+_PlainYamlLoader.yaml_constructors = {None: yaml.SafeLoader.yaml_constructors[None]} | {
     _TAG + tag: yaml.SafeLoader.yaml_constructors[_TAG + read_as]
     for tag, read_as in (_READ_AS | {"timestamp": "str", "value": "str"}).items()
 }

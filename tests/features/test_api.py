@@ -103,7 +103,7 @@ def test_a_call_with_other_arguments_than_planned_is_refused() -> None:
         parallel(x)
     with pytest.raises(sw.PlanError, match=r"got an unexpected keyword argument 'z'"):
         parallel(x, y, z=1)
-    with pytest.raises(sw.PlanError, match=r"has shape \(16,\), planned for \(8, 16\)"):
+    with pytest.raises(sw.PlanError, match=r"has shape \(16,\), but the plan expects \(8, 16\)"):
         parallel(x[0], y)
     with pytest.raises(sw.PlanError, match="is None, but the plan expects a tensor"):
         parallel(x, None)

@@ -126,7 +126,7 @@ def hooked(net: Net, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Forward, str]] = {
     "packed sequences": (packed, "run the padded sequences"),
-    "a hook of a tensor": (hooked, "a hook of a tensor that `forward` computes"),
+    "a hook of a tensor": (hooked, "registers a hook on a tensor that it computes"),
     "a branch on a value": (
         lambda net, x: net.a(x) if net.a(x).sum() > 0 else net.b(x),
         "this depends on the value of a tensor",

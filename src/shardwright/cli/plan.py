@@ -339,13 +339,15 @@ def diff_command(
 
 
 def differences_text(changes: list[Difference], first: str, second: str) -> str:
-    """Format differences in 80 columns.
+    """Format the differences between two plans as a table of 80 columns.
 
-    Each difference has a property, its value in each plan, and below them the names of the
-    operators or parameters.
+    A row has a property and its value in each plan; the names of the operators or parameters that
+    differ are below the row.
 
     Args:
-        first, second: titles of the plans' columns.
+        changes: the differences.
+        first: title of the column of the first plan.
+        second: title of the column of the second plan.
     """
     label_width = max(len(change.what) for change in changes)
     value_width = (MIN_WIDTH - label_width) // 2 - len(GAP)

@@ -157,7 +157,7 @@ def _parse_node_options(
         return None
     if options.devices is not None or options.elastic is not None:
         raise ConfigError(
-            "--nnodes cannot be combined with --devices and --elastic\n"
+            "--nnodes cannot be combined with --devices or --elastic\n"
             "use --nproc-per-node instead of --devices, --nnodes MIN:MAX instead of --elastic"
         )
     if is_launched():
@@ -240,7 +240,7 @@ def _load_or_search_plan(
     """Return the run adjusted to its number of devices, and its plan.
 
     With several launched ranks and no saved plan, returns a function that searches for a plan, to
-    be called on one rank after all have joined.
+    be called on one rank after all ranks have joined.
     """
     file, devices = options.plan, options.devices
     saved = Plan.load(file) if file is not None else None
@@ -436,7 +436,8 @@ def _check_profile_options(run: Run, steps: int) -> None:
     # Checked now, because the page is written only at the end of the training.
     if find_spec("jinja2") is None:
         raise ConfigError(
-            "--profile writes a page, which needs `jinja2`\npip install 'shardwright[tools]'"
+            "--profile needs `jinja2` to write its page\n"
+            "install it: pip install 'shardwright[tools]'"
         )
 
 

@@ -10,7 +10,7 @@ from shardwright.core.agreement.rank_states import (
     REMEDY,
     RankState,
     difference_of_calls,
-    ended_too_early,
+    exited_too_early,
     store_has_ended,
 )
 
@@ -32,7 +32,7 @@ def test_ranks_in_different_calls_are_named_with_their_lines() -> None:
 
 def test_a_call_that_one_rank_begins_again_is_named() -> None:
     inside = state(0, *TRAINED, "training forward pass 2")
-    again = replace(inside, rank=1, is_again=True)
+    again = replace(inside, rank=1, is_retry=True)
     assert not difference_of_calls([again, replace(again, rank=0)])
     assert "rank 1 in training forward pass 2 (train.py, line 7), after one that was refused" in (
         difference_of_calls([inside, again])
@@ -92,7 +92,7 @@ def test_the_rank_that_ended_first_is_named_with_its_exception() -> None:
     waiting = state(0, *TRAINED, "train_step 1")
     first = RankState(2, 1, TRAINED[:1], False, exception="OSError: record 17")
     other = RankState(1, 2, TRAINED, False, exception="KeyError: 1")
-    assert ended_too_early(waiting, [other, first]).startswith(
+    assert exited_too_early(waiting, [other, first]).startswith(
         "rank 2 ended after training forward pass 1 with OSError: record 17, but rank 0 waits in"
         " train_step 1 (train.py, line 7)"
     )
@@ -100,7 +100,7 @@ def test_the_rank_that_ended_first_is_named_with_its_exception() -> None:
 
 def test_a_rank_that_ended_after_the_call_is_not_named() -> None:
     calls = (*TRAINED, "train_step 1")
-    assert not ended_too_early(state(0, *calls), [RankState(1, 3, calls, False)])
+    assert not exited_too_early(state(0, *calls), [RankState(1, 3, calls, False)])
 
 
 def test_a_state_is_read_as_it_is_written() -> None:

@@ -47,7 +47,7 @@ os._exit(0)
 NO_MEMORY = "MemoryLimitError too little 7"
 GONE = (
     "CommunicationError rank 0, which computes the thing that is killed,"
-    " has ended or does not respond"
+    " has exited or does not respond"
 )
 ENDS = {
     "succeeds": ("the result", "the result"),

@@ -303,7 +303,7 @@ def test_a_backward_pass_in_forward_is_refused_with_the_line(of_tensor: bool) ->
             return x
 
     with pytest.raises(
-        CaptureError, match=r"test_capture_errors.py:\d+: .*`forward` runs a backward pass"
+        CaptureError, match=r"test_capture_errors.py:\d+: .*`forward` calls `backward`"
     ):
         capture(Net(), (torch.randn(3, 4),))
 

@@ -107,8 +107,8 @@ def test_ragged_batches_datasets_without_a_length_and_other_samplers_are_refused
     with pytest.raises(DataError, match="Endless has no length"):
         sw.dataloader(Endless(), 4, plan())
     for wrong, words in (
-        (SIZED, "no numbered samples"),
-        (DataLoader(SAMPLES), "`DataLoader` has no"),
+        (SIZED, "no sample indices"),
+        (DataLoader(SAMPLES), "`DataLoader` is not"),
     ):
         with pytest.raises(DataError, match=words):
             sw.dataloader(wrong, 4, plan())

@@ -132,7 +132,7 @@ def test_of_many_shapes_the_one_not_used_for_longest_is_forgotten_and_captured_a
         (X.to_sparse(), "is a sparse tensor", "to_dense"),
         (X.numpy(), "is a numpy array", "from_numpy"),
         (MappingProxyType({"x": X}), "is a mappingproxy", r"net\(\*\*batch\)"),
-        (bytearray(2), r"is an object \(bytearray\)", "pass its fields"),
+        (bytearray(2), r"is an object of unsupported type bytearray", "pass its fields"),
     ],
 )
 def test_an_argument_that_is_no_dense_tensor_is_refused(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 
 WAITING = "the ranks wait for each other"
-"""First words of the error if no rank has ended."""
+"""First words of the error if no rank has exited."""
 
 REMEDY = (
     "make the same calls in the same order on all ranks: train, evaluate, save and gather on all of"
@@ -28,10 +28,10 @@ class RankState:
         waits_in: the collective of all ranks that user code has called and that has not returned,
             such as "barrier"; empty if the rank is in no collective.
         line: the line of the user's program in which the rank waits; empty if it does not wait.
-        is_again: whether this rank repeats a call that it left with an error, while other ranks may
-            still wait in the first one.
-        exception: the exception that ended the rank; empty if the rank runs or has ended without
-            an exception.
+        is_retry: whether the rank repeats a call that raised an error on this rank, while other
+            ranks may still wait in the first call.
+        exception: the exception with which the rank exited; empty if the rank runs or has exited
+            without an exception.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class RankState:
     waits_in: str = ""
     line: str = ""
     exception: str = ""
-    is_again: bool = False
+    is_retry: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -52,8 +52,8 @@ class RankState:
         return RankState(**{**fields, "calls": tuple(fields["calls"])})
 
     def call(self, number: int) -> str | None:
-        """Return the rank's call of index `number`, counted from 1; None if the call has not begun
-        or is older than `calls`."""
+        """Return the rank's call with index `number`, counted from 1; None if the call has not
+        begun, or if it is older than `calls`."""
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
@@ -66,7 +66,7 @@ class RankState:
     def __str__(self) -> str:
         line = f" ({self.line})" if self.line else ""
         if self.is_inside:
-            return f"in {self.call_with_line}" + self.is_again * ", after one that was refused"
+            return f"in {self.call_with_line}" + self.is_retry * ", after one that was refused"
         if self.waits_in:
             return f"in `{self.waits_in}`{line}"
         return f"after {self.calls[-1]}" if self.calls else "before its first call"
@@ -75,9 +75,11 @@ class RankState:
 def difference_of_calls(states: Sequence[RankState]) -> str:
     """Return an error message if ranks wait for each other forever; empty if they may only be slow.
 
-    Ranks are deadlocked if two of them have made different calls; if one waits in a call, and
-    another in a collective of user code before that call; or if one repeats a call that it left
-    with an error, while another still waits in that call.
+    Ranks are deadlocked if
+
+    - two ranks have made different calls;
+    - one rank waits in a call, and another in a collective of user code before that call; or
+    - one rank repeats a call that raised an error on it, while another still waits in that call.
 
     Args:
         states: the last known state of each rank.
@@ -104,15 +106,15 @@ def _format_first_difference(states: Sequence[RankState]) -> str:
     return "after other calls"
 
 
-def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
-    """Return an error message if ranks ended before a call in which another rank waits; otherwise
+def exited_too_early(waiting: RankState, exited: Sequence[RankState]) -> str:
+    """Return an error message if ranks exited before a call in which another rank waits; otherwise
     empty.
 
     Args:
         waiting: the state of the rank that waits.
-        ended: the last states of ranks that have ended.
+        exited: the last states of ranks that have exited.
     """
-    missing = [state for state in ended if state.count < waiting.count]
+    missing = [state for state in exited if state.count < waiting.count]
     if not missing:
         return ""
     count = min(state.count for state in missing)
@@ -132,8 +134,8 @@ def ended_too_early(waiting: RankState, ended: Sequence[RankState]) -> str:
 
 
 def store_has_ended(waiting: RankState) -> str:
-    """Return the error message of a rank that waits in a call after the rendezvous store has
-    ended."""
+    """Return the error message of a rank that waits in a call after the process of the rendezvous
+    store has exited."""
     return (
         "rank 0, or the launcher that serves the store of the process group, has ended, but rank"
         f" {waiting.rank} waits {waiting}\nsee the log of rank 0 for its error"
@@ -141,9 +143,9 @@ def store_has_ended(waiting: RankState) -> str:
 
 
 def _pairs_of_different_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
-    """Return pairs of different states. One rank represents all ranks in an equal state, as a large
-    run has too many pairs of ranks."""
-    keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_again) for s in states]
+    """Return pairs of different states, with one rank per state: a large run has too many pairs of
+    ranks."""
+    keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_retry) for s in states]
     different = list(dict(zip(keys, states, strict=True)).values())
     return [(a, b) for a in different for b in different if a is not b]
 
@@ -159,7 +161,7 @@ def _are_deadlocked(a: RankState, b: RankState) -> bool:
 
 
 def _has_repeated_call(a: RankState, b: RankState) -> bool:
-    return a.is_inside and b.is_inside and a.count == b.count and b.is_again and not a.is_again
+    return a.is_inside and b.is_inside and a.count == b.count and b.is_retry and not a.is_retry
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -51,7 +51,8 @@ def check_same_facts(
 
     Args:
         store: a store without entries of an earlier check; may be served by rank 0's process.
-        rank, size: this rank, and the number of ranks.
+        rank: this rank.
+        size: number of ranks.
         facts: values of the settings, of JSON types, by name.
         unique_value: a value that must differ between ranks of a host, such as the name of the
             accelerator.
@@ -97,7 +98,7 @@ def on_rank_0(
     Raises:
         ShardwrightError: on every rank, if `make` raises a `ShardwrightError` on rank 0.
         PlanError: on other ranks, if `make` raises any other error on rank 0.
-        CommunicationError: on other ranks, if rank 0 has ended or does not respond.
+        CommunicationError: on other ranks, if rank 0 has exited or does not respond.
     """
     rank, name = dist.get_rank(), sha256(request.encode()).hexdigest()
     calls = PrefixStore(what, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
@@ -118,29 +119,29 @@ def on_rank_0(
     try:
         if not _wait_for_key(store, "pieces"):
             raise CommunicationError(
-                f"rank 0, which computes the {what}, has ended or does not respond\nsee the log "
-                "of rank 0"
+                f"rank 0, which computes the {what}, has exited or does not respond\n"
+                "see the log of rank 0 for its error"
             )
         result = _receive_result_or_raise(store)
     except dist.DistNetworkError as error:
         raise CommunicationError(
-            f"rank 0, which computes the {what}, has ended\nsee the log of rank 0"
+            f"rank 0, which computes the {what}, has exited\nsee the log of rank 0 for its error"
         ) from error
     return read(result)
 
 
-def count_until(store: Store, key: str, step: int, enough: Callable[[int], bool]) -> None:
+def count_until(store: Store, key: str, step: int, is_reached: Callable[[int], bool]) -> None:
     """Add `step` to a counter in the store, and wait until the counter is high enough.
 
     Args:
         store: the store.
         key: name of the counter.
         step: number to add.
-        enough: predicate on the value of the counter that ends the wait; the wait takes at most
+        is_reached: returns whether a value of the counter ends the wait, which takes at most
             `FAREWELL` seconds.
     """
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
-    while not enough(count) and time.monotonic() < deadline:
+    while not is_reached(count) and time.monotonic() < deadline:
         time.sleep(0.01)
         count = store.add(key, 0)
 

@@ -67,9 +67,9 @@ TOLERANCE = 1e-9
 """Default relative tolerance for values in float64."""
 
 ROUNDING_FACTOR, MAX_ROUNDING_DIFFERENCE = 100.0, 1e-6
-"""Limits of differences that count as rounding: `ROUNDING_FACTOR` times the effect of perturbing
-the last digit of every result, and `MAX_ROUNDING_DIFFERENCE`, as normalizing nearly equal numbers
-amplifies rounding a million times."""
+"""Largest difference that counts as rounding: `ROUNDING_FACTOR` times the effect of perturbing the
+last digit of every result, but at most `MAX_ROUNDING_DIFFERENCE`. The maximum is far above float64
+precision because normalizing nearly equal numbers amplifies rounding a million times."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Check:
     rounding: float = 0.0
 
     def passes(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether the program sent the planned bytes, and all differences (for a model with random
-        operators only those between replicas) are at most `tolerance` or explained by rounding."""
+        """Whether the program sent the planned bytes, and all differences are at most `tolerance`
+        or explained by rounding. For a model with random operators, only replicas are compared."""
         worst = self.replica_difference
         if not self.random_operators:
             values = (self.loss_difference, self.gradient_difference, self.state_difference)
@@ -242,8 +242,8 @@ def check(
 
 @contextmanager
 def _make_float64_copy(net: nn.Module, values: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Context manager whose value is a copy of the model in float64, to which references from
-    outside of the model lead."""
+    """Context manager that yields a float64 copy of the model. Inside the context, outside
+    references to the model, such as in closures, refer to the copy."""
     module = module_in_float64(net, values)
     state = ReachableState(module)
     with OuterReferences(net, module, state, follow_ids=True).leading_to_copy():
@@ -434,8 +434,8 @@ def _parameters_used_by_operators(graph: Graph, operators: Sequence[str]) -> fro
 
 def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
     """Return the names of operators that draw random numbers; empty if neither outputs nor
-    gradients depend on the seed. If the next layer is initialized to zeros, only gradients depend
-    on it."""
+    gradients depend on the seed. Only gradients depend on the seed if the layer after a random
+    operator is initialized to zeros."""
     drawing = random_operators(eager.graph)
     names = tuple(op.name for op in eager.graph.ops if op.name in drawing or _has_random_tag(op))
     if not names:

@@ -136,8 +136,8 @@ def _search(
         )
     if isinstance(net, Graph):
         raise StrategyError(
-            "micro_batches='auto' needs a model, as a graph is captured for one size of micro-batch"
-            "\nplan the model, or pass the number of micro-batches: `micro_batches=4`"
+            "micro_batches='auto' needs a model: the size of a graph's micro-batches is fixed\n"
+            "plan the model, or pass the number of micro-batches: `micro_batches=4`"
         )
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     numbers = valid_num_micro_batches(leaves)

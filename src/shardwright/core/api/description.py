@@ -24,7 +24,8 @@ _PROCESS_ATTRIBUTES = ("_original_object_hash",)
 """Attributes of `transformers` configurations that differ between processes."""
 
 Seen = dict[int, tuple[int, Any]]
-"""Index and object of each described object, by `id`; the reference keeps the `id` from reuse."""
+"""(index, object) of each described object, by `id()`. The reference to the object prevents that
+Python reuses the `id()`."""
 
 
 def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:

@@ -207,6 +207,6 @@ def _copy_to_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor of ones in place of a meta tensor, or of False for booleans, which are
-    usually results of `!=` for values that must be equal on all ranks."""
+    """Return a CPU tensor to read in place of a meta tensor: ones, or False for booleans. A program
+    usually reads the result of `!=` on values that must be equal on all ranks."""
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

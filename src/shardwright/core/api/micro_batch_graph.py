@@ -149,8 +149,8 @@ class MicroBatchCapture:
 
 
 def _may_have_better_batch_dims(graph: Graph) -> bool:
-    """Whether other batch dimensions may be better: micro-batches do not compute the loss of the
-    global batch, or read slices of tensors that are computed for the global batch."""
+    """Whether other batch dimensions may be better, because micro-batches do not compute the loss
+    of the global batch, or because they read slices of tensors computed for the global batch."""
     of_batch = graph.whole_batch
     if not isinstance(of_batch, WholeBatch):
         return isinstance(of_batch, str)

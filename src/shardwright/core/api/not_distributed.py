@@ -31,9 +31,9 @@ def check_not_planned(net: object) -> None:
     for path, module in modules:
         if isinstance(module, ParallelModule):
             raise PlanError(
-                f"{_describe_module(path, module)} is planned already, as `sw.parallelize` "
-                f"changes models in place\nplan the whole model, once: `{EXAMPLE}`; to plan or "
-                "check it again, keep the original: `sw.parallelize(net, plan, copy=True)`"
+                f"{_describe_module(path, module)} is planned already: `sw.parallelize` changes "
+                f"models in place\nplan the outermost model once: `{EXAMPLE}`; to plan or check a "
+                "model again, parallelize a copy: `sw.parallelize(net, plan, copy=True)`"
             )
 
 

@@ -104,7 +104,8 @@ def plan(
             of a step on a cluster; by default `time` if there is a cluster.
         mem_coeff: weight of memory relative to communication: small values favor data parallelism,
             large values model parallelism. `auto`: the smallest value whose plan fits into
-            `memory_limit`, or into a device of the cluster; by step time, from the default on.
+            `memory_limit`, or into a device of the cluster; at least the default value if
+            `cost_model` is `time`.
         order: the order in which the search decides operators: `weight` (largest first) or
             `topology` (as in the graph).
         log_costs: log every decision at level INFO of the logger `shardwright.search`; modes that

@@ -63,8 +63,8 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
 def unchanged_configurations(net: nn.Module) -> Iterator[None]:
     """Context manager that restores the configurations of a `transformers` model on exit.
 
-    `save_pretrained` changes attributes of configurations, on rank 0 only, so that models would
-    differ between ranks.
+    `save_pretrained` changes attributes of configurations, and it runs on rank 0 only. Without the
+    context, models would then differ between ranks.
     """
     configurations = {
         id(module.config): module.config for module in net.modules() if hasattr(module, "config")

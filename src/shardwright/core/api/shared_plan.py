@@ -19,8 +19,8 @@ from shardwright.core.plan import Plan
 
 
 def are_all_ranks(devices: int) -> bool:
-    """Whether a process group with a real backend is running with `devices` ranks, and more than
-    one."""
+    """Whether a process group of `devices` ranks with a real backend is running, and `devices` is
+    more than 1."""
     return devices > 1 and has_other_ranks() and dist.get_world_size() == devices
 
 

@@ -221,8 +221,10 @@ class EagerTraining:
 
     @contextmanager
     def _planned_batch_norms(self) -> Iterator[None]:
-        """Context manager in which batch norms use, and update buffers by, the statistics of each
-        micro-batch in `batch_norm_calls`."""
+        """Context manager in which batch norms normalize each micro-batch by its own statistics.
+
+        On exit, buffers have the values after one update per micro-batch of `batch_norm_calls`.
+        """
         if not self.batch_norm_calls:
             yield
             return

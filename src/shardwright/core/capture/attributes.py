@@ -95,8 +95,8 @@ def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
 
     Args:
         modules: all modules of a model by path.
-        path: `path of a module` for its attributes, `BUFFERS + path of a module` for its buffers,
-            or `GLOBALS + name of a Python module` for its global variables.
+        path: the path of a module for its attributes, `BUFFERS` + the path of a module for its
+            buffers, or `GLOBALS` + the name of a Python module for its global variables.
     """
     if path.startswith(GLOBALS):
         return globals_of(path)
@@ -195,7 +195,7 @@ _REMEDY = (
 
 
 class _SecondTraceEndedError(Exception):
-    """Raised to end a second trace early, where its graph need not equal the first graph."""
+    """Raised to end a second trace that could read a tensor which the first trace computed."""
 
 
 class TracedAttributes:
@@ -242,8 +242,8 @@ class TracedAttributes:
 
     @contextmanager
     def following_copy(self, original: nn.Module) -> Iterator[None]:
-        """Return a context in which references to modules of the original model, from outside of
-        the model, lead to the traced copy."""
+        """Return a context in which outside references to modules of the original model, such as
+        in closures, refer to the traced copy."""
         references = OuterReferences(original, self._module, self._reachable, follow_ids=True)
         with references.leading_to_copy() as any_found:
             if any_found:
@@ -322,8 +322,8 @@ class TracedAttributes:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """Return a context that undoes changes of a failed trace outside of the traced copy, and
-        those that any trace makes to settings of the process."""
+        """Return a context that restores process settings after a trace and, if the trace fails,
+        the Python state that `forward` can reach outside of the traced copy."""
         process = ProcessState()
         try:
             yield
@@ -433,7 +433,7 @@ class TracedAttributes:
                     self._forward_codes,
                     path,
                     f"`forward` registers a hook on {f'module {path!r}' if path else 'the model'}, "
-                    "which a captured model would not do in each call\n"
+                    "but a captured model would not register it again in each call\n"
                     "register the hook before `plan`",
                 )
 

@@ -102,9 +102,9 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
     # In a thread of its own none of the modes of a capture is active.
     with ThreadPoolExecutor(1) as thread:
         tried = thread.submit(trial, function, args, kwargs, types).result()
-    if tried.way == OPERATORS:
+    if tried.method == OPERATORS:
         return _differentiate_operators(function, args, kwargs)
-    if tried.way != FACTOR:
+    if tried.method != FACTOR:
         result, problem = None, tried.problem
         if problem != CHANGES_INPUT and not in_transform():
             result, problem = traced_in_full(function, args, kwargs)

@@ -1,11 +1,13 @@
 """Replacement of materialized attention masks by masks that kernels compute.
 
-During export, models of `transformers` materialize the mask of all pairs of positions, which fast
-kernels do not read and which does not fit into memory for a long sequence. A causal mask, if
-verified, becomes `is_causal`, and a sliding-window mask becomes `windowed_attention`. A large mask
-that compares a vector over queries with one over keys, such as document ids of packed sequences, or
-that hides padding, becomes `masked_attention`, which recomputes the mask from these vectors for
-each block of queries.
+During export, models of `transformers` materialize the mask of all pairs of positions. Fast kernels
+do not support it, and for a long sequence it does not fit into memory. This module replaces
+
+- a causal mask by the argument `is_causal`;
+- a sliding-window mask by the operator `windowed_attention`;
+- a large mask that compares a vector over queries with a vector over keys, such as document ids of
+  packed sequences, or that hides padding, by `masked_attention`. The operator recomputes the mask
+  from the vectors for each block of queries.
 """
 
 from __future__ import annotations

@@ -212,8 +212,8 @@ def _get_up_projection_weight(module: Any) -> Any:
 
 
 def _interleaves_gate(module: Any) -> bool:
-    """Whether columns of gate and value alternate in the projection; otherwise they are its two
-    halves."""
+    """Whether columns of gate and value alternate in the projection; otherwise the gate is one half
+    of the projection and the value the other."""
     return not getattr(module, "is_concatenated", True)
 
 

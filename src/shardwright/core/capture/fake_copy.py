@@ -223,8 +223,8 @@ _WARNINGS = (
 def silent_tracing() -> Iterator[None]:
     """Return a context that silences PyTorch's logs, prints and warnings about tracing.
 
-    Such output would obscure the error of a failed trace, and warn of cases that this library
-    handles.
+    The output would obscure the error of a failed trace, and warn about cases that Shardwright
+    supports.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -290,7 +290,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype | None) -> frozenset[i
 
 
 _UNCOMMON_SEED = 0x5EED_0F_C4B7
-"""Seed during a trace, by which a seed that the user's code sets is found."""
+"""Seed of PyTorch's generator during a trace; another seed shows that the user's code set one."""
 
 SEEDED = (
     "`forward` seeds PyTorch's random numbers (`torch.manual_seed`), which a captured model would "

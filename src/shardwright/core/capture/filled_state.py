@@ -59,8 +59,8 @@ def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
 
     Args:
         filled: fingerprint of each value that the call stored, by its location.
-        earlier: fingerprints of the values of earlier calls, by location; those of new locations
-            are added.
+        earlier: fingerprints of the values of earlier calls, by location; the fingerprints of new
+            locations are added.
 
     Raises:
         CaptureError: if an earlier call stored another value at the same location, which the eager
@@ -69,10 +69,8 @@ def check_filled(filled: Mapping[str, str], earlier: dict[str, str]) -> None:
     for location, value_text_now in filled.items():
         if earlier.setdefault(location, value_text_now) != value_text_now:
             raise CaptureError(
-                f"the first call of `forward` has filled the {location}; from the arguments and "
-                "attributes of this call it would be filled with another value, and a captured "
-                "model has no order of calls\n"
-                "set it in `__init__`, or call the model once before `plan`"
+                f"the first call of `forward` fills the {location}, but this call would fill it "
+                "with another value\nset it in `__init__`, or call the model once before `plan`"
             )
 
 
@@ -107,7 +105,7 @@ def only_adds_entries(before: Any, after: Any) -> bool:
 
 
 def are_equal_tensors(first: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal; False if one is None, as its values are unknown."""
+    """Whether two tensors are equal; False if one is None, which stands for unknown values."""
     if first is None or other is None or first.dtype != other.dtype:
         return False
     with without_dispatch_modes(), without_torch_function():

@@ -1,9 +1,9 @@
 """Capture of `flex_attention` as the operators of its definition, which have sharding rules.
 
-Score modifications and masks are functions of one score and its indices. Here they are vectorized
-over all scores and traced, so that batch, heads and queries can be sharded as in attention that a
-model writes itself. The scores of all pairs are materialized, as in `flex_attention` without
-`torch.compile`.
+Score modifications and masks are functions of one score and its indices. Capture vectorizes them
+over all scores and traces the result, so that batch, heads and queries can be sharded as in
+attention composed of `matmul` and `softmax`. The scores of all pairs are materialized, as in
+`flex_attention` without `torch.compile`.
 """
 
 from __future__ import annotations

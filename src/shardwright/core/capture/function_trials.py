@@ -69,13 +69,13 @@ class CaptureTrial:
     """Result of trying to capture a custom autograd function.
 
     Args:
-        way: method that captures the function: `FACTOR`, `OPERATORS`, or "" if neither does.
+        method: method that captures the function: `FACTOR`, `OPERATORS`, or "" if neither does.
         problem: reason why the factor method fails; "" if it works.
         is_curved: whether the factor depends on the inputs, so that second derivatives are not
             zero.
     """
 
-    way: str
+    method: str
     problem: str = ""
     is_curved: bool = False
 
@@ -129,12 +129,12 @@ def trial(
     return CaptureTrial("" if problem else FACTOR, problem, is_curved)
 
 
-def reduced(types: ArgumentTypes, most: int) -> ArgumentTypes:
-    """Shrink tensors to at most `most` elements each; dimensions of equal size remain equal."""
+def reduced(types: ArgumentTypes, max_numel: int) -> ArgumentTypes:
+    """Shrink tensors to at most `max_numel` elements; dimensions of equal size remain equal."""
     shapes = [list(of_tensor[0]) for of_tensor in types if of_tensor is not None]
-    if all(prod(shape) <= most for shape in shapes):
+    if all(prod(shape) <= max_numel for shape in shapes):
         return types
-    while any(prod(shape) > most for shape in shapes):
+    while any(prod(shape) > max_numel for shape in shapes):
         largest = max(size for shape in shapes for size in shape)
         shapes = [[size // 2 if size == largest else size for size in shape] for shape in shapes]
     remaining = iter(shapes)

@@ -76,8 +76,12 @@ def modes_read(codes: Iterable[CodeType]) -> Iterator[tuple[str, str]]:
 
 
 def globals_of(scope: str) -> dict[str, Any]:
-    """Return the global variables of the Python module whose location is `place`; empty if the
-    module is not imported."""
+    """Return the global variables of a Python module; empty if the module is not imported.
+
+    Args:
+        scope: `GLOBALS` + the name of the Python module, or the location of `GRADIENT_MODE`, whose
+            variables are PyTorch's modes.
+    """
     if scope == GRADIENT_MODE[0]:
         return _CurrentModes()
     file = sys.modules.get(scope.removeprefix(GLOBALS))
@@ -150,7 +154,7 @@ def _global_names_in(code: CodeType) -> frozenset[str]:
 
 
 def _is_data_variable(value: Any) -> bool:
-    """Whether a global value is data, not a definition or import of a file."""
+    """Whether the value of a global variable is data rather than a function, class or module."""
     if isinstance(value, (*_VARIABLES, *_CONTAINERS)):
         return True
     defined = isinstance(value, (type, ModuleType, nn.Module)) or callable(value)

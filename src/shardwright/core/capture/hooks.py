@@ -118,9 +118,9 @@ def refuse_hooks(func: Any, args: tuple[Any, ...]) -> None:
     """
     if func in _OF_TENSORS and not (func == grad_fn_getter and args[0].is_leaf):
         raise CaptureError(
-            "a hook of a tensor that `forward` computes, or of its `grad_fn`, would not be called "
-            "by a captured model\nwrite the change of its gradient as a custom operator "
-            "(`torch.library.custom_op` with `register_autograd`)"
+            "`forward` registers a hook on a tensor that it computes, or reads its `grad_fn`; a "
+            "captured model would not call hooks of tensors\nchange the gradient in the backward "
+            "of a custom operator (`torch.library.custom_op` with `register_autograd`)"
         )
 
 
@@ -133,9 +133,9 @@ def refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
     refuse_hooks(func, args)
     if func in _BACKWARD:
         raise CaptureError(
-            "`forward` runs a backward pass (`backward`), whose gradients are added to `.grad`, "
-            "which cannot be captured\ncompute them by `torch.autograd.grad` or `torch.func.grad`, "
-            "or run it outside of the model"
+            "`forward` calls `backward`, which cannot be captured because it adds gradients to "
+            "`.grad`\ncompute gradients by `torch.autograd.grad` or `torch.func.grad`, or call "
+            "`backward` outside of the model"
         )
 
 
@@ -150,8 +150,8 @@ def refuse_saved_tensor_hooks() -> Iterator[None]:
     def refuse(hooks: saved_tensors_hooks) -> None:
         if not isinstance(hooks, save_on_cpu):
             raise CaptureError(
-                "hooks of saved tensors (`saved_tensors_hooks`) would not be called by a captured "
-                "model\nenter them around the call of the model"
+                "`forward` enters `saved_tensors_hooks`, which a captured model would not call\n"
+                "enter the hooks around the call of the model"
             )
         enter(hooks)
 

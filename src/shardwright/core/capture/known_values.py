@@ -130,14 +130,14 @@ class _BufferAtStart:
     Args:
         key: path of the module and name of the buffer.
         fake: the fake tensor for the buffer in the trace.
-        seen: version counter of `fake` at the start of `forward`; a higher version means an
-            in-place change.
+        start_version: version counter of `fake` at the start of `forward`; a higher version means
+            an in-place change.
         model_buffer: the real buffer of the model, which `fake` replaces in the trace.
     """
 
     key: tuple[str, str]
     fake: ref[Tensor]
-    seen: int
+    start_version: int
     model_buffer: Tensor
 
 
@@ -195,7 +195,7 @@ class KnownValues(TorchFunctionMode):
         twin: the copy of `module` to trace.
 
     Attributes:
-        read: path of the module and name of each buffer whose values were read.
+        read: (path of the module, name) of each buffer whose values the trace read.
     """
 
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
@@ -230,7 +230,7 @@ class KnownValues(TorchFunctionMode):
         return None if isinstance(tensor, FakeTensor) else tensor
 
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
-        """Record the fake tensors of buffers: `torch.export` may have replaced those of `twin`."""
+        """Record the fake tensor of each buffer; `torch.export` may replace buffers of `twin`."""
         modules = dict(module.named_modules())
         for path, submodule in twin.named_modules():
             for name, fake in own_buffers(submodule).items():
@@ -305,7 +305,7 @@ class KnownValues(TorchFunctionMode):
         if recipe is not None and seen == version(leaf):
             return recipe
         buffer = self._buffers_at_start.get(id(leaf))
-        if buffer is not None and buffer.fake() is leaf and buffer.seen == version(leaf):
+        if buffer is not None and buffer.fake() is leaf and buffer.start_version == version(leaf):
             return _TensorRecipe(self._read_buffer, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
             return _TensorRecipe(_require_unchanged, ((leaf, version(leaf)), {}))

@@ -48,13 +48,13 @@ class DryCall:
     """A call of a `local_map` target on fake tensors, without computation.
 
     Args:
-        sample: the module or function to run.
+        target: the module or function to run.
         structure: pytree structure of the arguments of the call.
         constants: (index, value) of each leaf of the arguments that is not a tensor.
         autocast: dtype of the autocast region around the call; None outside of regions.
     """
 
-    sample: Body
+    target: Body
     structure: pytree.TreeSpec
     constants: tuple[tuple[int, Any], ...]
     autocast: torch.dtype | None
@@ -97,7 +97,7 @@ class DryCall:
                 for position, constant in self.constants:
                     leaves.insert(position, size_of(constant))
                 args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-                result, after = self.sample.run(args, kwargs, tensors[given:])
+                result, after = self.target.run(args, kwargs, tensors[given:])
                 if with_backward:
                     _run_backward(result, tensors)
         except Exception:  # The user's code, which may need values.

@@ -49,8 +49,8 @@ def local_map(
     """Run a module or a function eagerly on local shards, without capturing its operators.
 
     The target keeps its own Python, kernels and data-dependent shapes, and autograd computes its
-    backward pass. Like JAX's `shard_map` and DTensor's `local_map`, but the plan decides which mesh
-    axes shard which dimension.
+    backward pass. The function corresponds to JAX's `shard_map` and DTensor's `local_map`, except
+    that the plan decides which mesh axes shard which dimension.
 
     If the target is the full model, the model is trained data parallel, with parameters replicated
     or sharded by the plan, as by DDP or FSDP2.
@@ -62,11 +62,12 @@ def local_map(
         notation: the dimensions of each tensor argument, in order, and of each result:
             `"b s _h, _h -> b s _h"`. A name such as `b` is a dimension that may be sharded:
             results on shards must equal shards of the result. `_` is a dimension that may
-            not be sharded, and `_h` is one with a name, which gives results its size. `()` is a
-            tensor without dimensions. A number is the size of a dimension of a result.
-        partial: how results that lack a name of an input are reduced over its shards: `"sum"`, or
-            `"mean"` as for a mean loss; one value for all results or one for each. A name that such
-            a result lacks without `partial` is not sharded.
+            not be sharded. `_h` may not be sharded either; a result dimension of the same name has
+            the same size. `()` is a tensor without dimensions. A number is the size of a dimension
+            of a result.
+        partial: reduction of a result that lacks a dimension of the arguments, over the shards of
+            that dimension: `"sum"`, or `"mean"` as for a mean loss; one value for all results or
+            one for each. Without `partial`, the dimension is not sharded.
         dtypes: dtypes of the results; needed if the target cannot run on fake tensors and a dtype
             differs from that of the first floating-point input.
         random: whether the target draws random numbers from `torch`; must be passed if a target
@@ -340,9 +341,9 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     reductions = ['"mean"' if n == number else repr(p) for n, (_, p) in enumerate(results)]
     given = reductions[0] if len(results) == 1 else f"({', '.join(reductions)})"
     raise StrategyError(
-        f"local_map {declaration.notation!r}: result {number} has no dimension {name!r}, so no "
-        f'dimension can be sharded\nsay how shards are reduced: partial={given}, or "sum"; or '
-        f"write `_` for {name!r}"
+        f"local_map {declaration.notation!r}: result {number} has no dimension {name!r} and no "
+        f"reduction, so no dimension can be sharded\ndeclare how its shards are reduced, by "
+        f'partial={given} or "sum", or write `_` instead of {name!r}'
     )
 
 

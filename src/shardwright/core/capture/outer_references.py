@@ -1,9 +1,9 @@
 """References to the modules of a model from outside of the model, such as in closures and in
 registries that are keyed by modules.
 
-A trace runs on a copy of the model. If such references led to the original modules,
+A trace runs on a copy of the model. If outside references still referred to the original modules,
 `REGISTRY[layer]` would fail and `REGISTRY.get(layer, 1.0)` would return the default. During a
-trace, they lead to the modules of the copy.
+trace, outside references therefore refer to the modules of the copy.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class OuterReferences:
 
     @contextmanager
     def leading_to_copy(self) -> Iterator[bool]:
-        """Return a context in which outside references to the model's modules lead to the copy's
-        modules; yields whether any reference was replaced.
+        """Return a context in which outside references to modules of the model refer to modules of
+        the copy; yields whether any reference was replaced.
 
         Raises:
             CaptureError: if a registry is keyed by the `id()` of a module, and `follow_ids` is
@@ -98,8 +98,8 @@ class OuterReferences:
                 if key is self._copy or (type(key) is int and key in ids):
                     what = "the model itself" if key is self._copy else "the `id` of a module"
                     raise CaptureError(
-                        f"`forward` uses a dictionary or set with {what} as a key, and another "
-                        "object takes its place in a planned model\n"
+                        f"`forward` uses a dictionary or set with {what} as a key, but a planned "
+                        "model is another object, with another `id`\n"
                         "store the value in an attribute of the module: `self.calls = ...`"
                     )
 

@@ -1,8 +1,8 @@
 """State of the process that `forward` may change: default dtype, modes and flags of PyTorch, and
 settings of Python and NumPy.
 
-A captured program runs the Python of `forward` once, at capture, so a change would neither happen
-in each call nor be seen by the next one.
+Capture runs the Python of `forward` once. Calls of the captured program would neither repeat a
+change of this state nor depend on it.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def unchanged_process() -> Iterator[None]:
     """Return a context that restores the settings of the process.
 
     Raises:
-        CaptureError: on exit, if a setting has changed that changes results.
+        CaptureError: on exit, if a setting that affects results has changed.
     """
     state = ProcessState()
     try:

@@ -132,14 +132,14 @@ def _check_supported(call: CapturedCall) -> None:
     if call.autocast.dtype is not None and call.autocast.device_type != CPU:
         # TorchDynamo infers dtypes by CPU autocast, which casts other operators.
         raise CaptureError(
-            "cannot capture a call under autocast of an accelerator with its Python side effects\n"
+            "cannot capture Python side effects of `forward` under autocast of an accelerator\n"
             "call `plan` outside of `torch.autocast`, or remove the side effects from `forward`"
         )
     check_hooks(call.module)
     if any(forward_hooks(call.module)):
         raise CaptureError(
-            "cannot capture forward hooks of the model with the side effects of its `forward`\n"
-            "call the function of the hook in `forward`, or register it on a submodule"
+            "cannot capture a model that has forward hooks and whose `forward` has Python side "
+            "effects\ncall the hook's function in `forward`, or register the hook on a submodule"
         )
 
 
@@ -307,8 +307,8 @@ class _TracedCall:
             # `self.steps += 1` assigns the buffer to itself.
             if storage in owners and (buffer is None or owners[storage] != buffer):
                 raise CaptureError(
-                    "`forward` stores a view of a parameter, buffer or attribute\n"
-                    "store a copy instead: `self.last = x.clone()`"
+                    "`forward` stores a view of a parameter, buffer or attribute, which cannot be "
+                    "captured\nstore a copy instead: `self.last = x.clone()`"
                 )
 
     def _check_guards_cover_changes(self) -> None:

@@ -23,14 +23,14 @@ def module_slots(module: nn.Module) -> dict[str, Any]:
 
 
 def assigned_buffers(
-    before: Mapping[str, Any], after: Mapping[str, Any], made: Mapping[int, int]
+    before: Mapping[str, Any], after: Mapping[str, Any], output_indices: Mapping[int, int]
 ) -> dict[str, int]:
     """Return the outputs of Dynamo's graph that a call assigns to buffers.
 
     Args:
-        before, after: parameters, buffers and submodules (`module_slots`) before and after the
-            call.
-        made: index of each output of Dynamo's graph, by `id()` of its tensor.
+        before: parameters, buffers and submodules (`module_slots`) before the call.
+        after: parameters, buffers and submodules after the call.
+        output_indices: index of each output of Dynamo's graph, by `id()` of its tensor.
 
     Returns:
         Indices of outputs, by path of the buffer.
@@ -38,8 +38,11 @@ def assigned_buffers(
     Raises:
         CaptureError: if the call changes a parameter or submodule, or removes a buffer.
     """
+    missing = object()
     changed = [
-        name for name in {**before, **after} if before.get(name, made) is not after.get(name, made)
+        name
+        for name in {**before, **after}
+        if before.get(name, missing) is not after.get(name, missing)
     ]
     for name in changed:
         old = before.get(name)
@@ -47,12 +50,12 @@ def assigned_buffers(
             raise CaptureError(
                 f"`forward` registers or replaces {name!r}\nregister it before `plan`"
             )
-        if id(after.get(name)) not in made:
+        if id(after.get(name)) not in output_indices:
             raise CaptureError(
-                f"`forward` removes the buffer {name!r}, or assigns a tensor that it "
-                "did not compute\nassign a new tensor, or use a plain attribute"
+                f"`forward` removes the buffer {name!r}, or assigns to the buffer a tensor that"
+                " `forward` did not compute\nassign a new tensor, or use a plain attribute"
             )
-    return {name: made[id(after[name])] for name in changed}
+    return {name: output_indices[id(after[name])] for name in changed}
 
 
 def check_changes(dynamo: DynamoCapture) -> None:
@@ -63,8 +66,9 @@ def check_changes(dynamo: DynamoCapture) -> None:
     """
     for name in dynamo.impure_caches:
         raise CaptureError(
-            f"`forward` calls {name!r} under `functools.lru_cache`, which draws random numbers or"
-            " changes an object, or whose result is changed\nremove `lru_cache` from it"
+            f"`forward` calls {name!r} under `functools.lru_cache`, but the function draws random"
+            " numbers or changes objects, or its cached result is modified\n"
+            "remove `lru_cache` from the function"
         )
 
 

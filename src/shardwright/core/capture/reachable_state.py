@@ -108,8 +108,8 @@ class _RecordedContents:
 class ReachableState:
     """Record of the Python state that can be reached from a module.
 
-    Compares the contents of attributes, but not which objects the attributes of the module and its
-    submodules refer to, nor parameters and buffers.
+    Compares the contents of the objects to which attributes refer. Assignments to attributes of the
+    module and its submodules are not detected, nor changes of parameters and buffers.
 
     Args:
         module: the module.
@@ -151,17 +151,17 @@ class ReachableState:
                 )
         self._visit_all()
 
-    def changes(self, equal: Callable[[Tensor, Tensor], bool]) -> Iterator[Change]:
+    def changes(self, is_equal: Callable[[Tensor, Tensor], bool]) -> Iterator[Change]:
         """Yield the differences between the recorded and the current state.
 
         Args:
-            equal: predicate that is true if two tensors are known to have equal values.
+            is_equal: returns whether two tensors are known to have equal values.
         """
         for holder in self._recorded:
             before, now = holder.contents, holder.read(holder.value)
             for key in {**before, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
-                if not is_same(old, new, equal):
+                if not is_same(old, new, is_equal):
                     location = holder.location
                     if not isinstance(holder.value, _ORDERED):
                         location = location.inside(key, isinstance(holder.value, _INDEXED))
@@ -279,7 +279,7 @@ class ReachableState:
     def _record_globals(self, function: FunctionType, file: str) -> None:
         """Record the global variables that a function names.
 
-        Such variables are in the file of the function, or in user modules that the function names
+        The variables are in the file of the function, or in user modules that the function names
         or imports.
         """
         names = frozenset(names_in(function.__code__))

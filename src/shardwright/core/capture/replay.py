@@ -25,7 +25,8 @@ from shardwright.errors import CaptureError
 _ENTERS_TRANSFORM = ("_increment_nesting", "_enter_dual_level")
 
 _INLINED = {"wrap": 1, "wrap_activation_checkpoint": 1, "invoke_subgraph": 2}
-"""Higher-order operators that only call a sub-graph, and the index of its first argument."""
+"""Index of the sub-graph's first argument, by name of each higher-order operator that does nothing
+but call the sub-graph."""
 
 
 class GraphReplay(fx.Interpreter):
@@ -120,7 +121,8 @@ class GraphReplay(fx.Interpreter):
                 # Reentrant checkpointing trains nothing unless an input requires a gradient. Dynamo
                 # lists parameters as inputs too, so this cannot be checked.
                 raise CaptureError(
-                    "cannot capture `checkpoint(…, use_reentrant=True)`\npass `use_reentrant=False`"
+                    "cannot capture reentrant activation checkpointing "
+                    "(`checkpoint(…, use_reentrant=True)`)\npass `use_reentrant=False`"
                 )
             annotations = {**self._annotations, **checkpoint_annotation()}
             return GraphReplay(args[0], annotations).run(*args[1:])

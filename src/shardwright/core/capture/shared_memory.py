@@ -16,7 +16,7 @@ from shardwright.errors import CaptureError
 
 
 def check_memory(module: nn.Module, graph: Graph) -> None:
-    """Check that no parameter or buffer shares memory with another one that a step writes.
+    """Check that no parameter or buffer shares memory with a tensor that a training step updates.
 
     Raises:
         CaptureError: if two tensors overlap, as by `nn.Parameter(other.data.t())`.
@@ -54,9 +54,9 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
         sharing = held.get(storage_id(parameter), ()) if parameter.requires_grad else ()
         if any(_share_elements(parameter, tensor) for tensor in sharing):
             raise CaptureError(
-                f"parameter {name!r} is also read through a reference to the original model in a"
-                " lambda or hook, or through a view in an attribute, where a captured model would"
-                " read its initial values, without a gradient\nread it as"
+                f"parameter {name!r} is also read through another reference: the original model in"
+                " a lambda or hook, or a view in an attribute; a captured model would read its"
+                " initial values there, without a gradient\nread the parameter as"
                 " `self.weight` in a method, or as `module.weight` of the first argument of a hook"
             )
 

@@ -88,8 +88,8 @@ def refuse_packing(*_: Any) -> Tensor:
     """
     raise CaptureError(
         "`pack_padded_sequence` returns a tensor whose size depends on the lengths, which are"
-        " unknown during capture\nrun the padded sequences (in one direction the outputs before the"
-        " padding are equal), select the last output of each by `gather`, and mask the loss"
+        " unknown during capture\npass the padded sequences to the recurrent layer, select the last"
+        " output of each sequence by `gather`, and mask the padding in the loss"
     )
 
 

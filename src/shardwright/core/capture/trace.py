@@ -244,9 +244,9 @@ def _export_call(
     attributes.reads |= {(BUFFERS + path, name): None for path, name in known_values.read}
     if _get_random_states() != drawn:
         raise CaptureError(
-            f"the `forward` of {type(module).__name__}, or what it calls, draws from Python's "
-            "`random` or from `numpy.random`; a captured model would reuse the first number\ndraw "
-            "with `torch`, or between steps into an attribute that `forward` reads"
+            f"the `forward` of {type(module).__name__}, or a function that it calls, draws from "
+            "`random` or `numpy.random`; a captured model would reuse the first number\ndraw with "
+            "`torch`, or draw before each step and store the number in an attribute of the model"
         )
     return exported, attributes, regions.device_type
 

@@ -6,7 +6,7 @@ like the transform itself, with three corrections:
 
 - The trace contains a `detach` of each tensor that autograd saves, which is removed; a `detach`
   that the function calls is not removed.
-- Operators that were called without gradients are called without gradients here too.
+- Operators that the trace recorded in a no-grad region are called in a no-grad region.
 - Other effects of the function, such as registering a hook, raise CaptureError.
 """
 
@@ -109,7 +109,8 @@ class _TransformedCallMode(TorchFunctionMode):
         refuse_hooks(func, args)
         if func == data_setter:
             raise CaptureError(
-                "`.data` is assigned inside of a function transform\ncompute a new tensor"
+                "cannot capture an assignment to `.data` inside of a function transform\n"
+                "compute a new tensor instead: `y = x + 1`"
             )
         if (static := STATIC.get(func)) is not None:
             return static(*args, **kwargs)

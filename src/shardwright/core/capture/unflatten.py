@@ -49,8 +49,8 @@ def move_flattening_down(graph: fx.Graph) -> None:
 
 
 def _rewrite_node(node: fx.Node) -> fx.Node | None:
-    """Insert a node with the elements of `node` that reads no flattened tensor; None if `node` has
-    no such form."""
+    """Insert a node that computes the elements of `node` from unflattened tensors; None if that is
+    not possible."""
     if node.target is aten.reshape.default:
         source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
         return source if source.args != node.args else None

@@ -44,10 +44,10 @@ class GuardedNumber:
     """
 
     def __init__(self, passing: bool) -> None:
-        self._find_passing_value = passing
+        self._passing = passing
 
     def _passing_result(self, other: object) -> bool:
-        return self._find_passing_value
+        return self._passing
 
     __lt__ = __le__ = __gt__ = __ge__ = _passing_result
     __eq__ = __ne__ = _passing_result
@@ -163,8 +163,17 @@ def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
 def _find_operand_value(
     test: ast.expr, passing: bool, at: _SourcePosition, compared: bool
 ) -> bool | None:
-    """Return the bool of the operand at source position `at` that makes the condition `test` equal
-    to `passing`; None if `test` has no operand at this position."""
+    """Return the bool with which one operand makes a condition equal to `passing`.
+
+    Args:
+        test: syntax tree of the condition.
+        passing: bool of the condition with which the check passes.
+        at: source position of the operand.
+        compared: whether the operand must be one side of a comparison.
+
+    Returns:
+        None if the condition has no operand at this position.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _find_operand_value(test.operand, not passing, at, compared)
     if isinstance(test, ast.BoolOp):

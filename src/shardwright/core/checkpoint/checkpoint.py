@@ -208,7 +208,7 @@ class Checkpoints:
         # Collective: no rank starts writing before rank 0 has cleared the leftovers.
         problem = value_of_rank(self._lock_and_clear_folder())
         if problem is not None:
-            raise CheckpointError(f"{self.path(position.step)} is not saved: {problem}")
+            raise CheckpointError(f"cannot save {self.path(position.step)}: {problem}")
         if self._group is not None:
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
         writer = PublishingWriter(self.path(position.step), info, self._keep)

@@ -136,17 +136,17 @@ def _num_samples(dataset: Any) -> int:
     dataset_type = type(dataset)
     if isinstance(dataset, DataLoader | Mapping):
         raise DataError(
-            f"`{dataset_type.__name__}` has no numbered samples\npass a map-style dataset, such as"
-            " the `dataset` of a DataLoader"
+            f"`{dataset_type.__name__}` is not a map-style dataset\npass a dataset whose samples"
+            " have indices, such as the `dataset` of a DataLoader"
         )
-    problem = "" if hasattr(dataset_type, "__getitem__") else "no numbered samples"
+    problem = "" if hasattr(dataset_type, "__getitem__") else "no sample indices"
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
         problem = "no length"
     if isinstance(dataset, IterableDataset) or problem:
         raise DataError(
-            f"{dataset_type.__name__} has {problem or 'no numbered samples'}, so a rank cannot "
+            f"{dataset_type.__name__} has {problem or 'no sample indices'}, so a rank cannot "
             "read only its shard\npass a map-style dataset (with __len__ and __getitem__), or "
             "batches of your own DataLoader through shardwright.run.local_batch"
         )

@@ -107,7 +107,7 @@ class CheckpointInfo:
         path = folder / INFO_FILE
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a checkpoint: there is no such folder\n"
+                f"{folder}: the checkpoint folder does not exist\n"
                 "pass the folder of a run, and the step of one of its checkpoints"
             )
         try:

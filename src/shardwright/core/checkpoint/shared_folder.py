@@ -45,9 +45,9 @@ def check_shared_folder(folder: Path) -> None:
     for rank, (other, sees_marker) in enumerate(seen):
         if not sees_marker:
             raise CheckpointError(
-                f"rank {rank} does not write to the folder of rank 0, {path}, but to {other}\npass"
-                " the same path on every rank, in a file system that all nodes share; a temporary"
-                " folder is made by one rank, which sends its path to the others"
+                f"rank {rank} does not write to the folder of rank 0: {other} is not {path}\npass"
+                " the same path on every rank, in a file system that all nodes share; for a"
+                " temporary folder, create it on rank 0 and broadcast its path"
             )
 
 

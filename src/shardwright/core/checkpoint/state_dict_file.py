@@ -105,8 +105,8 @@ def _remove_shards(folder: Path) -> None:
     foreign = value_of_rank(_foreign_file(folder) if is_rank_0() else None)
     if foreign is not None:
         raise CheckpointError(
-            f"{foreign} is in the place of the shards from which `save_state_dict` writes the file"
-            "\nmove it, or pass another path"
+            f"{foreign} already exists, where `save_state_dict` would write temporary shards\n"
+            "move the file, or pass another path"
         )
     if is_rank_0():
         shutil.rmtree(folder, ignore_errors=True)
@@ -123,8 +123,8 @@ def _foreign_file(folder: Path) -> str | None:
 
 
 _SHARD_NAMES = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|.+\.full", re.DOTALL)
-"""Names of files in the folder of shards: those of `torch.distributed.checkpoint`, and full
-tensors."""
+"""Names of files in the folder of shards: files of `torch.distributed.checkpoint`, and files of
+full tensors."""
 
 
 def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:

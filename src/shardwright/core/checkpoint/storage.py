@@ -51,7 +51,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP reader of a checkpoint from anyone: reads only tensors, and only from regular files.
+    """DCP reader of an untrusted checkpoint: reads only tensors, and only from regular files.
 
     DCP would unpickle the metadata and other entries, which can run code, and would follow the
     paths in the metadata.
@@ -234,7 +234,7 @@ class ChecksumFileSystem(FileSystem):
 def keep_write_error(file: io.BufferedWriter) -> Iterator[_ChecksumStream]:
     """Context that yields an output stream, and raises the OSError of a failed write.
 
-    `torch.save` replaces it by a RuntimeError about positions in the file.
+    `torch.save` would replace the OSError by a RuntimeError about positions in the file.
     """
     stream = _ChecksumStream(file)
     try:

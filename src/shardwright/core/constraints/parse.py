@@ -252,9 +252,9 @@ class StrategyParser:
         capacity = self.rule.capacity[factor]
         if capacity % request.num_shards:
             raise self.error(
-                f"the number of shards of {location} must divide {capacity}, because the operator "
-                "splits or merges this dimension, or its windows reach at most into the next "
-                f"shard\nvalid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
+                f"the number of shards of {location} must divide {capacity}: the operator splits "
+                "or merges this dimension, or its windows must not reach beyond the next shard\n"
+                f"valid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
             )
 
     def _conflicting_requests_error(

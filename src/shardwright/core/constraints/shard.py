@@ -71,7 +71,7 @@ def shard(
             than there are devices, the computation is replicated over the remaining mesh axes.
         out_strategy: one entry per output, in the same form. Partial sums are all-reduced or
             reduce-scattered to match; with None the operators that read the output decide. Entries
-            can also shard dimensions that only the output has, such as those that `expand` adds.
+            can also shard dimensions that only the output has, such as the result of `expand`.
         parameter_plan: one entry for the storage of each parameter, by its name in the module.
 
     Returns:

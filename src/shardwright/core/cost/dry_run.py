@@ -158,13 +158,14 @@ class _MetaChunk:
         splits_backward: whether the backward pass is split into input and weight gradients.
         live: record of allocated and freed storages.
         number: index of the current micro-batch, an int64 scalar.
-        inputs, outputs: inputs and outputs of the current micro-batch.
+        outputs: outputs of the current micro-batch.
+        inputs: inputs of the current micro-batch.
         gradients: received gradients of the current micro-batch.
         groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
         held: tensors that the pass of input gradients leaves to the pass of weight gradients.
-        reduced: gradients by name of stored parameter, as they are after the step's reductions.
-        added: gradients of the current backward pass that are accumulated into earlier ones, each
-            as (number of allocations recorded before it, its storage).
+        reduced: gradients after the reductions at the end of the step, by name of stored parameter.
+        added: (number of earlier allocations, storage) of each gradient that the current backward
+            pass accumulates into a gradient of an earlier micro-batch.
     """
 
     module: StageModule

@@ -293,7 +293,8 @@ def _attention_flops(op: Op) -> float:
 
 
 def _mean_num_keys(op: Op) -> float:
-    """Return the mean number of keys of a query: half of all with causal attention."""
+    """Return the mean number of keys that a query attends to: half of all keys if attention is
+    causal."""
     arguments = call_arguments(op)
     rows, keys = arguments["query"].shape[-2], float(arguments["key"].shape[-2])
     if arguments.get("window") is None:

@@ -1,4 +1,4 @@
-"""Register a device's fused kernels for tensors on the meta device, which has none of its own.
+"""Register the fused kernels of a device for tensors on the meta device.
 
 PyTorch chooses a kernel of `scaled_dot_product_attention`, `rms_norm` and `dropout` by device. On
 the meta device it would decompose them into operators that save more tensors for the backward pass:

@@ -145,8 +145,8 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
 
 
 def _muon_exchange_bytes(shard: TrainedShard) -> int:
-    """Return the bytes that updating a sharded matrix takes in addition to a full one: two bfloat16
-    buffers of the full matrix, minus the momentum of the other shards."""
+    """Return the bytes by which the update of a sharded matrix exceeds the update of a full matrix:
+    two bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
 
@@ -333,16 +333,19 @@ def _bytes_from_small_parameter(
     return OptimizerBytes(state, temporary)
 
 
-def _scaled_numel(state: Shape, sizes: Mapping[int, int], small: int, actual: int) -> int:
+def _scaled_numel(
+    state: Shape, sizes: Mapping[int, int], small_numel: int, actual_numel: int
+) -> int:
     """Return the number of elements of a state tensor, scaled from a small parameter.
 
     Args:
         state: shape of the state tensor of the small parameter.
         sizes: size of a dim of the actual parameter, by size of the dim of the small parameter.
-        small, actual: number of elements of the small and of the actual parameter.
+        small_numel: number of elements of the small parameter.
+        actual_numel: number of elements of the actual parameter.
     """
     # A flat state tensor has as many elements as the parameter; unrelated sizes stay as they are.
-    return prod(actual if size == small else sizes.get(size, size) for size in state)
+    return prod(actual_numel if size == small_numel else sizes.get(size, size) for size in state)
 
 
 def _primes_from(start: int) -> Iterator[int]:

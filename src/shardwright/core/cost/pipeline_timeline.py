@@ -67,7 +67,8 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
         return
     if pieces < stages:
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: some stages would always be idle\n"
+            f"micro_batches={pieces} for {stages} stages: at any time at least one stage would be "
+            "idle\n"
             f"use {stages} or more micro-batches, or {pieces} or fewer stages"
         )
     schedule = pipeline.schedule_spec

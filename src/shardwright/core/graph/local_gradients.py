@@ -75,12 +75,12 @@ def is_floating(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def connect_unread_inputs(
+def connect_unused_inputs(
     results: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the results, connected in the autograd graph to every input that requires a gradient.
 
-    An input that the code has not read gets a gradient of zeros. Ranks reduce gradients together,
+    An input that the code has not used gets a gradient of zeros. Ranks reduce gradients together,
     and code that depends on values may read a parameter on some ranks only.
 
     Args:
@@ -91,10 +91,10 @@ def connect_unread_inputs(
     if not trained or not any(result.requires_grad for result in results):
         return tuple(results)
     reached = reached_by_gradients(results, trained)
-    unread = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
-    if not unread:
+    unused = [tensor for tensor, is_reached in zip(trained, reached, strict=True) if not is_reached]
+    if not unused:
         return tuple(results)
-    connected: tuple[Tensor, ...] = _ConnectUnreadInputs.apply(len(results), *results, *unread)  # type: ignore[no-untyped-call]
+    connected: tuple[Tensor, ...] = _ConnectUnusedInputs.apply(len(results), *results, *unused)  # type: ignore[no-untyped-call]
     return connected
 
 
@@ -133,16 +133,16 @@ def _edges_to_inputs(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tu
     return reached
 
 
-class _ConnectUnreadInputs(torch.autograd.Function):
-    """Return results unchanged, with gradients of zeros for unread inputs.
+class _ConnectUnusedInputs(torch.autograd.Function):
+    """Return results unchanged, with gradients of zeros for unused inputs.
 
-    The arguments are the number of results, the results, and the unread inputs.
+    The arguments are the number of results, the results, and the unused inputs.
     """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        results, unread = tensors[:count], tensors[count:]
-        ctx.unread_types = [(t.shape, t.dtype, t.device) for t in unread]
+        results, unused = tensors[:count], tensors[count:]
+        ctx.unused_types = [(t.shape, t.dtype, t.device) for t in unused]
         ctx.set_materialize_grads(False)
         # Views, since autograd treats inputs that are returned unchanged specially.
         views = tuple(result.view_as(result) for result in results)
@@ -154,7 +154,7 @@ class _ConnectUnreadInputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         zeros = (
-            torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.unread_types
+            torch.zeros(s, dtype=dtype, device=device) for s, dtype, device in ctx.unused_types
         )
         return None, *gradients, *zeros
 
@@ -195,7 +195,7 @@ class _OnEachRankFunction(torch.autograd.Function):
                 for tensor, needs_grad in zip(inputs, ctx.needs_input_grad[1:], strict=True):
                     tensor.requires_grad_(needs_grad)
                 with record_saved_inputs(inputs, saved):
-                    ctx.runs[rank] = inputs, connect_unread_inputs(run(inputs), inputs)
+                    ctx.runs[rank] = inputs, connect_unused_inputs(run(inputs), inputs)
         # Saved through `ctx`, so that parameters are gathered again for the backward pass, as on
         # real ranks.
         ctx.save_for_backward(*(t if i in saved else None for i, t in enumerate(tensors)))

@@ -137,8 +137,8 @@ class _GraphReader:
             # Strings become part of a program's text, to which a line break could add a statement.
             if isinstance(content, str) and not content.isprintable():
                 raise ValueError(
-                    f"the graph contains {content!r}, but strings of a program must be printable\n"
-                    "capture the model again"
+                    f"the graph contains {content!r}, a string with unprintable characters\n"
+                    "remove them from the model, and capture it again"
                 )
             return content
         name, *entries = content

@@ -71,7 +71,7 @@ class Source:
             elif candidate not in self._used_names:
                 self.scope[candidate] = target
                 return candidate
-        raise AssertionError(f"all variable names that begin with {hint!r} are in use")
+        raise AssertionError(f"no unused variable name begins with {hint!r}")
 
     def add(
         self,

@@ -297,8 +297,8 @@ class BatchGuard:
                 )
             if signature != rows[0][0]:
                 raise DataError(
-                    f"call {call}: rank {rank} calls the model with other arguments or in another"
-                    " mode than rank 0\ntrain and evaluate on all ranks at the same time, with"
+                    f"call {call}: the arguments or the training mode of the model on rank {rank}"
+                    " differ from rank 0\ntrain and evaluate on all ranks at the same time, with"
                     f" inputs of the same shapes; {self._remedy}"
                 )
         for column, inputs in enumerate(self._inputs, 2):
@@ -306,7 +306,7 @@ class BatchGuard:
                 for rank in others:
                     if rows[rank][column] != rows[first][column]:
                         raise DataError(
-                            f"call {call}: rank {rank} passed other values than rank {first} for"
+                            f"call {call}: rank {rank} and rank {first} passed different values for"
                             f" input {', '.join(map(repr, inputs.names))}\n{self._remedy}"
                         )
         check_equal_training(call, [row[-NUM_COLUMNS:] for row in rows])

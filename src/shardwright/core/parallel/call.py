@@ -128,9 +128,9 @@ class PlannedCall:
             # Shardings refer to dimensions by index. For other sizes the model is captured again.
             if leaf.ndim != len(planned.shape):
                 raise PlanError(
-                    f"input {planned.name!r} has shape {tuple(leaf.shape)}, planned for"
-                    f" {planned.shape}\npass a tensor with {len(planned.shape)} dimensions; only"
-                    " sizes may differ from the planned call"
+                    f"input {planned.name!r} has shape {tuple(leaf.shape)}, but the plan expects"
+                    f" {planned.shape}\npass a tensor with {len(planned.shape)} dimensions; their"
+                    " sizes may differ from the plan"
                 )
 
     def _arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
             raise PlanError(str(error)) from None
         if not isinstance(leaf, Hashable):
             raise PlanError(
-                f"an argument of the model is an object ({type(leaf).__name__})\n"
+                f"an argument of the model is an object of unsupported type {type(leaf).__name__}\n"
                 "pass its fields, or tensors, numbers, tuples, lists and dicts"
             )
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec

@@ -329,9 +329,9 @@ def _wrap_decoder_errors(name: str, decode: Callable[..., Any]) -> Callable[...,
         except (CaptureError, MixedTensorsError) as error:
             reason = str(error).partition("\n")[0]
             raise PlanError(
-                f"`{name}` calls the planned {type(self).__name__} differently from training: "
-                f"{reason}\ncall it on every rank with full parameters: `with sw.whole(net): "
-                f"net.{name}(...)`"
+                f"`{name}` calls the planned {type(self).__name__} in a way that cannot be planned:"
+                f" {reason}\ncall `{name}` on every rank with full parameters: "
+                f"`with sw.whole(net): net.{name}(...)`"
             ) from error
 
     return decoder

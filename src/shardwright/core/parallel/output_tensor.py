@@ -106,8 +106,8 @@ class OutputTensor(DTensor):
         if _is_in_place_on_output(name, args, kwargs):
             # In-place changes of the gathered copy would be lost.
             raise MixedTensorsError(
-                f"{name or func} would change an output of a planned model, which is sharded,"
-                " by ordinary tensors or by an operator that DTensor does not implement\ncompute a"
+                f"{name or func} cannot change a sharded output of a planned model in place: its"
+                " other arguments are not DTensors, or DTensor does not implement it\ncompute a"
                 " new tensor instead (`y = y + x` for `y += x`), or change `y.full_tensor()`"
             ) from reason
         # Differentiable: `full_tensor` is an all-gather whose gradient is sharded again.

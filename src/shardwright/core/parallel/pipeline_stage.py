@@ -208,9 +208,9 @@ class RankStages:
     def compile(self, compiler: Callable[[Program], Program]) -> None:
         if self.pipeline.schedule_spec.splits_backward:
             raise PlanError(
-                f"schedule {self.pipeline.schedule!r} splits backward passes, and those of "
-                "compiled programs cannot be split\nplan with a schedule that does not split "
-                "backward passes, such as '1f1b'"
+                f"schedule {self.pipeline.schedule!r} computes input and weight gradients in "
+                "separate passes, which compiled programs do not support\nplan with a schedule of "
+                "undivided backward passes, such as '1f1b'"
             )
         for module in self.modules:
             module.program = compiler(module.program)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.graph.local_declaration import Declaration, DimNames
-from shardwright.core.graph.local_gradients import connect_unread_inputs
+from shardwright.core.graph.local_gradients import connect_unused_inputs
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.rules.notation import sharding_rule
 from shardwright.core.rules.rule import Local, Main, ShardingRule, rule_for
@@ -75,7 +75,7 @@ def _local_map_kernel(op: Op, local: Local) -> Callable[..., Any]:
         return torch.where(numbers.eq(0), result, 0)
 
     def local_map(*tensors: Tensor) -> Any:
-        results = connect_unread_inputs(call.run(tensors), tensors)
+        results = connect_unused_inputs(call.run(tensors), tensors)
         terms = tuple(map(term, results, divisors))
         return terms[0] if len(terms) == 1 else terms
 

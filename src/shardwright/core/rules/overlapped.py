@@ -75,8 +75,8 @@ class Overlapped:
         borders = [
             _WrittenHaloExchange(
                 *(window, shards, local.index(window.factor)),
-                following=next(exchanges) if window.before(shards) else None,
-                previous=next(exchanges) if window.after(shards) else None,
+                from_next=next(exchanges) if window.before(shards) else None,
+                from_previous=next(exchanges) if window.after(shards) else None,
             )
             for window, shards in sharded
         ]
@@ -110,20 +110,25 @@ class Overlapped:
 
 @dataclass(frozen=True)
 class _WrittenHaloExchange:
-    """Exchange, in one sharded dimension, of the rows that a shard computes for its neighbors.
+    """Halo exchange of an output in one sharded dimension: sends the halo rows to the neighbors.
+
+    The *halo rows* are output rows that a shard computes but a neighboring shard owns.
 
     Args:
         window: window along the dimension.
-        shards, index: number of shards, and index of this shard.
-        following, previous: exchanges that return the rows that the next and the previous shard
-            write of this shard; None without such rows.
+        shards: number of shards of the dimension.
+        index: index of the local shard.
+        from_next: sends halo rows to the previous shard and returns halo rows of the next shard;
+            None if the windows do not overlap in this direction.
+        from_previous: sends halo rows to the next shard and returns halo rows of the previous
+            shard; None if the windows do not overlap in this direction.
     """
 
     window: Window
     shards: int
     index: Any
-    following: Reduce | None
-    previous: Reduce | None
+    from_next: Reduce | None
+    from_previous: Reduce | None
 
     def pad_to_halo(self, x: Tensor) -> Tensor:
         """Return the written rows within the rows of this shard and its halo, and 0 elsewhere."""
@@ -143,14 +148,14 @@ class _WrittenHaloExchange:
         window, dim, size = self.window, self.window.dim, self.window.size // self.shards
         before, after = window.before(self.shards), window.after(self.shards)
         out, trailing = x.narrow(dim, before, size), (0, 0) * (x.ndim - 1 - dim)
-        if self.following is not None:
+        if self.from_next is not None:
             rows = self._zero_rows_at_outer_border(
-                self.following(x.narrow(dim, 0, before)), self.shards - 1
+                self.from_next(x.narrow(dim, 0, before)), self.shards - 1
             )
             out = out + functional.pad(rows, (*trailing, size - before, 0))
-        if self.previous is not None:
+        if self.from_previous is not None:
             rows = self._zero_rows_at_outer_border(
-                self.previous(x.narrow(dim, before + size, after)), 0
+                self.from_previous(x.narrow(dim, before + size, after)), 0
             )
             out = out + functional.pad(rows, (*trailing, 0, size - after))
         return out

@@ -288,8 +288,8 @@ class Windowed:
         return [
             HaloExchange(
                 *(window, shards, local.index(window.factor), self.padding_value),
-                previous=next(exchanges) if window.before(shards) else None,
-                following=next(exchanges) if window.after(shards) else None,
+                from_previous=next(exchanges) if window.before(shards) else None,
+                from_next=next(exchanges) if window.after(shards) else None,
             )
             for window, shards in sharded_windows(self.windows, local.shard_counts)
         ]
@@ -330,33 +330,36 @@ class _UnshardedPadding:
 
 @dataclass(frozen=True)
 class HaloExchange:
-    """The halo of one sharded dimension.
+    """Halo exchange of an input in one sharded dimension: fetches the rows of the neighbors.
 
     Args:
         window: window along the dimension.
-        shards, index: number of shards, and index of this shard.
-        padding_value: value of padding; None without.
-        previous, following: exchanges with the previous and with the next shard; None if no row of
-            that shard is read.
+        shards: number of shards of the dimension.
+        index: index of the local shard.
+        padding_value: value of padding; None without padding.
+        from_previous: returns rows of the previous shard; None if the windows read no row of the
+            previous shard.
+        from_next: returns rows of the next shard; None if the windows read no row of the next
+            shard.
     """
 
     window: Sliding
     shards: int
     index: Any
     padding_value: float | None
-    previous: Reduce | None
-    following: Reduce | None
+    from_previous: Reduce | None
+    from_next: Reduce | None
 
     def extend(self, x: Tensor) -> Tensor:
         """Return the rows that the windows of the local shard read."""
         window, shards, blocks = self.window, self.shards, [x]
         dim, size = window.dim, x.shape[window.dim]
         before, after = window.before(shards), window.after(shards)
-        if self.previous is not None:
-            rows = self.previous(x.narrow(dim, size - before, before))
+        if self.from_previous is not None:
+            rows = self.from_previous(x.narrow(dim, size - before, before))
             blocks.insert(0, self._pad_rows_at_outer_border(rows, 0))
-        if self.following is not None:
-            rows = self.following(x.narrow(dim, 0, after))
+        if self.from_next is not None:
+            rows = self.from_next(x.narrow(dim, 0, after))
             blocks.append(self._pad_rows_at_outer_border(rows, shards - 1))
         extended = torch.cat(blocks, dim) if len(blocks) > 1 else x
         if before + size + after == window.num_rows(shards):

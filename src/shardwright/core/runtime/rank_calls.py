@@ -35,7 +35,7 @@ from shardwright.core.agreement.rank_states import (
     WAITING,
     RankState,
     difference_of_calls,
-    ended_too_early,
+    exited_too_early,
     store_has_ended,
 )
 from shardwright.core.runtime.collective_errors import PEER_FAILURE, naming_redistributions
@@ -103,7 +103,7 @@ class RankCalls:
         self._in_backward = False
         self._expected = ExpectedCalls()
         self._last_meeting = ""
-        self._has_differed = self._is_again = False
+        self._has_differed = self._is_retry = False
         """Whether the last call, and the call before it, raised an error on this rank while other
         ranks may still wait in it."""
         self._written, self._seen_changes = "", 0
@@ -198,8 +198,8 @@ class RankCalls:
         self._counts[name] += 1
         self._calls.append(f"{name} {self._counts[name]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
-        self._is_again, self._has_differed = self._has_differed, False
-        return self._expected.begin(name) and not self._is_again
+        self._is_retry, self._has_differed = self._has_differed, False
+        return self._expected.begin(name) and not self._is_retry
 
     def _remove_last_call(self, name: str, error: BaseException) -> None:
         """Remove the last call, which raised `error`, from the counts."""
@@ -280,14 +280,15 @@ class RankCalls:
             raise self._make_exception_from_error() from error
 
     def _read_or_set_common_error(self) -> None:
-        """Read the common error of all ranks, or set it if a rank has ended before this call."""
+        """Read the error that all ranks raise, or set the error if a rank exited before the call
+        that this rank waits in."""
         if self._meetings.check(["error"]):
             self.error = self._meetings.get("error").decode()
         elif self._meetings.check(["a rank has ended"]):
             keys = [f"ended {rank}" for rank in range(self._world_size)]
             ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
             states = [RankState.from_json(content.decode()) for content in ended]
-            self.error = ended_too_early(self._state_of_this_rank(), states)
+            self.error = exited_too_early(self._state_of_this_rank(), states)
             if self.error:
                 self._meetings.set("error", self.error)
 
@@ -341,7 +342,7 @@ class RankCalls:
         line = line if is_inside or waits_in else ""
         waits_in = "" if is_inside else waits_in
         state = RankState(self._rank, self._count, tuple(self._calls), is_inside, waits_in, line)
-        return replace(state, is_again=is_inside and self._is_again)
+        return replace(state, is_retry=is_inside and self._is_retry)
 
 
 @cache
