@@ -166,9 +166,11 @@ class Predicted:
 
     @property
     def spare_seconds(self) -> float:
-        """Upper bound on the seconds of additional computation that do not lengthen the step: those
-        that hide exposed communication of parameters, and those in which stages wait for the
-        slowest stage."""
+        """Upper bound on the seconds of additional computation that do not lengthen the step.
+
+        The sum of the seconds that would hide exposed communication of parameters, and of the
+        seconds for which stages wait for the slowest stage.
+        """
         exposed = self._stage_seconds(
             lambda chunk: chunk.exposed + chunk.micro_batches * sum(chunk.exposed_per_micro_batch)
         )

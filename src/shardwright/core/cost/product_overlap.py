@@ -21,8 +21,8 @@ PIPELINED = ("all_gather", "reduce_scatter")
 
 
 def product_overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overlap]:
-    """Return the matrix products right before or after each all-gather and reduce-scatter of an
-    activation, which may be pipelined with it.
+    """Return the matrix products that can be pipelined with each all-gather and reduce-scatter of
+    an activation: the products right before and after the collective.
 
     Args:
         flow: communication of `graph`.

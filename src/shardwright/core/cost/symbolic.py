@@ -32,13 +32,13 @@ NO_CUT_DIVISOR = 25
 
 
 def cut_cost(
-    elements: Sequence[int], carries: Sequence[bool], weight: int | None, mem_coeff: float
+    elements: Sequence[int], is_sharded: Sequence[bool], weight: int | None, mem_coeff: float
 ) -> float:
     """Return the cost of cutting one factor: half of the elements that the cut leaves unsharded.
 
     Args:
         elements: number of elements of the current shard of each input, then of each output.
-        carries: for each tensor whether the cut shards the tensor.
+        is_sharded: for each tensor whether the cut shards the tensor.
         weight: index of the tensor whose elements `mem_coeff` multiplies; None without a weight.
         mem_coeff: weight of parameter memory: values below 1 favor data parallelism, values above 1
             model parallelism.
@@ -48,7 +48,7 @@ def cut_cost(
     """
     unsharded = sum(
         mem_coeff * size if index == weight else size
-        for index, (size, cut) in enumerate(zip(elements, carries, strict=True))
+        for index, (size, cut) in enumerate(zip(elements, is_sharded, strict=True))
         if not cut
     )
     return unsharded / 2

@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         history: allocations and frees in order.
-        now: bytes that are live at present.
+        now: current number of live bytes.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ def share_generator_states(
     belong to the random stream of another rank.
 
     Args:
-        tensors: tensors, of which ordinary ones are ignored.
+        tensors: deferred tensors; ordinary tensors among them are ignored.
         share: function that is called with the states by name, and may overwrite them in place,
             e.g. by a broadcast from rank 0.
     """

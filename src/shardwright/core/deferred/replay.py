@@ -115,7 +115,12 @@ def plan_replay(
 
 
 def _storages_by_last_writing_operation(record: Record, storages: set[int]) -> dict[int, set[int]]:
-    """Return, for each operation by index, those of `storages` that no later operation writes."""
+    """Return the storages whose last write is by an operation, by index of the operation.
+
+    Args:
+        record: the record of the operations.
+        storages: the storages to look up.
+    """
     # Backwards: the first operation found that writes a storage is the last to do so.
     remaining, finished = set(storages), {}
     for number in reversed(range(len(record.operations))):
@@ -186,7 +191,7 @@ def _storage_of_result(
     """Return the storage of `result`, which later operations access by the recorded views.
 
     Raises:
-        DeferredError: if shape, strides, offset or dtype differ from those on the meta device.
+        DeferredError: if shape, strides, offset or dtype differ from the result on the meta device.
     """
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
         view.shape,

@@ -33,8 +33,8 @@ from shardwright.errors import DeferredError
 aten = torch.ops.aten
 
 RECORDS_IN_ITS_PLACE = "records_in_its_place"
-"""Attribute of classes such as `UninitializedShard` that record operators on deferred tensors in
-their place."""
+"""Name of the attribute that marks tensor classes, such as `UninitializedShard`, which record
+operators themselves even if an argument is a deferred tensor."""
 
 
 class Deferred(Tensor):
@@ -257,7 +257,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
     `no_init_parameters`, unless they have been used or seeded since.
 
     Args:
-        tensors: tensors by name, of which ordinary ones are ignored.
+        tensors: deferred tensors by name; ordinary tensors among them are ignored.
         on_finished: called with the name and value of each deferred tensor, on the CPU, as soon as
             the value is computed, in the order in which the model was built; the value is then
             freed.

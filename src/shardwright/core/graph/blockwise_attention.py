@@ -39,7 +39,7 @@ def blockwise_attention(
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+        key, value: `[batch, heads, keys, size]`; may have fewer heads, each shared by a group of
             adjacent query heads.
         vectors: inputs of the mask, one element per query, `[..., queries, 1]`, or per key,
             `[..., 1, keys]`.

@@ -279,7 +279,7 @@ def windowed_attention(
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+        key, value: `[batch, heads, keys, size]`; may have fewer heads, each shared by a group of
             adjacent query heads. The last key has the position of the last query.
         window: number of positions that a query reads.
         scale: factor of the scores, by default `size ** -0.5`.
@@ -310,7 +310,7 @@ def masked_attention(
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+        key, value: `[batch, heads, keys, size]`; may have fewer heads, each shared by a group of
             adjacent query heads. The first key has position 0.
         vectors: inputs of the mask, one element per query, `[..., queries, 1]`, or per key,
             `[..., 1, keys]`.

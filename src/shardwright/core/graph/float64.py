@@ -128,8 +128,14 @@ def _is_float_cast(op: Op) -> bool:
 
 
 def _arguments_with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
-    """Return the `args` and `kwargs` of `op`, with floats replaced by the floats of `twin`, the
-    same operator captured in float64, if the numbers of arguments are equal."""
+    """Return the `args` and `kwargs` of `op`, with floats replaced by the floats of `twin`.
+
+    Arguments are returned unchanged if `op` and `twin` have different numbers of arguments.
+
+    Args:
+        op: an operator.
+        twin: the same operator captured in float64.
+    """
     leaves, spec = pytree.tree_flatten((op.args, op.kwargs))
     twin_leaves = pytree.tree_leaves((twin.args, twin.kwargs))
     if len(leaves) == len(twin_leaves):

@@ -320,8 +320,8 @@ class Graph:
 
     @property
     def is_term_of_batch(self) -> bool:
-        """Whether the loss is a term of the loss of the global batch that differs from the loss of
-        a call with one micro-batch."""
+        """Whether the graph was rewritten so that its loss is a term of the loss of the global
+        batch; such a term differs from the loss of a call with the micro-batch alone."""
         return isinstance(self.whole_batch, WholeBatch) and self.whole_batch.rewritten
 
     @property

@@ -282,8 +282,8 @@ class LocalCall:
         return self.sample is None or self.saved_bytes is not None
 
     def is_mean(self, output: int) -> bool:
-        """Whether result number `output` is the mean of the local results over ranks, as changed
-        buffers are."""
+        """Whether result number `output` is the mean of the local results over ranks. New values of
+        changed buffers are means."""
         partial = self.declaration.partial
         return output >= len(partial) or partial[output] == "mean"
 
@@ -343,8 +343,7 @@ class LocalCall:
         return self._check_results([*results, *buffers], tensors)
 
     def _check_container(self, result: Any, count: int) -> None:
-        """Check that code that capture could not run returns a tensor or tuple, as capture has
-        assumed.
+        """Check the type of the return value of code that capture could not run.
 
         Capture cannot run code that needs tensors with data; it assumes that the code returns a
         tensor or a tuple of `count` tensors.

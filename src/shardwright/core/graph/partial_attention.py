@@ -30,7 +30,7 @@ def partial_attention(
 
     Args:
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+        key, value: `[batch, heads, keys, size]`; may have fewer heads, each shared by a group of
             adjacent query heads.
         diagonal: query i reads the keys up to index i + `diagonal`; None for all keys.
         scale: factor of the scores, by default `size ** -0.5`.
@@ -84,7 +84,7 @@ def partial_attention_backward(
     Args:
         gradient: gradient of the attention output, merged over all parts.
         query: `[batch, heads, queries, size]`.
-        key, value: `[batch, heads, keys, size]`; with fewer heads each is shared by a group of
+        key, value: `[batch, heads, keys, size]`; may have fewer heads, each shared by a group of
             adjacent query heads.
         out, lse: the attention output and its log-sum-exp, merged over all parts.
         diagonal: query i reads the keys up to index i + `diagonal`; None for all keys.

@@ -64,7 +64,7 @@ class _OperatorKey:
     Args:
         target: the operator's target.
         arguments: `repr` of the arguments, with shape, dtype and differentiability of each tensor.
-        op: an operator with this key; keys are compared without it.
+        op: an operator with this key; ignored when keys are compared.
     """
 
     target: OpTarget

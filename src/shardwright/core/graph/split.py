@@ -143,7 +143,7 @@ def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
     """Check that no buffer is read in one chunk and updated in another.
 
     Raises:
-        PlanError: if such a buffer exists.
+        PlanError: if a buffer is read in one chunk and updated in another.
     """
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)

@@ -331,7 +331,7 @@ class TensorLayout:
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def on(self, mesh: DeviceMatrix) -> TensorLayout:
-        """Return the same layout on a finer device matrix, or on one with another order of ranks.
+        """Return the same layout on a device matrix with finer axes or another order of ranks.
 
         Raises:
             LayoutError: if `mesh` has other ranks, or an axis of this layout is not a product of

@@ -193,8 +193,8 @@ def nest_segments(
 ) -> list[Line]:
     """Return `lines` with each recomputed segment replaced by a line that calls an inner function.
 
-    Lines without a segment between the lines of a segment move before the segment, or after it if
-    they depend on its results.
+    Where lines without a segment stand between lines of a segment, they move before the segment or,
+    if they depend on its results, after the segment.
 
     Args:
         lines: the lines of a function.
@@ -249,24 +249,24 @@ def _split_at_segment(
 
 
 def _segment_call(
-    inside: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, runner: str
+    body: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, runner: str
 ) -> Line:
-    """Return a line that defines and calls an inner function of the lines of a segment.
+    """Return a line that defines and calls an inner function with the lines of a segment.
 
     Args:
-        inside: the lines of the segment.
+        body: the lines of the segment.
         readers: segments that read each variable; None for readers outside segments.
         function: name of the inner function.
         runner: name of the function that runs inner functions with activation checkpointing.
     """
-    own_segment = {inside[0].segment}
-    assigned = dict.fromkeys(n for line in inside for n in line.names)
-    inputs = tuple(dict.fromkeys(n for line in inside for n in line.reads if n not in assigned))
+    own_segment = {body[0].segment}
+    assigned = dict.fromkeys(n for line in body for n in line.names)
+    inputs = tuple(dict.fromkeys(n for line in body for n in line.reads if n not in assigned))
     return Line(
         names=tuple(n for n in assigned if readers.get(n, own_segment) - own_segment),
         expression=f"{runner}({', '.join([function, *inputs])})",
         reads=inputs,
-        comment=f"{inside[0].segment}: recomputed in the backward pass",
+        comment=f"{body[0].segment}: recomputed in the backward pass",
         function=function,
-        body=tuple(inside),
+        body=tuple(body),
     )

@@ -34,9 +34,9 @@ class BucketLines:
     reverse order, waits for the all-reduces last. Shards of other buckets enter just before their
     gather: their gradients are complete after the reduce-scatter.
 
-    A program of unsharded parameters has no buckets that are reduced once per step: it reads the
-    members of these buckets in the layouts in which they are used. It reads gathered members of
-    `level2` buckets, and only their gradients pass through the bucket.
+    A program that reads parameters from `UnshardedParameters` omits the buckets that are reduced
+    once per step: their members are passed to the program in the layouts of their uses. Members of
+    `level2` buckets are passed gathered, and the program reduces only their gradients.
 
     Args:
         communication: the communication of the program, with its buckets.

@@ -1,8 +1,8 @@
 """Lower a chunk to the program of one rank.
 
 The program is generated Python source that computes on local tensors: the operators of the graph in
-order, with a redistribution wherever an operator reads a value in another layout than its
-producer's.
+order, with a redistribution wherever an operator reads a value in another layout than the layout in
+which its producer computes it.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class _ProgramEmitter:
         return self.variables[value]
 
     def _emit_route(self, value: Value, route: Sequence[Transfer]) -> str:
-        """Emit the transfers of `route`, and return the variable of `value` after these."""
+        """Emit the transfers of `route`, and return the variable of `value` after the last one."""
         name = self.buckets.member(value, route)
         if name is None:
             name = self._initial_variable(value)
@@ -292,8 +292,8 @@ class _ProgramEmitter:
     # Operators
 
     def _emit_early_starts(self) -> set[Op]:
-        """At the top of the program, launch the communication of two-phase kernels that depends
-        only on inputs, so that it overlaps computation.
+        """Emit, at the top of the program, the launch of two-phase kernels whose communication
+        depends only on inputs, so that the communication overlaps computation.
 
         Returns:
             The operators emitted to compute the inputs of these kernels.

@@ -7,8 +7,9 @@ so that two graphs determine a third:
     rows 128: reshape(x, [1048576, 64])      rows 64: reshape(x, [524288, 64])
     rows  32: reshape(x, [ 262144, 64])
 
-Two graphs do not prove that a third batch size is captured alike (`if len(x) < 40`). So derived
-graphs only serve to compare plans, and the graph of a chosen plan is captured.
+Two graphs do not prove that a third batch size gives the same operators: a model may branch on the
+size (`if len(x) < 40`). Derived graphs therefore only serve to compare plans; the graph of the
+chosen plan is captured.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class GraphsBySize:
 
     @contextmanager
     def deriving(self, derive: bool) -> Iterator[Callable[[], bool]]:
-        """Context in which graphs may be derived or not; yields a function that returns whether a
+        """Context that sets whether graphs may be derived; yields a function that returns whether a
         derived graph was used in the context."""
         before, self.derive = self.derive, derive
         start = self.num_derived

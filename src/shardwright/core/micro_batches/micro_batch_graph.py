@@ -341,19 +341,19 @@ def _ops_on_which_values_depend(ops: Iterable[Op], values: Iterable[Value]) -> l
     return needed_ops[::-1]
 
 
-def _rename_replaced_ops(ops: list[Op], made: set[Op]) -> list[Op]:
+def _rename_replaced_ops(ops: list[Op], new_ops: set[Op]) -> list[Op]:
     """Rename operators of a micro-batch, and their outputs, where a new operator has the same name.
 
     Args:
         ops: operators of a micro-batch.
-        made: the new operators among `ops`, which keep their names.
+        new_ops: the new operators among `ops`, which keep their names.
     """
-    names = {op.name for op in ops if op in made}
+    names = {op.name for op in ops if op in new_ops}
     renamed: dict[Value, Value] = {}
     result = []
     for op in ops:
         args, kwargs = op.arguments(lambda value: renamed.get(value, value))
-        if op.name in names and op not in made:
+        if op.name in names and op not in new_ops:
             for value in op.outputs:
                 renamed[value] = replace(value, name=f"{value.name}_of_micro_batch")
             outputs = tuple(renamed[value] for value in op.outputs)

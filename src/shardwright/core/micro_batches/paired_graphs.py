@@ -128,8 +128,8 @@ class PairedGraphs:
             ops: operators of the rewritten graph.
 
         Raises:
-            UnsplittableError: for the first operator without a match, views aside, or with other
-                arguments.
+            UnsplittableError: for the first operator that has other arguments than its match, or
+                that is not a view and has no match.
         """
         whole_ops = {micro_op: op for op, micro_op in self.ops.items()}
         for made in ops:

@@ -190,12 +190,11 @@ def _number_arguments_in_micro_batch(
 def _needs_slice_of_shared_value(
     flow: SampleFlow, value: Value, factors: Dims, factor: str
 ) -> bool:
-    """Whether a micro-batch of an operator reads only a slice of `value`, which does not depend on
-    samples.
+    """Whether an operator on a micro-batch reads only a slice of `value`.
 
     Args:
         flow: the states determined so far.
-        value: an input of the operator.
+        value: an input of the operator, which does not depend on samples.
         factors: the sharding factor of each dimension of `value`.
         factor: the sharding factor of the batch dimension.
     """

@@ -189,8 +189,8 @@ class BatchGuard:
     def check_step(self) -> None:
         """Check the call of this step before its gradients are used.
 
-        On an accelerator, a comparison that has not arrived is not waited for, as the host must be
-        able to run ahead.
+        On an accelerator, does not wait for a comparison that has not arrived, so that the host can
+        run ahead.
 
         Raises:
             DataError: on every rank, if the call differs between ranks.

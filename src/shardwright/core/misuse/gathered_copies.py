@@ -35,7 +35,8 @@ VIEWS = (
 
 
 def refuse_lost_writes() -> None:
-    """Make views of DTensors that are gathered copies reject writes, in all of this process."""
+    """Make gathered copies, which view operators return for sharded DTensors, reject writes. The
+    change applies to all DTensors of this process."""
     for view in VIEWS:
         change_results(view, _make_gathered_views_read_only)
 

@@ -3,8 +3,8 @@ optimizer.
 
 Sharded parameters are DTensors, and pickling DTensors is rejected. A stage on one device has
 ordinary tensors: its state dict contains `StageTensor`s, and the state dict of its optimizer is a
-`StageState`; both reject pickling. `torch.distributed.checkpoint` saves from all ranks, so it may
-pickle all of these.
+`StageState`; both reject pickling. `torch.distributed.checkpoint` saves from all ranks, and may
+therefore pickle these objects.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ GRACE_SECONDS = 0.5
 """Seconds that a rank waits before it raises an error that other ranks must detect too."""
 
 
-def is_due(number: int, first: int, period: int) -> bool:
+def is_due(number: int, num_first_calls: int, period: int) -> bool:
     """Whether a periodic check runs in call `number`.
 
     Args:
         number: the number of the call, from 1.
-        first: number of calls at the start of the run that are all checked.
+        num_first_calls: number of calls at the start of the run that are all checked.
         period: number of calls between later checks.
     """
     return number <= first or number % period == 0

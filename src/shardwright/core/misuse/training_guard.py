@@ -62,6 +62,7 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
 
 
 def _value_of(record: TrainingRecord, name: str) -> float:
-    """Return a field of a record; of the learning rate, which is a sum over steps, the mean."""
+    """Return a field of a record; for the learning rate, of which the record has the sum over steps,
+    the mean over steps."""
     value: float = getattr(record, name)
     return value / max(1, record.steps) if name == "learning_rate" else value

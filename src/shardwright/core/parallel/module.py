@@ -61,7 +61,7 @@ class Copyable:
         """Copy the model with its shards; the copy runs the same programs. Not collective."""
         assert isinstance(self, ParallelModule)
         if self.execution.initialization is not None:
-            self.execution.initialization.take_values(self, alone=True)
+            self.execution.initialization.take_values(self, only_this_rank=True)
             # The copy has None in place of other stages' tensors.
             memo |= self.execution.initialization.memo_of_copy()
         # A parameter shares the version counter of its local shard, which `deepcopy` would lose.

@@ -118,8 +118,8 @@ class OutputTensor(DTensor):
 def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func`, a `backward` function, on ordinary outputs if any gradient is an ordinary tensor.
 
-    Outputs are then gathered to match that gradient. The tensors in `inputs` are not gathered,
-    since autograd accumulates into their `.grad`.
+    Outputs are gathered to match the ordinary gradient. The tensors in the argument `inputs` are
+    not gathered, since autograd accumulates into their `.grad`.
     """
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
     given = args, {key: value for key, value in kwargs.items() if key not in inputs}

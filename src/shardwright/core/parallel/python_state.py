@@ -120,13 +120,13 @@ class PythonState:
         self._hooks = self._count_hooks()
         self.watch(attributes)
 
-    def of_copy(self, module: nn.Module, inside: nn.Module) -> PythonState:
+    def of_copy(self, module: nn.Module, hooked_module: nn.Module) -> PythonState:
         """Return the Python state of `module`, a copy; equal states of both modules have the same
         key.
 
         Args:
             module: a deep copy of the planned module.
-            inside: the copied module that has the root module's captured forward hooks.
+            hooked_module: the copied module that has the root module's captured forward hooks.
         """
         result = copy(self)
         result._by_path = dict(module.named_modules())
@@ -135,7 +135,7 @@ class PythonState:
                 path,
                 position,
                 dict(of_model),
-                forward_hooks(result._by_path[path] if path else inside)[position],
+                forward_hooks(result._by_path[path] if path else hooked_module)[position],
             )
             for path, position, of_model, _ in self._captured_hooks
         ]

@@ -123,7 +123,8 @@ class Recapture:
 
     @property
     def _autocast_of_caller(self) -> Autocast:
-        """The caller's autocast region, outside of which programs run with casts as operators."""
+        """Autocast region of the caller. Programs run outside of the region, and contain the casts
+        of the region as operators."""
         return Autocast.around(self.devices.device)
 
     def _capture_specialization(

@@ -117,7 +117,7 @@ class Ranks:
         self.partitioned = replace(self.partitioned, graph=graph)
 
     def shard(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
-        """Shard a full tensor over the ranks; return the `LocalTensor` that holds all shards."""
+        """Shard a full tensor over the ranks; return a `LocalTensor` with the shards of all ranks."""
 
         def block(rank: int) -> Tensor:
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()

@@ -271,7 +271,7 @@ def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _pop_unreplaced_tensors(
     tensors: dict[str, Tensor], plan: StoragePlan
 ) -> dict[str, nn.Parameter]:
-    """Remove from `tensors` those that need not be replaced; return the parameters among them.
+    """Remove the tensors that need not be replaced from `tensors`; return the removed parameters.
 
     Buffers that are already on the device are not replaced. Parameters on one device are not
     replaced either; their data is moved to the device.
@@ -314,7 +314,7 @@ def _replay_initialization_before_saving(module: nn.Module, *_: object) -> None:
     values."""
     initialization = initialization_of(module)
     if initialization is not None:
-        initialization.take_values(module, alone=True)
+        initialization.take_values(module, only_this_rank=True)
 
 
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -163,16 +163,16 @@ class Initialization:
         tensors = _uninitialized_parameters(module)
         return all(tensors[name].is_initialized() for name in tensors.keys() & self.names)
 
-    def take_values(self, module: nn.Module, *, alone: bool = False) -> None:
+    def take_values(self, module: nn.Module, *, only_this_rank: bool = False) -> None:
         """Replay the record one parameter at a time; each rank keeps its shards. Collective.
 
         Random numbers are drawn from the state of rank 0's generator.
 
         Args:
             module: the planned module.
-            alone: whether only this rank makes the call, e.g. in `state_dict()`. Random numbers are
-                then drawn from this rank's generator, and the next collective call checks that the
-                generators of all ranks are equal.
+            only_this_rank: whether only this rank makes the call, e.g. in `state_dict()`. Random
+                numbers are then drawn from this rank's generator, and the next collective call
+                checks that the generators of all ranks are equal.
 
         Raises:
             PlanError: if the ranks have recorded different initializations.
@@ -180,7 +180,7 @@ class Initialization:
         """
         tensors = _uninitialized_parameters(module)
         if self._devices.is_distributed:
-            if alone:
+            if only_this_rank:
                 self._replayed_alone |= any(t.full is not None for t in tensors.values())
             else:
                 self._check_ranks_recorded_equally()
@@ -215,8 +215,8 @@ class Initialization:
     def _check_ranks_recorded_equally(self) -> None:
         device = self._devices.device
         lines = list(init_record_lines([self._recorded_tensor]))
-        alone = gathered(torch.tensor(self._replayed_alone, device=device))
-        if alone.any():
+        replayed_alone = gathered(torch.tensor(self._replayed_alone, device=device))
+        if replayed_alone.any():
             states: dict[str, Tensor] = {}
             share_generator_states([self._recorded_tensor], states.update)
             lines += [

@@ -112,8 +112,15 @@ class WholeBatchValues:
 
 
 def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Tensor]:
-    """Split a tensor of the global batch into `count` micro-batches along `dim`; each contains an
-    equal part of every local batch, of which there are `shards`."""
+    """Split a tensor of the global batch into micro-batches along `dim`, each with an equal part of
+    every local batch.
+
+    Args:
+        tensor: the tensor of the global batch.
+        dim: the batch dimension.
+        shards: number of local batches.
+        count: number of micro-batches.
+    """
     shape = tensor.shape
     of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
     return [tensor.flatten(dim, dim + 1) for tensor in of_ranks.unbind(dim + 1)]
@@ -122,8 +129,13 @@ def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Te
 def micro_batches_of_ranks(
     leaves: Sequence[Any], shards: int, pipeline: PipelineSpec
 ) -> list[list[Any]]:
-    """Split the leaves of a call into micro-batches, each with an equal part of every local batch,
-    of which there are `shards`."""
+    """Split the leaves of a call into micro-batches, each with an equal part of every local batch.
+
+    Args:
+        leaves: leaves of the arguments, for the global batch.
+        shards: number of local batches.
+        pipeline: number of micro-batches, and batch dimension of each leaf.
+    """
     count = pipeline.micro_batches
     dims = pipeline.batch_dims or first_dims(leaves)
     leaf_values = [

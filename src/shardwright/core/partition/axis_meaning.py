@@ -144,8 +144,8 @@ class _MeaningTrace:
 
     @classmethod
     def from_graph(cls, graph: Graph) -> _MeaningTrace:
-        """Return the meanings before propagation: those of the batch dimension of inputs and of the
-        dimensions of parameters."""
+        """Return the meanings before propagation, which only the batch dimension of inputs and the
+        dimensions of parameters have."""
         inputs = graph.input_values
         values: dict[Value, Meanings] = {
             value: (None,) * len(value.shape) for value in graph.values()

@@ -70,7 +70,7 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
         if producer is not None and transfer.previous is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
-            overlapping_ops = _ops_between(flow, transfer, ops, returned=end == len(graph.ops))
+            overlapping_ops = _ops_between(flow, transfer, ops, is_returned=end == len(graph.ops))
         delayed_linears = tuple(
             op
             for op in possible_linears.get(transfer, ())
@@ -97,7 +97,7 @@ def _can_overlap_transfer(transfer: Transfer) -> bool:
 
 
 def _ops_between(
-    flow: Communication, transfer: Transfer, ops: Sequence[Op], returned: bool
+    flow: Communication, transfer: Transfer, ops: Sequence[Op], is_returned: bool
 ) -> tuple[Op, ...]:
     """Return the operators between producer and first consumer of `transfer`; () if all are views.
 
@@ -107,13 +107,13 @@ def _ops_between(
     Args:
         ops: operators from the producer to the first consumer, both included; to the last operator
             if there is no consumer.
-        returned: whether there is no consumer, as the program only returns the result.
+        is_returned: whether the program returns the result, and no operator consumes the result.
     """
     segment = transfer.segment
-    ends = ops[:1] if returned else (ops[0], ops[-1])
+    ends = ops[:1] if is_returned else (ops[0], ops[-1])
     if not all(_is_in_segment(flow, op, segment) for op in ends):
         return ()
-    inner_ops = ops[1:] if returned else ops[1:-1]
+    inner_ops = ops[1:] if is_returned else ops[1:-1]
     inner_ops = tuple(op for op in inner_ops if _is_in_segment(flow, op, segment))
     return inner_ops if any(map(_launches_kernel, inner_ops)) else ()
 

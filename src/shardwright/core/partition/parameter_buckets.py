@@ -183,7 +183,7 @@ def buckets(
             # for all uses.
             if use.segment != segment:
                 use.segment = None
-            use.needed |= (op.name, index) in needed
+            use.is_read_in_backward |= (op.name, index) in needed
             use.trained |= value.requires_grad and any(v.requires_grad for v in op.outputs)
     for value, route in returned:
         route = route[: num_bucketed_steps(route)]
@@ -207,14 +207,14 @@ class _BucketedParameterUse:
         route: transfers of the parameter to this layout that are coalesced in a bucket.
         segment: name of the recomputed segment with all operators that read this layout; None if no
             segment contains them all.
-        needed: whether the backward pass reads the gathered parameter (`level3` only).
+        is_read_in_backward: whether the backward pass reads the gathered parameter (`level3` only).
         trained: whether gradients of the graph's `trained` outputs flow into the parameter.
     """
 
     value: Value
     route: tuple[Transfer, ...]
     segment: str | None
-    needed: bool = False
+    is_read_in_backward: bool = False
     trained: bool = False
 
     @property
@@ -264,7 +264,9 @@ def _group_uses_into_buckets(
         regathers = level == "level3" and gathers and trained
         # Recomputing a segment gathers its parameters. Outside of segments they are gathered again
         # only if the backward pass reads a parameter of the bucket.
-        regathers = regathers and (segment is not None or any(use.needed for use in group))
+        regathers = regathers and (
+            segment is not None or any(use.is_read_in_backward for use in group)
+        )
         result.append(Bucket(number, tuple(map(member, group)), level, segment, regathers, trained))
     return tuple(result)
 

@@ -244,10 +244,10 @@ def assign_recomputed_transfers(
 
 def _num_saved_transfers(route: Sequence[Transfer], segment: Segment) -> int:
     """Return the number of leading transfers of `route`, to an input of `segment`, that are not
-    repeated.
+    repeated in the backward pass.
 
-    The last of these transfers is the last one that sends data and whose result is no larger than
-    the source of the route and the results of earlier transfers that send data.
+    The input is saved where it is smallest: before the route, or after a transfer that sends data.
+    Among points of equal size, the last is chosen. Transfers after this point are repeated.
     """
     previous = route[0].previous if route else None
     # The transfers before `route` are repeated already, so those of `route` must be repeated too.

@@ -142,9 +142,8 @@ class Plan(PlanData):
         """Write the strategy of every operator to an editable file, which `load_strategies` reads.
 
         Pinned operators keep the user's strategy. Other operators are written as numbers of shards
-        per dimension if these resolve to the same sharding, otherwise as layouts. Sharded operators
-        of a plan without a graph are written as layouts, as it cannot be checked what numbers of
-        shards resolve to.
+        per dimension if the numbers resolve to the same sharding, otherwise as layouts. The check
+        needs the graph; without a graph, all sharded operators are written as layouts.
 
         Args:
             path: the file to write.

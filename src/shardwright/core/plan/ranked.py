@@ -44,8 +44,8 @@ class PlanKind:
 
     @property
     def requested(self) -> PlanKind:
-        """This kind of plan without recomputation, which options do not request: the memory limit
-        decides it."""
+        """The kind of plan that options can request: without recomputation, which the memory limit
+        determines."""
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
