@@ -60,7 +60,7 @@ def viewed(value: Value, graph: Graph, paired: Collection[Op]) -> Viewed:
 def read_equal_elements(
     value: Viewed, micro_view: Viewed, shape: Callable[[Value], Sequence[int]]
 ) -> bool:
-    """Whether two views read the same elements of the first sample, except for dimensions of size 1.
+    """Whether two views read the same elements of the first sample, up to dimensions of size 1.
 
     Evaluates both views on random elements.
 

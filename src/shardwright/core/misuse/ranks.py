@@ -20,7 +20,7 @@ def is_due(number: int, num_first_calls: int, period: int) -> bool:
         num_first_calls: number of calls at the start of the run that are all checked.
         period: number of calls between later checks.
     """
-    return number <= first or number % period == 0
+    return number <= num_first_calls or number % period == 0
 
 
 @contextmanager

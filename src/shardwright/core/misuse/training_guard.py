@@ -62,7 +62,7 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
 
 
 def _value_of(record: TrainingRecord, name: str) -> float:
-    """Return a field of a record; for the learning rate, of which the record has the sum over steps,
-    the mean over steps."""
+    """Return a field of a record; the learning rate as the mean over steps, instead of the recorded
+    sum."""
     value: float = getattr(record, name)
     return value / max(1, record.steps) if name == "learning_rate" else value

@@ -117,7 +117,7 @@ class Ranks:
         self.partitioned = replace(self.partitioned, graph=graph)
 
     def shard(self, tensor: Tensor, layout: TensorLayout) -> Tensor:
-        """Shard a full tensor over the ranks; return a `LocalTensor` with the shards of all ranks."""
+        """Shard a full tensor over the ranks; return one `LocalTensor` with all shards."""
 
         def block(rank: int) -> Tensor:
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
