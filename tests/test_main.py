@@ -19,8 +19,8 @@ CALLS = [["--help"], *([name, "--help"] for name in ENTRY_POINT_GROUP.commands)]
 HELP = """
 import json, sys
 from typer.testing import CliRunner
-from shardwright.__main__ import EmptyModules
-sys.meta_path.insert(0, EmptyModules())
+from shardwright.__main__ import PlaceholderModules
+sys.meta_path.insert(0, PlaceholderModules())
 from shardwright import cli
 def text(call): return CliRunner().invoke(cli.app, call, prog_name="shardwright").output
 print(json.dumps([text(call) for call in json.loads(sys.argv[1])]))

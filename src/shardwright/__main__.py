@@ -47,7 +47,7 @@ def run_command() -> None:
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles_interrupt:
         signal.signal(signal.SIGINT, _exit_on_interrupt)
-    problem = _unknown_keys(sys.argv[1:])
+    problem = _unknown_keys_message(sys.argv[1:])
     if problem:
         sys.stderr.write(f"error: {problem}\n".replace("\n", "\n  ").rstrip() + "\n")
         sys.exit(INVALID_INPUT)
@@ -60,11 +60,9 @@ def run_command() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _unknown_keys(arguments: Sequence[str]) -> str:
-    """Return the unknown keys of the configuration files among the arguments, as a message.
-
-    All other mistakes are found when torch is imported.
-    """
+def _unknown_keys_message(arguments: Sequence[str]) -> str:
+    """Return an error message with the unknown keys in the configuration files among the arguments;
+    empty if all keys are known. The command reports other mistakes, after importing torch."""
     messages = []
     for file in _config_files(arguments):
         # Files that do not exist or are invalid YAML are reported by the command.
@@ -100,7 +98,7 @@ def _import_cli_main(arguments: Sequence[str]) -> Callable[[], None]:
     """Import the command line, with a note if this takes seconds, and return its entry point."""
     note = ""
     if _runs_without_torch(arguments):
-        sys.meta_path.insert(0, EmptyModules())
+        sys.meta_path.insert(0, PlaceholderModules())
     elif "--no-progress" in arguments:
         pass
     elif sys.stderr.isatty():
@@ -123,8 +121,8 @@ def _runs_without_torch(arguments: Sequence[str]) -> bool:
     return arguments[-1] == "--help" and len(arguments) <= 2
 
 
-class EmptyModules(MetaPathFinder, Loader):
-    """Import hook that replaces torch, and all but `LIGHT_MODULES`, with empty modules."""
+class PlaceholderModules(MetaPathFinder, Loader):
+    """Import hook that replaces torch, and all modules but `LIGHT_MODULES`, by placeholders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -139,14 +137,14 @@ class EmptyModules(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _EmptyModule(spec.name)
+        return _PlaceholderModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module stays empty."""
+        """Do nothing: a placeholder runs no code."""
 
 
-class _EmptyModule(ModuleType):
-    """A module in which every name is an exception class, valid in `except` and annotations."""
+class _PlaceholderModule(ModuleType):
+    """Module in which every attribute is an exception class, valid in `except` and annotations."""
 
     def __getattr__(self, name: str) -> type[Exception]:
         if name.startswith("__"):

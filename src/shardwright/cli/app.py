@@ -92,7 +92,7 @@ def main() -> None:
     # successful capture they do not matter.
     set_log_level(logging.ERROR)
     try:
-        with _printable_messages():
+        with _escape_control_characters():
             status = app(standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
     except _USAGE_ERROR as error:
@@ -151,7 +151,7 @@ def _print_traceback(*error: Any) -> None:
 
 
 @contextmanager
-def _printable_messages() -> Iterator[None]:
+def _escape_control_characters() -> Iterator[None]:
     """Context in which warnings and log messages are printed without control characters."""
     format_warning, handler = warnings.formatwarning, logging.lastResort
 

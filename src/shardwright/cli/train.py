@@ -213,7 +213,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
         if plan_or_search.devices == 1 and options.max_restarts == 0 and device_range is None:
             _train_one_rank(run, plan_or_search, world, logs, profile)
         else:
-            _LocalRanks(options, run, logs, locks).train(plan_or_search, device_range)
+            _LocalRankLauncher(options, run, logs, locks).train(plan_or_search, device_range)
 
 
 def _settings_equal_on_nodes(run: Run) -> dict[str, object]:
@@ -279,7 +279,7 @@ def _load_or_search_plan(
 
 
 @dataclass(frozen=True)
-class _LocalRanks:
+class _LocalRankLauncher:
     """Launcher of the local ranks of a run, which shows their progress.
 
     Args:

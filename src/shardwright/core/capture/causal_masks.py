@@ -22,7 +22,7 @@ from torch import fx
 from shardwright.core.capture.canonicalize import insert_reshape
 from shardwright.core.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape
 from shardwright.core.capture.fx_nodes import replace as replace_node
-from shardwright.core.capture.mask_bands import ALL, AND, CAUSAL, SAME, Band, BandProofs
+from shardwright.core.capture.mask_bands import ALL, AND, CAUSAL, SAME, Band, BandDetector
 from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ tensors."""
 
 def fold_causal_masks(graph: fx.Graph) -> None:
     """Rewrite attention in place; dead code elimination removes the masks that become unused."""
-    proofs = BandProofs()
+    detector = BandDetector()
     for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
@@ -43,14 +43,14 @@ def fold_causal_masks(graph: fx.Graph) -> None:
         inputs = tuple(arguments.pop(name) for name in ("query", "key", "value"))
         if not is_tensor(mask):
             continue
-        band = proofs.band(mask)
+        band = detector.band(mask)
         of_pairs = node_shape(mask)[-2:] == tuple(node_shape(each)[-2] for each in inputs[:2])
         if band == ALL or (band == CAUSAL and of_pairs):
             arguments["is_causal"] = band == CAUSAL
             replace_node(node, insert(node, node.target, inputs, arguments))
         elif of_pairs and arguments["dropout_p"] == 0:
             _use_blockwise_attention(
-                node, inputs, _decompose_mask(mask, proofs), arguments["scale"]
+                node, inputs, _decompose_mask(mask, detector), arguments["scale"]
             )
 
 
@@ -97,10 +97,10 @@ class _MaskConditions:
         return _MaskConditions(self.band, tuple(terms))
 
 
-def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
+def _decompose_mask(mask: Any, detector: BandDetector) -> _MaskConditions | None:
     """Decompose a boolean mask of queries and keys into a band and conditions; None if the mask
     contains other operators."""
-    band = proofs.band(mask)
+    band = detector.band(mask)
     if band is not None:
         return _MaskConditions(band)
     if mask.meta["val"].dtype != torch.bool or len(node_shape(mask)) < 2:
@@ -108,9 +108,9 @@ def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
     if 1 in node_shape(mask)[-2:]:
         return _MaskConditions(terms=(_MaskCondition("all", (mask,)),))
     if mask.target in AND:
-        return _decompose_conjunction(mask, proofs)
+        return _decompose_conjunction(mask, detector)
     if mask.target in SAME and node_shape(mask.args[0])[-2:] == node_shape(mask)[-2:]:
-        conditions = _decompose_mask(mask.args[0], proofs)
+        conditions = _decompose_mask(mask.args[0], detector)
         if conditions is None or mask.target is not aten.reshape.default:
             return conditions
         return conditions.reshaped(mask.args[0], mask)
@@ -119,10 +119,10 @@ def _decompose_mask(mask: Any, proofs: BandProofs) -> _MaskConditions | None:
     return None
 
 
-def _decompose_conjunction(mask: fx.Node, proofs: BandProofs) -> _MaskConditions | None:
+def _decompose_conjunction(mask: fx.Node, detector: BandDetector) -> _MaskConditions | None:
     conjunction = _MaskConditions()
     for each in mask.args:
-        conditions = _decompose_mask(each, proofs)
+        conditions = _decompose_mask(each, detector)
         if conditions is None:
             return None
         if conditions.band != ALL and node_shape(each)[-2:] != node_shape(mask)[-2:]:  # type: ignore[arg-type]

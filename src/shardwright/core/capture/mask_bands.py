@@ -51,8 +51,8 @@ _COMPARISONS = {
 _OPPOSITE = {torch.ge: torch.gt, torch.gt: torch.ge}
 
 
-class BandProofs:
-    """Finder of the masks in a graph that are bands."""
+class BandDetector:
+    """Detector of attention masks that are bands, with the results for one graph."""
 
     def __init__(self) -> None:
         self._values: dict[fx.Node, Tensor | None] = {}

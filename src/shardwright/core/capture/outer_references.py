@@ -68,19 +68,25 @@ class OuterReferences:
         """
         holders = list(self._reachable.mutable_containers())
         if self._refuse_ids:
-            self._check_keys((held for held, _ in holders), {id(child) for child, _ in self._pairs})
-        to_copy = _Translation(self._pairs, self._pairs[0], self._follow_ids)
-        has_changed = [_translate_holder(held, names, to_copy) for held, names in holders]
+            self._check_keys(
+                (container for container, _ in holders), {id(child) for child, _ in self._pairs}
+            )
+        to_copy = _ModuleReplacer(self._pairs, self._pairs[0], self._follow_ids)
+        has_changed = [
+            _replace_in_container(container, names, to_copy) for container, names in holders
+        ]
         for _, child in self._pairs:
             attributes = vars(child)
-            has_changed.append(_translate_holder(attributes, attributes.keys() - OF_TORCH, to_copy))
+            has_changed.append(
+                _replace_in_container(attributes, attributes.keys() - OF_TORCH, to_copy)
+            )
         try:
             yield any(has_changed)
         finally:
             pairs = [(new, old) for old, new in (*self._pairs, *to_copy.replaced)]
-            back = _Translation(pairs, None, self._follow_ids)
-            for held, names in holders:
-                _translate_holder(held, names, back)
+            back = _ModuleReplacer(pairs, None, self._follow_ids)
+            for container, names in holders:
+                _replace_in_container(container, names, back)
 
     def check_changed(self, changed: Iterable[Any]) -> None:
         """Check containers that a call of the copy has changed.
@@ -94,7 +100,7 @@ class OuterReferences:
         for container in containers:
             if not isinstance(container, _KEYED) or len(container) > _MAX_ELEMENTS:
                 continue
-            for key in _parts_of_keys(container):
+            for key in _objects_in_keys(container):
                 if key is self._copy or (type(key) is int and key in ids):
                     what = "the model itself" if key is self._copy else "the `id` of a module"
                     raise CaptureError(
@@ -104,8 +110,8 @@ class OuterReferences:
                     )
 
 
-class _Translation:
-    """Function that replaces modules by their copies.
+class _ModuleReplacer:
+    """Function from a value to a value with modules replaced by their copies.
 
     Args:
         pairs: (object, its replacement).
@@ -172,58 +178,60 @@ def _are_identical(first: Iterable[Any], second: Iterable[Any]) -> bool:
     return all(old is new for old, new in zip(first, second, strict=True))
 
 
-def _parts_of_keys(container: Any) -> Iterator[Any]:
+def _objects_in_keys(container: Any) -> Iterator[Any]:
     """Yield the keys of a container, the elements of tuples and the targets of weak references."""
     for key in container:
         for item in key if type(key) is tuple else (key,):
             yield item() if type(item) is weakref.ReferenceType else item
 
 
-def _translate_holder(held: Any, names: Iterable[str] | None, new_of: _Translation) -> bool:
+def _replace_in_container(
+    container: Any, names: Iterable[str] | None, replacement_of: _ModuleReplacer
+) -> bool:
     """Replace references to modules in a container, or in variables of a namespace.
 
     Args:
-        held: a cell, list, deque, dictionary or set.
+        container: a cell, list, deque, dictionary or set.
         names: for a namespace, the names of the variables.
-        new_of: function from a value to its replacement, or to the value itself.
+        replacement_of: function from a value to its replacement, or to the value itself.
 
     Returns:
         Whether any reference was replaced.
     """
     if names is not None:
-        new_values = {name: new_of(held[name]) for name in names if name in held}
-        changed = {name: new for name, new in new_values.items() if new is not held[name]}
-        held.update(changed)
+        new_values = {name: replacement_of(container[name]) for name in names if name in container}
+        changed = {name: new for name, new in new_values.items() if new is not container[name]}
+        container.update(changed)
         return bool(changed)
-    if isinstance(held, CellType):
-        return _translate_cell(held, new_of)
-    if len(held) > _MAX_ELEMENTS:
+    if isinstance(container, CellType):
+        return _replace_in_cell(container, replacement_of)
+    if len(container) > _MAX_ELEMENTS:
         return False
     # Methods of the base class, since a subclass may override them with side effects.
-    if isinstance(held, dict):
-        cls: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-        pairs = list(cls.items(held))
-        new_pairs = [(new_of(key), new_of(value)) for key, value in pairs]
+    if isinstance(container, dict):
+        cls: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        pairs = list(cls.items(container))
+        new_pairs = [(replacement_of(key), replacement_of(value)) for key, value in pairs]
         same = all(map(_are_identical, pairs, new_pairs))
         refill, new = cls.update, new_pairs
     else:
-        cls = next(each for each in (list, deque, set) if isinstance(held, each))
-        items = list(cls.__iter__(held))
-        new_items = [new_of(item) for item in items]
+        cls = next(each for each in (list, deque, set) if isinstance(container, each))
+        items = list(cls.__iter__(container))
+        new_items = [replacement_of(item) for item in items]
         same = _are_identical(items, new_items)
         refill, new = cls.update if cls is set else cls.extend, new_items
     if not same:
-        cls.clear(held)
-        refill(held, new)
+        cls.clear(container)
+        refill(container, new)
     return not same
 
 
-def _translate_cell(cell: CellType, new_of: _Translation) -> bool:
+def _replace_in_cell(cell: CellType, replacement_of: _ModuleReplacer) -> bool:
     try:
         old = cell.cell_contents
     except ValueError:  # A variable that is not assigned yet.
         return False
-    new = new_of(old)
+    new = replacement_of(old)
     if new is not old:
         cell.cell_contents = new
     return new is not old

@@ -110,7 +110,7 @@ class GraphReplay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target == "to" and _to_returns_its_input(*args, **kwargs):
+        if target == "to" and _is_no_op_conversion(*args, **kwargs):
             # Tracing the call would record the parameter as the result of a detached operator.
             return args[0]
         return super().call_method(target, args, kwargs)
@@ -133,7 +133,7 @@ class GraphReplay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _to_returns_its_input(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
+def _is_no_op_conversion(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     """Whether `tensor.to(*args, **kwargs)` returns `tensor`; devices are ignored in a trace."""
     given = (*args, *kwargs.values())
     dtypes = [each.dtype if isinstance(each, Tensor) else each for each in given]

@@ -61,15 +61,15 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
             )
 
 
-def _share_elements(tensor_a: Tensor, other: Tensor) -> bool:
+def _share_elements(tensor_a: Tensor, tensor_b: Tensor) -> bool:
     """Whether two tensors of one storage share an element."""
-    (first, end), (start, last) = _get_byte_range(tensor_a), _get_byte_range(other)
-    if end <= start or last <= first or tensor_a.itemsize != other.itemsize:
-        return end > start and last > first
-    indices = torch.arange(max(end, last) // tensor_a.itemsize)
+    (start_a, end_a), (start_b, end_b) = _get_byte_range(tensor_a), _get_byte_range(tensor_b)
+    if end_a <= start_b or end_b <= start_a or tensor_a.itemsize != tensor_b.itemsize:
+        return end_a > start_b and end_b > start_a
+    indices = torch.arange(max(end_a, end_b) // tensor_a.itemsize)
     elements = [
         indices.as_strided(t.shape, t.stride(), t.storage_offset()).flatten()
-        for t in (tensor_a, other)
+        for t in (tensor_a, tensor_b)
     ]
     return bool(torch.isin(*elements).any())
 

@@ -57,7 +57,7 @@ class Signature:
             elif spec.kind is InputKind.USER_INPUT:
                 signature.inputs.append(name)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                signature.constants[name] = _check_has_values(
+                signature.constants[name] = _check_is_initialized(
                     nodes[name], exported.constants[target]
                 )
             else:
@@ -85,7 +85,7 @@ def _unsupported_object_message(node: fx.Node, value: object) -> str:
     )
 
 
-def _check_has_values(node: fx.Node, constant: Any) -> torch.Tensor:
+def _check_is_initialized(node: fx.Node, constant: Any) -> torch.Tensor:
     if constant.is_meta or isinstance(constant, FakeTensor):
         reader = next(iter(node.users), node)
         raise CaptureError(

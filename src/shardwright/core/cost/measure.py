@@ -116,7 +116,7 @@ class SmallTransformer:
     """`BLOCKS` small transformer blocks over `ROWS` tokens, with views between operators."""
 
     def __init__(self, device: torch.device) -> None:
-        self.blocks = [_SmallBlock().to(device) for _ in range(BLOCKS)]
+        self.blocks = [_SmallTransformerBlock().to(device) for _ in range(BLOCKS)]
         self.x = torch.ones(1, ROWS, WIDTH, device=device, requires_grad=True)
 
     def train(self) -> None:
@@ -127,7 +127,7 @@ class SmallTransformer:
         x.sum().backward()  # type: ignore[no-untyped-call]
 
 
-class _SmallBlock(nn.Module):
+class _SmallTransformerBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))

@@ -31,7 +31,7 @@ def materialize(module: nn.Module) -> nn.Module:
     for child in recurrent:
         forget_flat_weights(child)
     for name, value in values_of(tensors, lambda name, tensor: tensor.clone()).items():
-        _take_contents_of(tensors[name], value)
+        _replace_tensor_contents(tensors[name], value)
     materialize_attributes(module)
     for child in recurrent:
         restore_flat_weights(child)
@@ -41,7 +41,7 @@ def materialize(module: nn.Module) -> nn.Module:
 def materialize_attributes(module: nn.Module) -> None:
     """Initialize, in place, deferred tensors in plain attributes of `module` and its submodules."""
     for tensor in list(deferred_attributes(module)):
-        _take_contents_of(tensor, value_of(tensor))
+        _replace_tensor_contents(tensor, value_of(tensor))
 
 
 def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
@@ -72,7 +72,7 @@ def _deferred_tensors_in_attributes(module: nn.Module) -> Iterator[Tensor]:
                 yield leaf
 
 
-def _take_contents_of(tensor: Tensor, value: Tensor) -> None:
+def _replace_tensor_contents(tensor: Tensor, value: Tensor) -> None:
     """Make the object `tensor` have the class, memory and values of `value`."""
     # An assignment to `tensor.data` can change neither the class nor the type of device.
     if isinstance(tensor, nn.Parameter):

@@ -55,7 +55,9 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
                 kwargs={},
                 outputs=(new[op.output],),
             )
-        args, kwargs = pytree.tree_map(convert, _arguments_with_floats_of(op, twin_of.get(op, op)))
+        args, kwargs = pytree.tree_map(
+            convert, _arguments_with_twin_floats(op, twin_of.get(op, op))
+        )
         # The target of a `local_map` contains the dtypes of its results.
         target = _op_target_in_float64(op)
         outputs = tuple(new[v] for v in op.outputs)
@@ -127,7 +129,7 @@ def _is_float_cast(op: Op) -> bool:
     return converts and all(value.dtype.is_floating_point for value in values)
 
 
-def _arguments_with_floats_of(op: Op, twin: Op) -> tuple[Any, Any]:
+def _arguments_with_twin_floats(op: Op, twin: Op) -> tuple[Any, Any]:
     """Return the `args` and `kwargs` of `op`, with floats replaced by the floats of `twin`.
 
     Arguments are returned unchanged if `op` and `twin` have different numbers of arguments.

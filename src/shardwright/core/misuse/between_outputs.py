@@ -28,23 +28,23 @@ from shardwright.core.torch_internals.hooks import Hooks, hooks_of_result, hooks
 from shardwright.errors import PlanError
 
 _METADATA_KEY = "shardwright.output"
-"""Key in the metadata of autograd nodes for a dict from output index to `OutputMark`."""
+"""Key in the metadata of autograd nodes for a dict from output index to `ReturnedOutput`."""
 
 
 @dataclass(frozen=True, eq=False)
-class OutputMark:
+class ReturnedOutput:
     """An output that the model returned.
 
     Args:
         name: path of the output in the returned structure, such as `output['loss']`.
         source: the user's line that computes the output; empty if unknown.
-        computed_from: outputs from which this output is computed outside of its autograd graph:
-            gradients of this output do not reach the tensors returned for them.
+        computed_from: outputs from which this output is computed outside of its autograd graph, so
+            that its gradients do not reach the tensors returned for these outputs.
     """
 
     name: str
     source: str
-    computed_from: tuple[OutputMark, ...] = ()
+    computed_from: tuple[ReturnedOutput, ...] = ()
 
 
 @dataclass
@@ -58,13 +58,13 @@ class WatchedOutput:
         internal_hooks: (registering method, key) of each hook that is not the user's.
     """
 
-    output: OutputMark
+    output: ReturnedOutput
     tensor: ref[Tensor]
     hooks: Mapping[str, Hooks]
     internal_hooks: frozenset[tuple[str, int]] = frozenset()
 
     @classmethod
-    def of(cls, output: OutputMark, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
+    def of(cls, output: ReturnedOutput, tensor: Tensor, outputs: Sequence[Any]) -> WatchedOutput:
         """Watch `tensor`, one of `outputs`, for hooks that the user registers.
 
         Hooks of the tensor's autograd node are watched only if the node computes no other output,
@@ -139,26 +139,26 @@ class OutputsOffPath:
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                watched[index] = WatchedOutput.of(self._mark_of_output(index), tensor, outputs)
-                _store_mark_on_autograd_node(tensor, watched[index].output)
+                watched[index] = WatchedOutput.of(self._returned_output(index), tensor, outputs)
+                _store_output_on_autograd_node(tensor, watched[index].output)
         for index, sources in self._computed_from.items():
             tensor = outputs[index]
             missing = [watched[i] for i in sources if i in watched]
             if missing and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 existing = watched.get(index)
-                output = self._mark_of_output(index) if existing is None else existing.output
+                output = self._returned_output(index) if existing is None else existing.output
                 computed_from = tuple(each.output for each in missing)
                 object.__setattr__(output, "computed_from", computed_from)
-                _store_mark_on_autograd_node(tensor, output)
+                _store_output_on_autograd_node(tensor, output)
                 hook = _make_incomplete_gradient_hook(output, missing)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         # The hooks registered above, and those of the program, are not the user's.
         for each in watched.values():
             each.internal_hooks = frozenset(each.hook_keys())
 
-    def _mark_of_output(self, index: int) -> OutputMark:
+    def _returned_output(self, index: int) -> ReturnedOutput:
         op = self._graph.producer.get(self._graph.outputs[index])
-        return OutputMark(self._names[index], op.source if op is not None else "")
+        return ReturnedOutput(self._names[index], op.source if op is not None else "")
 
 
 def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
@@ -200,7 +200,7 @@ def _paths_of_outputs(result: Any, count: int) -> list[str]:
 
 
 def _make_incomplete_gradient_hook(
-    output: OutputMark, missing: Sequence[WatchedOutput]
+    output: ReturnedOutput, missing: Sequence[WatchedOutput]
 ) -> Callable[[Tensor | None], None]:
     """Return a gradient hook of an output that raises an error if the user requests the gradient of
     an output in `missing`, which would miss the contribution of this output.
@@ -222,7 +222,7 @@ def _make_incomplete_gradient_hook(
     return refuse
 
 
-def _incomplete_gradient_message(call: str, output: OutputMark, later: OutputMark) -> str:
+def _incomplete_gradient_message(call: str, output: ReturnedOutput, later: ReturnedOutput) -> str:
     line = current_line()
     source = f" ({output.source})" if output.source else ""
     return (
@@ -242,7 +242,7 @@ def refuse_gradients_of_outputs() -> None:
 
 def _check_requested_gradients(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        sources = (_mark_of_autograd_edge(*gradient_edge_of(each)) for each in inputs)
+        sources = (_output_of_autograd_edge(*gradient_edge_of(each)) for each in inputs)
         requested = {source for source in sources if source is not None}
         later = next(_outputs_reached_by_backward(requested, outputs), None) if requested else None
     if later is not None:
@@ -252,8 +252,8 @@ def _check_requested_gradients(outputs: Sequence[Any], inputs: Sequence[Any]) ->
 
 
 def _outputs_reached_by_backward(
-    requested: set[OutputMark], outputs: Sequence[Any]
-) -> Iterator[OutputMark]:
+    requested: set[ReturnedOutput], outputs: Sequence[Any]
+) -> Iterator[ReturnedOutput]:
     """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
     of `requested`."""
     stack = [gradient_edge_of(each) for each in outputs]
@@ -263,7 +263,7 @@ def _outputs_reached_by_backward(
         if node is None or (node, output_index) in edges:
             continue
         edges.add((node, output_index))
-        output = _mark_of_autograd_edge(node, output_index)
+        output = _output_of_autograd_edge(node, output_index)
         if output is not None and not requested.isdisjoint(output.computed_from):
             yield output
         if node not in nodes:
@@ -271,13 +271,13 @@ def _outputs_reached_by_backward(
             stack += node.next_functions
 
 
-def _store_mark_on_autograd_node(tensor: Tensor, output: OutputMark) -> None:
+def _store_output_on_autograd_node(tensor: Tensor, output: ReturnedOutput) -> None:
     node, output_index = gradient_edge_of(tensor)
     node.metadata.setdefault(_METADATA_KEY, {})[output_index] = output
 
 
-def _mark_of_autograd_edge(node: Any, output_index: int) -> OutputMark | None:
-    output: OutputMark | None = None
+def _output_of_autograd_edge(node: Any, output_index: int) -> ReturnedOutput | None:
+    output: ReturnedOutput | None = None
     if node is not None:
         output = node.metadata.get(_METADATA_KEY, {}).get(output_index)
     return output

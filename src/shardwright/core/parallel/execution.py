@@ -176,7 +176,7 @@ class Execution(Recapture):
             gradients = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture_specialization(*pytree.tree_unflatten(global_leaves, spec))
-                self._evict_oldest_programs(self._forwards)
+                self._evict_least_recently_used(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
         bound = _get_as_most_recently_used(self._forwards, key)
         check_filled(bound.graph.filled, self._filled)
@@ -427,7 +427,7 @@ class Execution(Recapture):
             if not (is_planned and self._python.holds(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
                 partitioned = self._capture_specialization(of_args, of_kwargs, micro_batches, dims)
-            self._evict_oldest_programs(self._train_steps)
+            self._evict_least_recently_used(self._train_steps)
             self._train_steps[key] = self._bind_train_step(partitioned)
         bound = _get_as_most_recently_used(self._train_steps, key)
         check_filled(bound.step.partitioned.graph.filled, self._filled)
@@ -448,7 +448,7 @@ class Execution(Recapture):
     def _devices_of_program(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
-    def _evict_oldest_programs(self, bound: dict[tuple[Any, ...], Any]) -> None:
+    def _evict_least_recently_used(self, bound: dict[tuple[Any, ...], Any]) -> None:
         """Remove the least recently used programs from the cache `bound`, except programs of the
         planned specialization."""
         planned = self._planned_specialization
