@@ -313,7 +313,9 @@ def test_a_backward_of_its_own_on_parameters_is_refused() -> None:
         return (h @ Clipped.apply(parts["linear"].weight)).exp().mean()
 
     why = of_micro_batch(Model(loss).double(), 4).whole_batch
-    assert isinstance(why, str) and why.endswith("the operator's custom backward may not be linear")
+    assert isinstance(why, str) and why.endswith(
+        "the operator's custom backward may not be linear in gradients"
+    )
 
 
 def test_an_autograd_function_that_may_mix_samples_is_refused_with_what_to_do() -> None:

@@ -76,8 +76,9 @@ class PinnedCall:
 
     Args:
         tag: the tag of the operators of the call.
-        problems: error messages of the pin, raised only if the call has several operators.
-        is_pin: whether `tag` contains the pin itself, so that a single operator is tagged already.
+        problems: error messages about the pins of arguments and results; raised only if the call
+            has several operators.
+        is_pin: whether `tag` already pins the operators of the call.
     """
 
     tag: Any

@@ -174,7 +174,7 @@ def _cuts_from_first_input_axes(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axe
 
 
 def requested_storage(
-    graph: Graph, mesh: DeviceMatrix, parameters: Mapping[str, Entry], used: Storage
+    graph: Graph, mesh: DeviceMatrix, parameters: Mapping[str, Entry], read_axes: Storage
 ) -> dict[str, tuple[Axes, ...]]:
     """Return the axes that shard each dimension of every stored parameter, by name.
 
@@ -182,12 +182,13 @@ def requested_storage(
         graph: the captured graph.
         mesh: device matrix with axes of prime size.
         parameters: the requested storage, by name.
-        used: the axes with which operators read the parameters, by name; the default storage.
+        read_axes: the axes of the layout in which operators read each parameter, by name; the
+            default storage.
 
     Raises:
         StrategyError: if a parameter cannot be sharded as requested.
     """
-    stored = {name: tuple(axes) for name, axes in used.items()}
+    stored = {name: tuple(axes) for name, axes in read_axes.items()}
     for value in graph.parameters:
         if value.name in parameters:
             where, entry = f"parameter {value.name}", parameters[value.name]
@@ -318,26 +319,31 @@ def _reduce_scatter_counts(
 
 
 def cut_axes(
-    where: str, option: str, tensor: Value, entry: Entry, mesh: DeviceMatrix, used: tuple[Axes, ...]
+    where: str,
+    option: str,
+    tensor: Value,
+    entry: Entry,
+    mesh: DeviceMatrix,
+    read_axes: tuple[Axes, ...],
 ) -> tuple[Axes, ...]:
     """Return the axes that shard each dimension of a tensor as its entry requests.
 
-    For shard counts, a dimension first gets the axes in `used`, which need no communication, then
-    the outermost of the remaining axes.
+    For shard counts, a dimension first gets the axes in `read_axes`, which need no communication,
+    then the outermost of the remaining axes.
 
     Args:
         where: description of the tensor in errors, such as `parameter net.weight`.
         option: name of the option that contains the entry, for errors.
         tensor: the input or parameter.
-        entry: the requested sharding; None for the axes in `used`.
+        entry: the requested sharding; None for the axes in `read_axes`.
         mesh: device matrix with axes of prime size.
-        used: the axes that shard each dimension where an operator reads the tensor.
+        read_axes: the axes that shard each dimension where an operator reads the tensor.
 
     Raises:
         StrategyError: if the tensor cannot be sharded as requested.
     """
     if entry is None:
-        return used
+        return read_axes
     where = f"{where} {list(tensor.shape)}"
     axes = axes_on_mesh(where, entry, mesh) if isinstance(entry, TensorLayout) else None
     counts = entry.shard_counts if isinstance(entry, TensorLayout) else entry
@@ -358,17 +364,21 @@ def cut_axes(
     return (
         axes
         if axes is not None
-        else _storage_axes_for_shard_counts(where, request, counts, mesh, used)
+        else _storage_axes_for_shard_counts(where, request, counts, mesh, read_axes)
     )
 
 
 def _storage_axes_for_shard_counts(
-    where: str, request: str, counts: tuple[int, ...], mesh: DeviceMatrix, used: tuple[Axes, ...]
+    where: str,
+    request: str,
+    counts: tuple[int, ...],
+    mesh: DeviceMatrix,
+    read_axes: tuple[Axes, ...],
 ) -> tuple[Axes, ...]:
     # Along axes with which the operator reads the parameter, storage needs no communication.
     reused = [
         _leading_axes_dividing_count(count, axes, mesh)
-        for count, axes in zip(counts, used, strict=True)
+        for count, axes in zip(counts, read_axes, strict=True)
     ]
     used_axes = {axis for axes in reused for axis in axes}
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]

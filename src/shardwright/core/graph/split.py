@@ -278,15 +278,15 @@ def _replace_received(op: Op, received: Mapping[Value, Value]) -> Op:
     return replace(op, args=args, kwargs=kwargs)
 
 
-def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int]:
+def assign_neighbors(graph: Graph, anchor_chunks: Mapping[str, int]) -> dict[str, int]:
     """Assign all operators to chunks, given the chunks of some operators.
 
-    Operators not in `anchored` are assigned to the latest chunk of their producers or, without
+    Operators not in `anchor_chunks` are assigned to the latest chunk of their producers or, without
     producers, to the earliest chunk of their consumers.
 
     Args:
         graph: the graph of the model.
-        anchored: index of the chunk of some operators, by operator name.
+        anchor_chunks: index of the chunk of some operators, by operator name.
 
     Returns:
         The index of the chunk of each operator, by operator name.
@@ -304,8 +304,8 @@ def assign_neighbors(graph: Graph, anchored: Mapping[str, int]) -> dict[str, int
         return [chunk_of[name] for name in names if name in chunk_of]
 
     for op in graph.ops:
-        if op.name in anchored:
-            chunk_of[op.name] = anchored[op.name]
+        if op.name in anchor_chunks:
+            chunk_of[op.name] = anchor_chunks[op.name]
         elif chunks := producer_chunks(op):
             # The latest chunk, as a value must not be read in an earlier chunk than computed.
             chunk_of[op.name] = max(chunks)

@@ -48,7 +48,7 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
     if graph.loss is not None and state == WHOLE:
         loss_op = graph.producer[graph.loss]
-        raise UnsplittableError(loss_op, "the operator reads the full batch in every micro-batch")
+        raise UnsplittableError(loss_op, "every micro-batch computes the loss from the full batch")
     outputs: dict[Value, SampleReduction | int] = {}
     for value in graph.output_values:
         of_value = flow.states[value]

@@ -225,7 +225,7 @@ def _state_of_reduced_batch_dim(
     # The kernel for shards, such as for rows of a table, may differ from the operator.
     runs_unchanged = rule.kernel is None or reduction is not None or averages
     if factor not in rule.reduced or rule.reductions(op, {factor: 2}) or not runs_unchanged:
-        raise UnsplittableError(op, "the operator reduces samples, but not to their mean or sum")
+        raise UnsplittableError(op, "the operator reduces samples, but neither to a mean nor a sum")
     return AVERAGE if averages else SUM
 
 
@@ -235,8 +235,8 @@ def _record_loss_denominator(flow: SampleFlow, op: Op) -> None:
     if not flow.free.issuperset(counted):
         raise UnsplittableError(
             op,
-            "the operator's divisor, a number of targets or sum of class weights, does not follow"
-            " from the inputs alone",
+            "the operator divides by a number of targets or sum of class weights that depends on"
+            " parameters or random numbers",
         )
     if all(value in flow.free for value in op.inputs):
         return  # The prologue computes the loss.

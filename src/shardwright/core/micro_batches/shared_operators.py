@@ -37,14 +37,14 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
     """
     if not flow.in_full.isdisjoint(op.inputs):
         if any(value.requires_grad for value in op.outputs):
-            raise UnsplittableError(op, "the operator reads the full batch in every micro-batch")
+            raise UnsplittableError(op, "every micro-batch runs the operator on the full batch")
         flow.in_full.update(op.outputs)
     if free and not flow.outside.isdisjoint(op.inputs):
         flow.outside.update(op.outputs)
         return [WHOLE] * len(op.outputs)
     if _has_custom_backward(op) and any(value.requires_grad for value in op.outputs):
         # Each micro-batch passes a term of the gradient to it.
-        raise UnsplittableError(op, "the operator's custom backward may not be linear")
+        raise UnsplittableError(op, "the operator's custom backward may not be linear in gradients")
     if not op.outputs or not any(flow.varying_dims(value) for value in op.outputs):
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
         return [WHOLE] * len(op.outputs)
