@@ -102,7 +102,7 @@ class Drawing(nn.Module):
 
 @pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
 def test_numbers_that_forward_draws_outside_of_torch_are_refused(draw: Callable[[], float]) -> None:
-    with pytest.raises(CaptureError, match=r"`forward` of Drawing.*draws from Python's `random`"):
+    with pytest.raises(CaptureError, match=r"`forward` of Drawing.*draws from `random`"):
         capture(Drawing(draw), (torch.randn(3, 4),))
 
 
