@@ -11,7 +11,7 @@ MAX_CONTEXTS = 4096
 
 
 class ExpectedCalls:
-    """Predictor of the next collective call: the call that followed the same last calls before.
+    """Predictor of the next collective call: the call that earlier followed the same calls.
 
     Ranks with equal call histories expect the same next call. If two ranks then make different
     calls, at least one of the two calls is unexpected. So if unexpected calls wait for all ranks

@@ -224,8 +224,8 @@ def _capture_micro_batch(
         options: all options of the plan.
         net: a model, or a captured graph, which is returned unchanged.
         args, kwargs: example arguments with the global batch.
-        averages: whether the losses of micro-batches must average, or else sum, to the loss of the
-            global batch.
+        averages: whether the loss of the global batch must be the mean of the losses of
+            micro-batches; otherwise their sum.
         graphs: graphs of the model for other numbers of micro-batches.
 
     Returns:

@@ -36,8 +36,8 @@ class MicroBatchCapture:
         capture: captures the model for a call, given the leaves of the arguments.
         leaves: leaves of the arguments of a call with the global batch.
         count: number of micro-batches.
-        averages: whether the losses of micro-batches must average, or else sum, to the loss of the
-            global batch.
+        averages: whether the loss of the global batch must be the mean of the losses of
+            micro-batches; otherwise their sum.
         batch_norm: one of `BATCH_NORMS`.
     """
 

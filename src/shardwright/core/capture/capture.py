@@ -94,7 +94,7 @@ def _capture_with_dynamo(
     """Capture a call by TorchDynamo, which separates operators from Python code that runs in each
     step.
 
-    Required if `forward` changes state, fills caches or returns objects of other classes.
+    Required if `forward` changes state, fills caches or returns objects of the user's classes.
 
     Raises:
         CaptureError: `refusal`, if TorchDynamo cannot capture the call either.

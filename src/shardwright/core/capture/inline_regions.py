@@ -55,8 +55,8 @@ def _inline_subgraphs(graph: fx.Graph, owner: fx.GraphModule) -> None:
             _splice_region(node, _find_subgraph(owner, region), args, None, dtype if acts else None)
         else:
             raise CaptureError(
-                f"{line_of(node)}: cannot capture `{name}`, an operator that calls Python functions"
-                "\n"
+                f"{line_of(node)}: cannot capture `{name}`, an operator that calls functions, such "
+                "as `torch.cond`\n"
                 f"{CONTROL_FLOW_REMEDY}"
             )
 

@@ -59,7 +59,7 @@ class BandDetector:
         self._bands: dict[fx.Node, Band | None] = {}
 
     def band(self, mask: fx.Node) -> Band | None:
-        """Return the band of a boolean mask; None if it cannot be proven to be a band."""
+        """Return the band of a boolean mask; None if it cannot be shown to be a band."""
         if mask not in self._bands:
             self._bands[mask] = self._infer_band(mask)
         return self._bands[mask]
@@ -90,14 +90,14 @@ class BandDetector:
         return ALL if value is not None and bool(value.all()) else None
 
     def _infer_reshaped_band(self, source: Any, mask: fx.Node) -> Band | None:
-        """Return the band of `mask`, an expanded or reshaped `source`; None if it cannot be proven
+        """Return the band of `mask`, an expanded or reshaped `source`; None if it cannot be shown
         to be a band."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
         return band if band == ALL or same_pairs else None
 
     def _infer_triangle_band(self, mask: fx.Node) -> Band | None:
-        """Return the band of `tril` or `triu` of a mask; None if the result cannot be proven to be
+        """Return the band of `tril` or `triu` of a mask; None if the result cannot be shown to be
         a band."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class BandDetector:
 
     def _infer_comparison_band(self, mask: fx.Node, opposite: bool = False) -> Band | None:
         """Return the band of a mask that compares queries `[..., s, 1]` with keys `[..., 1, t]`;
-        None if it cannot be proven to be a band.
+        None if it cannot be shown to be a band.
 
         Args:
             opposite: whether the comparison is negated.
@@ -155,8 +155,8 @@ class BandDetector:
 
 
 def _infer_band_of_vectors(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
-    """Return the band of the mask `greater(query, key)`, for tensors `[..., positions]`; None if it
-    cannot be proven to be a band."""
+    """Return the band of the mask `greater(queries, keys)`, for tensors `[..., positions]`; None if
+    the mask cannot be shown to be a band."""
     if bool(greater(queries.amin(), keys.amax())):
         return ALL
     after = _count_keys_after(queries, keys, greater)

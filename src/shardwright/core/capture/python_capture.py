@@ -201,8 +201,8 @@ class _TracedCall:
         args, kwargs: fake arguments of the call.
         inputs: inputs of Dynamo's graph: fake parameters, buffers, arguments and other state.
         sources: for each input, the name of its parameter or buffer, or the index of its leaf of
-            the arguments; None for other state.
-        state: index of each input that is other state, by the name of its placeholder in the second
+            the arguments; None for other Python state.
+        state: index of each input without a source, by the name of its placeholder in the second
             trace.
         numbers: operations of Dynamo's graph whose operands are all Python numbers.
         number_names: nodes of the numbers that operators read, by placeholder name in the second

@@ -71,7 +71,7 @@ class _CapturesBySize:
     """Cached graphs of calls that differ only in the sizes of their arguments.
 
     Args:
-        captured: graphs captured with fixed sizes, latest first.
+        captured: graphs that are already captured with fixed sizes, latest first.
     """
 
     def __init__(self, *captured: Graph) -> None:

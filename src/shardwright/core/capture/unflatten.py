@@ -86,7 +86,7 @@ class Flat:
     inner: tuple[int, ...]
 
     def unflattened(self, before: fx.Node) -> fx.Node:
-        """Return the unflattened tensor, `[*lead, *rest]`, one node for all readers."""
+        """Return the unflattened tensor, `[*lead, *inner]`; all calls return the same node."""
         meta = self.joined.meta
         if "apart" not in meta:
             meta["apart"] = insert_reshape(self.source, self.lead + self.inner, before)

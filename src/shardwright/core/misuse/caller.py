@@ -35,8 +35,8 @@ def is_called_by(*modules: str) -> bool:
 
 
 def optimizer_among_callers() -> Optimizer | None:
-    """Return the optimizer whose method is innermost on the call stack; None if the caller is no
-    optimizer."""
+    """Return the optimizer whose method is innermost on the call stack; None if no method of an
+    optimizer is running."""
     for frame in _frames_of_callers():
         variables = frame.f_code.co_varnames
         if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):

@@ -26,7 +26,7 @@ class CallLeaves:
     """Conversion of the leaves of calls to inputs of programs on this rank.
 
     Args:
-        partitioned: the planned model; its decisions say which inputs ranks pass as local batches.
+        partitioned: the planned model; determines which inputs ranks pass as local batches.
     """
 
     partitioned: Partitioned
