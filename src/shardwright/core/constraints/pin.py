@@ -64,9 +64,11 @@ class Pin(ModuleTag):
         if self.strategy is None or is_one_operator(module) or is_local_map(module):
             return
         if any(module.children()):
-            module.forward = _wrap_with_boundary(str(location), module.forward, self.strategy)
+            module.forward = _wrap_with_pinned_aliases(str(location), module.forward, self.strategy)
         else:
-            module.forward = _wrap_with_candidates(str(location), module.forward, self.strategy)
+            module.forward = _wrap_with_candidate_aliases(
+                str(location), module.forward, self.strategy
+            )
 
 
 class NamedFunction(nn.Module):
@@ -127,7 +129,7 @@ def tagged_calls(function: Any, tag: Any) -> Any:
                     if by_name
                     else _Call((args, kwargs), None)
                 )
-                return _call_with_candidates(name, inner, call_tag.strategy, call_tag, call)
+                return _call_with_candidate_aliases(name, inner, call_tag.strategy, call_tag, call)
             return inner(*args, **kwargs)
 
     vars(tagged)[inner_attribute] = inner
@@ -138,7 +140,7 @@ class _ModuleCallTag:
     """Tag of all operators of one call of a module."""
 
 
-def _wrap_with_candidates(where: str, forward: Any, strategy: PinnedStrategy) -> Any:
+def _wrap_with_candidate_aliases(where: str, forward: Any, strategy: PinnedStrategy) -> Any:
     """Wrap `forward` of a module without submodules so that its boundary can be pinned.
 
     The strategy applies to the module's operator if there is only one, otherwise to the boundary.
@@ -155,7 +157,7 @@ def _wrap_with_candidates(where: str, forward: Any, strategy: PinnedStrategy) ->
         if call.entries(strategy) is None:
             return forward(*args, **kwargs)
         with tagging(tag):
-            return _call_with_candidates(where, forward, strategy, tag, call)
+            return _call_with_candidate_aliases(where, forward, strategy, tag, call)
 
     return with_candidates
 
@@ -192,7 +194,7 @@ def _bind(function: Any, strategy: PinnedStrategy, args: Any, kwargs: Any) -> _C
     return _Call((call.args, call.kwargs), argument_names(call))
 
 
-def _call_with_candidates(
+def _call_with_candidate_aliases(
     where: str, function: Any, strategy: PinnedStrategy, tag: Any, traced_call: _Call
 ) -> Any:
     """Call a function with its tensor arguments and results aliased, as candidates for pins.
@@ -244,7 +246,7 @@ def _call_with_candidates(
         return result
 
 
-def _wrap_with_boundary(where: str, forward: Any, strategy: PinnedStrategy) -> Any:
+def _wrap_with_pinned_aliases(where: str, forward: Any, strategy: PinnedStrategy) -> Any:
     """Wrap `forward` so that its tensor arguments and results pass through pinned aliases."""
 
     @wraps(forward)
