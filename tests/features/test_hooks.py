@@ -213,14 +213,102 @@ def test_hooks_for_all_modules_are_refused() -> None:
         handle.remove()
 
 
-def test_hooks_that_would_be_ignored_after_planning_are_refused_at_the_next_call() -> None:
+def test_backward_hooks_of_submodules_after_planning_are_refused_at_the_next_call() -> None:
     net = Net()
     parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
-    parallel.body[0].register_forward_hook(doubled)
-    with pytest.raises(PlanError, match=r"hook was registered on module 'body.0' after planning"):
+    parallel.body[0].register_full_backward_hook(lambda *_: None)
+    message = r"backward hook was registered on module 'body.0' after planning"
+    with pytest.raises(PlanError, match=message):
         parallel(BATCH)
-    with pytest.raises(PlanError, match=r"hook was registered on module 'body.0' after planning"):
+    with pytest.raises(PlanError, match=message):
         parallel.train_step(BATCH)
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_forward_hooks_of_submodules_after_planning_work_until_they_are_removed(step: bool) -> None:
+    net, seen, seen_by_plan = Net(), list[Tensor](), list[Tensor]()
+    net.body[0].register_forward_hook(doubled)
+    parallel: Any = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
+    for _ in range(2):
+        handles = [
+            net.body[0].register_forward_hook(lambda _, x, y: seen.append(y.detach())),
+            parallel.body[0].register_forward_hook(lambda _, x, y: seen_by_plan.append(y.detach())),
+        ]
+        handles += [body[2].register_forward_hook(doubled) for body in (net.body, parallel.body)]
+        check_gradients(net, parallel, step)
+        for handle in handles:
+            handle.remove()
+        torch.testing.assert_close(seen_by_plan, seen)
+        check_gradients(net, parallel, step)
+    assert len(seen) == 4
+
+
+def test_hooks_after_planning_are_refused_where_programs_split_the_batch() -> None:
+    net = Net()
+    plan = sw.plan(net, (BATCH,), devices=1, micro_batches=2)
+    parallel = sw.parallelize(net, plan, copy=True)
+    parallel.body[0].register_forward_hook(doubled)
+    with pytest.raises(PlanError, match=r"registered on a submodule after planning\n.*stages=1"):
+        parallel.train_step(BATCH)
+
+
+def test_hooks_of_the_model_itself_with_effects_run_around_the_program() -> None:
+    net, seen = Net(), list[float]()
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(output.item())
+        return output * len(seen)
+
+    handle = net.register_forward_hook(hook)
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
+    losses = []
+    for model in (net, parallel):
+        seen.clear()
+        losses += [model(BATCH) for _ in range(2)]
+    torch.testing.assert_close(losses[2:], losses[:2])
+    assert seen == [losses[0].item(), losses[0].item()]
+    with pytest.raises(PlanError, match="`train_step` does not call the forward hooks"):
+        parallel.train_step(BATCH)
+    handle.remove()
+    check_gradients(net, parallel, step=True)
+    assert len(seen) == 2
+
+
+def number(module: nn.Module, args: Any, output: Tensor) -> float:
+    return output.detach().abs().max().item() * 2 + 1
+
+
+STORED: dict[str, Callable[[nn.Module, Any, Tensor], Any]] = {
+    "tensor": lambda module, args, output: output,
+    "number": number,
+    "text": lambda module, args, output: f"{output.mean().item():.4f} {tuple(output.shape)}",
+    "array": lambda module, args, output: output.detach().cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_hooks_store_is_what_they_see_in_each_call(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hook(module: Any, args: Any, output: Tensor) -> None:
+        stored[name] = module.last = STORED[name](module, args, output)
+        print("shape", output.shape)
+
+    stored = dict[str, Any]()
+    net = Net(lambda net: net.body[0].register_forward_hook(hook))
+    parallel = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
+    for batch in (BATCH, BATCH / 2):
+        net(batch)
+        wanted = stored.pop(name)
+        capsys.readouterr()
+        parallel(batch)
+        assert capsys.readouterr().out == "shape torch.Size([4, 8])\n"
+        assert type(stored[name]) is type(wanted)
+        if name == "text":
+            assert stored[name] == wanted
+        else:
+            torch.testing.assert_close(stored[name], wanted)
+        assert type(parallel.body[0].last) is type(wanted)
 
 
 def test_hooks_that_are_registered_between_plan_and_parallelize_change_the_model() -> None:

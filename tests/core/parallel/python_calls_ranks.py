@@ -233,6 +233,46 @@ def objects_and_arguments() -> None:
     check_equal(Listing, list)
 
 
+class Hooked(Net):
+    """Stores hidden activations, their statistics and the loss by hooks."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.maxima = dict[str, Tensor](), dict[str, float]()
+        self.second.register_forward_hook(self.store)
+        self.register_forward_hook(self.count)
+
+    def store(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.features["second"] = output
+        self.maxima["second"] = output.abs().max().item()
+
+    def count(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden(x).square().mean()
+
+
+def hooks_that_store() -> None:
+    eager, net, (x, *_) = Hooked(), Hooked(), batches()
+    sw.shard(net.first, in_strategy=((1, 1), (2, 1)))
+    planned = sw.parallelize(net, sw.plan(net, (x,), devices=2))
+    for later in (False, True):
+        for each in (eager, planned):
+            if later:  # Registered after planning, where the last hooks scale the loss.
+                each.first.register_forward_hook(lambda module, args, output: output / 2)
+            each.zero_grad()
+            loss = each(x) + each.features["second"].abs().mean()
+            loss.backward()
+        torch.testing.assert_close(full(planned.features["second"]), eager.features["second"])
+        torch.testing.assert_close(planned.maxima, eager.maxima)
+        for wanted, own in zip(eager.parameters(), planned.parameters(), strict=True):
+            torch.testing.assert_close(full(own.grad), wanted.grad)
+    assert planned.calls == eager.calls == 2
+
+
 def evaluation_and_copies() -> None:
     planned = check_equal(Counter)
     planned.eval()
@@ -296,6 +336,7 @@ CHECKS = (
     parts_that_are_not_traced,
     objects_and_arguments,
     evaluation_and_copies,
+    hooks_that_store,
 )
 
 if __name__ == "__main__":

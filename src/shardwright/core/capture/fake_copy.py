@@ -51,7 +51,11 @@ from shardwright.errors import CaptureError
 
 
 def fake_copy(
-    module: nn.Module, args: Any, kwargs: Any, compute_dtype: torch.dtype | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    compute_dtype: torch.dtype | None = None,
+    original: nn.Module | None = None,
 ) -> tuple[nn.Module, Any, Any]:
     """Return copies of the module, `args` and `kwargs` in which every tensor is fake.
 
@@ -60,6 +64,7 @@ def fake_copy(
 
     Args:
         compute_dtype: the dtype of the copies of single-precision parameters and arguments.
+        original: another object for `module`, to which its hooks may refer; replaced by the copy.
 
     Raises:
         CaptureError: if the module has uninitialized (lazy) or sparse parameters or scripted parts,
@@ -89,7 +94,7 @@ def fake_copy(
     memo = {key: t.clone() for key, t in copies_of_attributes(module).items()} | memo
     try:
         with copied_results():
-            twin = copy.deepcopy(module, memo)
+            twin = copy.deepcopy(module, _AliasMemo(memo, id(original or module), id(module)))
     except (TypeError, RuntimeError) as error:
         raise CaptureError(
             f"`copy.deepcopy` of {type(module).__name__} failed: {error}\nmove objects that "
@@ -107,6 +112,22 @@ def fake_copy(
         (args, kwargs),
     )
     return twin, fake_args, fake_kwargs
+
+
+class _AliasMemo(dict[int, Any]):
+    """A memo of `copy.deepcopy` in which two objects have the same copy.
+
+    Args:
+        copies: copies by `id()`.
+        alias, copied: `id()` of both objects; the second is copied first.
+    """
+
+    def __init__(self, copies: Mapping[int, Any], alias: int, copied: int) -> None:
+        super().__init__(copies)
+        self._alias, self._copied = alias, copied
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._copied if key == self._alias else key, default)
 
 
 @contextmanager

@@ -62,19 +62,29 @@ def observe_forward_hooks(twin: nn.Module) -> None:
         twin: the copy of the model to trace.
     """
     for path, child in twin.named_modules():
-        for hooks in forward_hooks(child):
+        before_forward, after_forward = forward_hooks(child)
+        for hooks in (before_forward, after_forward):
             for number, hook in hooks.items():
                 if not _is_library_hook(hook):
-                    hooks[number] = _wrap_hook(path, hook)
+                    hooks[number] = _wrap_hook(path, hook, hooks is before_forward)
 
 
-def _wrap_hook(path: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_hook(path: str, hook: Callable[..., Any], sets_inputs: bool) -> Callable[..., Any]:
+    """Wrap a hook to raise CaptureError for an effect that capture would lose.
+
+    Args:
+        path: path of the module.
+        hook: the hook.
+        sets_inputs: whether `forward` of the module may read attributes that the hook sets.
+    """
+
     def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = dict(vars(module))
         with _InPlaceChangeRecorder() as changes:
             result = hook(module, *args, **kwargs)
         after = vars(module)
-        changed = changes.seen or any(after[key] is not before.get(key) for key in after)
+        is_set = sets_inputs and any(after[key] is not before.get(key) for key in after)
+        changed = changes.seen or is_set
         if result is None and not changed:
             name = getattr(hook, "__qualname__", repr(hook))
             raise CaptureError(

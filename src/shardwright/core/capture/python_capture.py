@@ -61,7 +61,8 @@ from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.trace import Trace, canonical, check_node
 from shardwright.core.capture.undone_effects import undone_effects
 from shardwright.core.graph.graph import Graph
-from shardwright.core.graph.python_call import HostNumbers, PythonCall, number_tensor
+from shardwright.core.graph.host_numbers import HostNumbers
+from shardwright.core.graph.python_call import PythonCall, number_tensor
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
 from shardwright.core.torch_internals.hooks import forward_hooks
@@ -96,7 +97,7 @@ def capture_python(
     started = time.perf_counter()
     _check_supported(call)
     with TRACING_LOCK, restored_transforms(), _set_modes_of_call(call):
-        copied = fake_copy(call.module, call.args, call.kwargs, compute_dtype)
+        copied = fake_copy(call.module, call.args, call.kwargs, compute_dtype, call.original)
         original, twin = call.original or call.module, copied[0]
         references = OuterReferences(original, twin, ReachableState(twin))
         with references.leading_to_copy():
@@ -136,9 +137,10 @@ def _check_supported(call: CapturedCall) -> None:
             "call `plan` outside of `torch.autocast`, or remove the side effects from `forward`"
         )
     check_hooks(call.module)
-    if any(forward_hooks(call.module)):
+    # Forward hooks of the model itself run around the program, on its result.
+    if forward_hooks(call.module)[0]:
         raise CaptureError(
-            "cannot capture a model that has forward hooks and whose `forward` has Python side "
+            "cannot capture a model that has pre-forward hooks and whose `forward` has Python side "
             "effects\ncall the hook's function in `forward`, or register the hook on a submodule"
         )
 
@@ -340,7 +342,7 @@ class _TracedCall:
         Raises:
             CaptureError: if a side effect of the call cannot be captured.
         """
-        numbers = self.numbers.values(self.inputs)
+        numbers = self.numbers.values(self.inputs) | self.numbers.examples_of_tensors()
         output = next(n for n in reversed(self.graph_module.graph.nodes) if n.op == "output")
         nodes: Sequence[Any] = output.args[0]
         outputs = [numbers[node] if node in numbers else _make_fake_output(node) for node in nodes]
@@ -366,7 +368,8 @@ class _TracedCall:
                 positions.setdefault(leaf.index, position)
         effects = [i for i in tensors if i not in positions and i not in buffers.values()]
         assigned = [(outputs[index], name) for name, index in buffers.items()]
-        self._check_stored_tensors([*((outputs[index], None) for index in effects), *assigned])
+        stored = [(outputs[i], None) for i in effects if i not in self.numbers.added_outputs]
+        self._check_stored_tensors([*stored, *assigned])
         positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
         positions |= {index: name for name, index in buffers.items()}
         return _CallResult(

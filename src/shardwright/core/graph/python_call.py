@@ -12,81 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwright.core.graph.host_numbers import HostNumbers
 from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
-
-
-@dataclass(frozen=True, eq=False)
-class HostNumbers:
-    """Operations of a graph on Python numbers, which run in Python on every rank.
-
-    Args:
-        inputs: the graph inputs that are numbers, each with its index.
-        nodes: the operations, in order.
-        read: nodes of the numbers that operators on tensors read.
-        outputs: the graph outputs that are numbers, by index.
-    """
-
-    inputs: Mapping[fx.Node, int]
-    nodes: tuple[fx.Node, ...]
-    read: tuple[fx.Node, ...]
-    outputs: Mapping[int, fx.Node]
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> HostNumbers:
-        """Return the numbers of a graph that Dynamo recorded."""
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        inputs = {node: i for i, node in enumerate(placeholders) if _is_python_number(node)}
-        numbers, nodes = set(inputs), list[fx.Node]()
-        for node in graph.nodes:
-            reads = node.all_input_nodes
-            is_operation = node.op in ("call_function", "call_method")
-            # Dynamo returns a float as a tensor.
-            is_number = _is_symbolic_number(node) or node.target is torch.scalar_tensor
-            if is_operation and reads and numbers.issuperset(reads) and is_number:
-                numbers.add(node)
-                nodes.append(node)
-        output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        read = [n for n in (*inputs, *nodes) if _is_number_read_by_operator(n, numbers, output)]
-        outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
-        return cls(inputs, tuple(nodes), tuple(read), outputs)
-
-    @property
-    def all(self) -> frozenset[fx.Node]:
-        """Nodes of the graph whose values are Python numbers."""
-        return frozenset((*self.inputs, *self.nodes))
-
-    def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-        """Return the value of each number, computed from the inputs of the graph."""
-        values: dict[fx.Node, Any] = {}
-        for node, index in self.inputs.items():
-            number = inputs[index]
-            values[node] = number.item() if isinstance(number, Tensor) else number
-        for node in self.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            if node.target == "item":  # Dynamo passes floats as tensors without dimensions.
-                values[node] = args[0]
-            elif callable(node.target):
-                values[node] = node.target(*args, **kwargs)
-            else:
-                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-        return values
-
-
-def _is_symbolic_number(node: fx.Node) -> bool:
-    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return isinstance(node.meta.get("example_value"), symbols)
-
-
-def _is_python_number(node: fx.Node) -> bool:
-    example = node.meta.get("example_value")
-    is_float = isinstance(example, Tensor) and example.ndim == 0 and example.dtype == torch.float64
-    items = (user.op == "call_method" and user.target == "item" for user in node.users)
-    return _is_symbolic_number(node) or (is_float and bool(node.users) and all(items))
-
-
-def _is_number_read_by_operator(number: fx.Node, numbers: set[fx.Node], output: fx.Node) -> bool:
-    return any(user not in numbers and user is not output for user in number.users)
-
 
 ONCE_PER_BATCH = (
     "`forward` reads or changes Python state, which micro-batches and pipeline stages would do"
@@ -188,7 +115,11 @@ class PythonCall:
         results: list[Any] = []
         for index, source in enumerate(self.outputs):
             if source is None:
-                results.append(numbers[self.numbers.outputs[index]])
+                results.append(numbers.get(self.numbers.outputs[index]))
             else:
                 results.append(buffers[source] if isinstance(source, str) else outputs[source])
+        if self.numbers.items:
+            self.numbers.add_values_of_tensors(numbers, results)
+            for index, node in self.numbers.outputs.items():
+                results[index] = numbers[node]
         return results

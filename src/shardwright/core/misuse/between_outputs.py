@@ -192,11 +192,14 @@ def _indices_of_dependent_outputs(graph: Graph, value: Value) -> list[int]:
 
 
 def _paths_of_outputs(result: Any, count: int) -> list[str]:
+    """Return the name of each of `count` outputs of a graph: the leaves of `result`, then the
+    tensors that the call stores in Python objects."""
     try:
         leaves, _ = pytree.tree_flatten_with_path(result)
     except ValueError:  # a registered class without `flatten_with_keys_fn`
         return [f"output {index}" for index in range(count)]
-    return [f"output{pytree.keystr(path)}" for path, _ in leaves]
+    names = [f"output{pytree.keystr(path)}" for path, _ in leaves]
+    return names + ["a tensor that the call stores"] * (count - len(names))
 
 
 def _make_incomplete_gradient_hook(

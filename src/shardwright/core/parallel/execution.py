@@ -54,7 +54,11 @@ from shardwright.core.runtime.micro_batches import (
     num_micro_batches_of_call,
 )
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.hooks import HooksOfModules
+from shardwright.core.torch_internals.hooks import (
+    HooksOfModules,
+    forward_hooks,
+    renumbered_forward_hooks,
+)
 from shardwright.core.torch_internals.modules import alias_module
 from shardwright.errors import PlanError
 
@@ -101,7 +105,8 @@ class Execution(Recapture):
             raise PlanError(ONCE_PER_BATCH)
         self.captured_hooks = nn.Module()
         """Module that holds the model's captured forward hooks, and the `forward` set on its
-        instance; programs contain both."""
+        instance; programs contain both. Hooks of a model that is captured with its Python run
+        around the program instead, and stay in the model."""
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.initialization: Initialization | None = None
@@ -169,7 +174,9 @@ class Execution(Recapture):
         self._guard.begin(call_key, inputs, planned_indices)
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         self._reachable.update()
-        key = self._python.matching(self._forwards, self._reachable.key(specialization), call)
+        state_key = self._reachable.key(specialization)
+        with renumbered_forward_hooks(self._state.modules_with_added_hooks):
+            key = self._python.matching(self._forwards, state_key, call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
@@ -191,7 +198,9 @@ class Execution(Recapture):
             outputs[:], _ = self._run_program(bound, inputs, constants)
             return self._python.results(bound.graph, outputs)
 
-        result = self._python.run(bound.graph.python, program, call)
+        with renumbered_forward_hooks(self._state.modules_with_added_hooks):
+            result = self._python.run(bound.graph.python, program, call)
+        self._state.forget_removed_hooks()
         return result, bound.graph, outputs
 
     def _run_program(
@@ -236,6 +245,10 @@ class Execution(Recapture):
         bound.off_path.watch(returned, result)
         return returned, result
 
+    @property
+    def _contains_hooks_of_root(self) -> bool:
+        return any(forward_hooks(self.captured_hooks))
+
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Run forward and backward over all micro-batches, and accumulate gradients.
 
@@ -244,13 +257,25 @@ class Execution(Recapture):
 
         Raises:
             PlanError: if the model returns no loss or several, an argument does not match the plan,
-                or the batch cannot be split as planned.
+                the batch cannot be split as planned, or the model itself has a forward hook that no
+                program contains.
         """
+        self.forget_removed_hooks()
+        if any(forward_hooks(self.module)):
+            raise PlanError(
+                "`train_step` does not call the forward hooks of the model itself\n"
+                "call the model and then `loss.backward()`, or register the hook on a submodule"
+            )
         python = self.partitioned.graph.python
         depends_on_calls = python is not None and python.depends_on_calls
         self._reachable.update()
         # The program of a later Python state may change objects.
-        if depends_on_calls or (self._reachable.version and not self._has_micro_batches_or_stages):
+        self._state.key()
+        if (
+            depends_on_calls
+            or self._state.modules_with_added_hooks
+            or (self._reachable.version and not self._has_micro_batches_or_stages)
+        ):
             return self._train_with_python_effects(args, kwargs)
         bound, leaves, dims = self._get_or_capture_step(args, kwargs)
         loss_of(bound.step.partitioned.graph)
@@ -344,7 +369,9 @@ class Execution(Recapture):
         if self.initialization is not None:
             result.initialization = self.initialization.of_copy()
         result._guard = BatchGuard(self.devices, graph, self.partitioned.decisions.arrivals)
-        result._state = self._state.of_copy(module, result.captured_hooks)
+        result._state = self._state.of_copy(
+            module, result.captured_hooks if graph.python is None else module
+        )
         result._python = self._python.of_copy(module)
         user_module = alias_module(module, type(self._user_module))
         result._reachable = self._reachable.of_copy(user_module, module)

@@ -246,7 +246,8 @@ def parallel_module(
     execution = execution_class(stored, template, partitioned, devices, hooks)
     execution.initialization = initialization if initialization.names else None
     # The program contains the captured hooks; running them on its results would apply them twice.
-    swap_forward_hooks(stored, execution.captured_hooks)
+    if partitioned.graph.python is None:
+        swap_forward_hooks(stored, execution.captured_hooks)
     if "forward" in vars(stored):
         vars(execution.captured_hooks)["forward"] = vars(stored).pop("forward")
     vars(stored)["execution"] = execution

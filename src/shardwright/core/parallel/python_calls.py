@@ -44,17 +44,19 @@ class PythonCalls:
     Args:
         user_module: an instance of the user's class that shares the state of the planned module, as
             guards depend on the class.
+        planned: the planned module, to which user code may refer.
         device: device on which the programs run.
     """
 
-    def __init__(self, user_module: nn.Module, device: torch.device) -> None:
+    def __init__(self, user_module: nn.Module, planned: nn.Module, device: torch.device) -> None:
         self._module = user_module
+        self._planned = planned
         self._device = device
         self._changing_numbers: frozenset[str] = frozenset()
 
     def of_copy(self, module: nn.Module) -> PythonCalls:
         """Return a `PythonCalls` for `module`, a copy of the planned module."""
-        result = PythonCalls(alias_module(module, type(self._module)), self._device)
+        result = PythonCalls(alias_module(module, type(self._module)), module, self._device)
         result._changing_numbers = self._changing_numbers
         return result
 
@@ -122,7 +124,7 @@ class PythonCalls:
         """
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
-        captured = CapturedCall.of(module, *call, autocast)
+        captured = CapturedCall.of(module, *call, autocast, self._planned)
         with naming_local_map(module, *call):
             try:
                 return capture_python(captured, compute_dtype, self._changing_numbers)

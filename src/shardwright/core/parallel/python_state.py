@@ -6,7 +6,7 @@ Each call first checks cheaply whether anything has changed, and only then compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -117,7 +117,11 @@ class PythonState:
         self._names: dict[tuple[str, str], str] = {}
         self._keys: dict[Hashable, StateKey] = {}
         self._referenced_values: dict[int, Any] = {}
-        self._hooks = self._count_hooks()
+        self._planned_hooks = {
+            path: tuple(map(frozenset, forward_hooks(child)))
+            for path, child in self._by_path.items()
+        }
+        self._num_backward_hooks = self._count_backward_hooks()
         self.watch(attributes)
 
     def of_copy(self, module: nn.Module, hooked_module: nn.Module) -> PythonState:
@@ -180,7 +184,7 @@ class PythonState:
         if list(map(_forward_of, self._submodules)) != self._forwards:
             self._refuse_replaced_forwards()
         if num_registered_hooks() != self._registered:
-            self._check_no_hooks_added()
+            self._check_hooks()
             self._record_current_state()
         elif not self._is_state_unchanged():
             self._record_current_state()
@@ -188,9 +192,29 @@ class PythonState:
 
     def forget_removed_hooks(self) -> None:
         """Remove captured hooks whose handles the user has removed."""
-        for _, _, of_model, hooks in self._captured_hooks:
-            for number in hooks.keys() - of_model.keys():
-                del hooks[number]
+        for path, position, of_model, hooks in self._captured_hooks:
+            for number in self._planned_hooks[path][position] - of_model.keys():
+                hooks.pop(number, None)
+
+    @property
+    def modules_with_added_hooks(self) -> Sequence[nn.Module]:
+        """The submodules on which forward hooks were registered after planning."""
+        return [self._by_path[path] for path in self._added_hooks]
+
+    def _find_added_hooks(self) -> dict[str, tuple[int, int]]:
+        """Return the numbers of pre-forward and forward hooks that were registered after planning,
+        by path of the submodule.
+
+        Hooks of the root module run around the program.
+        """
+        added = {
+            path: tuple(
+                len(hooks.keys() - planned) for hooks, planned in zip(now, before, strict=True)
+            )
+            for path, before in self._planned_hooks.items()
+            if path and any(now := forward_hooks(self._by_path[path]))
+        }
+        return {path: counts for path, counts in added.items() if any(counts)}
 
     def copy_to(self, template: nn.Module) -> None:
         """Copy attributes, training modes and buffers to `template` before a capture, and delete
@@ -282,7 +306,11 @@ class PythonState:
             if not is_plain and not isinstance(value, nn.Module):
                 objects[id(value)] = value
         self._watched_hooks = [hooks for _, _, *pair in self._captured_hooks for hooks in pair]
+        self._added_hooks = self._find_added_hooks()
+        for module in self.modules_with_added_hooks:
+            self._watched_hooks += forward_hooks(module)
         self._watched_hook_counts = list(map(len, self._watched_hooks))
+        contents += [f"{path}: {counts} hooks" for path, counts in self._added_hooks.items()]
         for path, position, of_model, hooks in self._captured_hooks:
             seen.append((path, position, tuple(number for number in hooks if number in of_model)))
         key = StateKey(tuple(contents), len(self._keys))
@@ -316,35 +344,32 @@ class PythonState:
         ):  # Deleted, or a tensor or array that `==` cannot compare.
             return False
 
-    def _count_hooks(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of forward and backward hooks of each submodule, by path.
-
-        Hooks of the root module are not counted, as they run in planned models too.
-        """
+    def _count_backward_hooks(self) -> dict[str, int]:
+        """Return the number of backward hooks of each submodule, by path."""
         return {
-            path: (sum(map(len, forward_hooks(child))), sum(map(len, backward_hooks(child))))
+            path: sum(map(len, backward_hooks(child)))
             for path, child in self._by_path.items()
             if path
         }
 
-    def _check_no_hooks_added(self) -> None:
-        """Check that no hook was registered on a submodule after planning, or for all modules.
+    def _check_hooks(self) -> None:
+        """Check that no backward hook was registered on a submodule after planning, and no hook for
+        all modules.
 
         Raises:
-            PlanError: if a hook was registered, as programs do not call submodules.
+            PlanError: if a hook was registered that programs cannot call.
         """
         if any_global_hook():
             raise PlanError(
                 "a global module hook is registered, which a planned model would not run\nremove "
                 "it, or register the hook on the model before `plan`"
             )
-        for path, counts in self._count_hooks().items():
-            if any(now > before for now, before in zip(counts, self._hooks[path], strict=True)):
+        for path, count in self._count_backward_hooks().items():
+            if count > self._num_backward_hooks[path]:
                 raise PlanError(
-                    f"a hook was registered on {_describe_module_path(path)} after planning, which "
-                    "would have no effect\nregister forward hooks, and call functions that "
-                    "register hooks, such as `gradient_checkpointing_enable`, before `plan`; or "
-                    "register hooks on the module that `parallelize` returned, or its parameters"
+                    f"a backward hook was registered on {_describe_module_path(path)} after "
+                    "planning, which would have no effect\nregister it on the module that "
+                    "`parallelize` returned, or on its parameters"
                 )
 
 

@@ -31,9 +31,13 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import SampleDims, of_micro_batches
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.hooks import HooksOfModules, without_saved_tensor_hooks
+from shardwright.core.torch_internals.hooks import (
+    HooksOfModules,
+    renumbered_forward_hooks,
+    without_saved_tensor_hooks,
+)
 from shardwright.core.torch_internals.modules import alias_module
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, PlanError
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +72,7 @@ class Recapture:
         # `module` will be of a class derived from the user's: guards and local maps need the
         # user's.
         self._user_module = alias_module(module)
-        self._python = PythonCalls(self._user_module, devices.device)
+        self._python = PythonCalls(self._user_module, module, devices.device)
         self.partitioned = self._bind_local_maps(partitioned)
         graph = self.partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
@@ -187,6 +191,8 @@ class Recapture:
         # the model refuse to run under such hooks.
         with without_saved_tensor_hooks():
             graph = self.partitioned.graph
+            if self._state.modules_with_added_hooks:
+                return self._capture_with_added_hooks(call)
             if self._reachable.version and (guarded := self._capture_with_guards(call)) is not None:
                 return guarded
             if graph.python is None:
@@ -207,7 +213,7 @@ class Recapture:
         A model with micro-batches or stages is not captured with guards, as its Python would run
         several times per step.
         """
-        if self._has_micro_batches_or_stages:
+        if self._has_micro_batches_or_stages or self._contains_hooks_of_root:
             return None
         dtype = self.partitioned.graph.compute_dtype
         # Guards would see the attributes that `explain_calls_of_parts` sets.
@@ -219,6 +225,34 @@ class Recapture:
             return None
         self._reachable.is_guarded = True
         return graph
+
+    @property
+    def _contains_hooks_of_root(self) -> bool:
+        """Whether programs contain the forward hooks of the model itself, which guards and bytecode
+        do not see."""
+        return False
+
+    def _capture_with_added_hooks(self, call: CapturedCall) -> Graph:
+        """Capture the model with the forward hooks that were registered after planning, and with
+        guards on all Python state, including these hooks.
+
+        Raises:
+            PlanError: if a training step has several micro-batches or stages, or programs contain
+                hooks of the model itself.
+            CaptureError: if the model cannot be captured with guards.
+        """
+        if self._has_micro_batches_or_stages or self._contains_hooks_of_root:
+            cause = "plan with micro_batches=1 and stages=1"
+            if self._contains_hooks_of_root:
+                cause = "move the hook of the model itself to a submodule"
+            raise PlanError(
+                "a forward hook was registered on a submodule after planning\n"
+                f"register it before `plan`, or {cause}"
+            )
+        leave_calls_of_parts(self.module)
+        dtype, arguments = self.partitioned.graph.compute_dtype, (call.args, call.kwargs)
+        with renumbered_forward_hooks(self._state.modules_with_added_hooks):
+            return self._python.capture(arguments, dtype, call.autocast)
 
     def _bind_local_maps(self, partitioned: Partitioned) -> Partitioned:
         """Return `partitioned` with `sw.local_map` operators bound to the submodules of

@@ -33,13 +33,19 @@ from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
     ListVariable,
+    TensorVariable,
     TorchInGraphFunctionVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
     builder,
 )
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.misc import NewGlobalVariable, NumpyVariable, get_np_to_tnp_map
+from torch._dynamo.variables.misc import (
+    DebuggingVariable,
+    NewGlobalVariable,
+    NumpyVariable,
+    get_np_to_tnp_map,
+)
 from torch._dynamo.variables.nn_module import record_nn_module_stack
 
 from shardwright.core.torch_internals.dynamo_attributes import guarding_missing_attributes
@@ -170,6 +176,28 @@ def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return _trace_numpy(function, tx, args, kwargs)
 
 
+_convert_to_numpy = TensorVariable.method_numpy
+
+
+def _trace_conversion_to_numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trace `tensor.numpy()`; the bytecode converts the outputs of the graph to arrays."""
+    with config.patch(trace_numpy=True):
+        return _convert_to_numpy(self, tx, *args, **kwargs)
+
+
+def _print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """Record a call of `print`, which the bytecode makes after the graph has run.
+
+    Dynamo itself forgets calls in functions that the traced function calls, and accepts few types
+    of arguments. Keyword arguments are lost, as in Dynamo.
+    """
+    outermost = tx
+    while getattr(outermost, "parent", None) is not None:
+        outermost = outermost.parent
+    outermost.debug_locals.append((function, list(args)))
+    return ConstantVariable.create(None)
+
+
 def _logger_methods() -> Iterator[Callable[..., Any]]:
     """Yield the logging methods of `logging.Logger`, including methods added by libraries, such as
     `warning_once`."""
@@ -242,6 +270,8 @@ class DynamoCapture:
             guarding_missing_attributes(),
             tracing_bounded_deques(),
             patch.object(NumpyVariable, "call_function", _trace_numpy_call),
+            patch.object(TensorVariable, "method_numpy", _trace_conversion_to_numpy),
+            patch.object(DebuggingVariable, "call_function", _print_after_graph),
             patch.object(UnspecializedNNModuleVariable, "call_function", called_module),
         ):
             output = fullgraph_capture(function, args, dict(kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,19 +32,46 @@ def hooks_of_modules(module: nn.Module) -> HooksOfModules:
     return {path: hooks for path, hooks in children if any(hooks)}
 
 
+_NUMBERED_HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))
+)
+"""Attributes of a module with dictionaries of forward hooks, or of their options, by hook id."""
+
+
+@contextmanager
+def renumbered_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager in which the forward hooks of modules have the ids -1, -2, ...
+
+    Each registration gets a new id in the process, on which guards would depend.
+    """
+    registered = [
+        (hooks, dict(hooks)) for m in modules for hooks in map(vars(m).get, _NUMBERED_HOOKS)
+    ]
+    for module in modules:
+        ids = dict.fromkeys(key for hooks in forward_hooks(module) for key in hooks)
+        numbers = {key: -1 - index for index, key in enumerate(ids)}
+        for hooks in map(vars(module).__getitem__, _NUMBERED_HOOKS):
+            renumbered = {numbers[key]: value for key, value in hooks.items() if key in numbers}
+            hooks.clear()
+            hooks.update(renumbered)
+    try:
+        yield
+    finally:
+        for hooks, before in registered:
+            hooks.clear()
+            hooks.update(before)
+
+
 def swap_forward_hooks(module: nn.Module, other: nn.Module) -> None:
     """Exchange the pre-forward and forward hooks of two modules."""
-    for name in vars(nn.Module()):
-        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
-            hooks, other_hooks = vars(module)[name], vars(other)[name]
-            vars(module)[name], vars(other)[name] = other_hooks, hooks
+    for name in _NUMBERED_HOOKS:
+        vars(module)[name], vars(other)[name] = vars(other)[name], vars(module)[name]
 
 
 def add_forward_hooks(module: nn.Module, other: nn.Module) -> None:
     """Add the pre-forward and forward hooks of `other` to `module`."""
-    for name in vars(nn.Module()):
-        if name.startswith(("_forward_hooks", "_forward_pre_hooks")):
-            vars(module)[name].update(vars(other)[name])
+    for name in _NUMBERED_HOOKS:
+        vars(module)[name].update(vars(other)[name])
 
 
 def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:

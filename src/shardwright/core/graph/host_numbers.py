@@ -1,0 +1,179 @@
+"""Operations on Python numbers in a graph that Dynamo recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+@dataclass(frozen=True, eq=False)
+class HostNumbers:
+    """Operations of a graph on Python numbers, which run in Python on every rank.
+
+    Numbers that only Python code reads may come from tensors, as in `losses.append(loss.item())`.
+    They are computed from the outputs of the program.
+
+    Args:
+        inputs: the graph inputs that are numbers, each with its index.
+        nodes: the operations on these inputs, in order.
+        read: nodes of the numbers that operators on tensors read.
+        outputs: the graph outputs that are numbers, by index.
+        items: index of the graph output whose value a call of `item` returns, by node of the call.
+        later: the operations that read results of `items`, in order.
+    """
+
+    inputs: Mapping[fx.Node, int]
+    nodes: tuple[fx.Node, ...]
+    read: tuple[fx.Node, ...]
+    outputs: Mapping[int, fx.Node]
+    items: Mapping[fx.Node, int]
+    later: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> HostNumbers:
+        """Return the numbers of a graph that Dynamo recorded.
+
+        Adds an output to the graph for each tensor in `items`.
+        """
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        inputs = {node: i for i, node in enumerate(placeholders) if _is_python_number(node)}
+        nodes = _operations_on(inputs, graph)
+        first = {*inputs, *nodes}
+        output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        items, later = _numbers_of_tensors(graph, first, output)
+        numbers = {*first, *items, *later}
+        read = [n for n in (*inputs, *nodes) if _is_number_read_by_operator(n, numbers, output)]
+        outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
+        indices = {item: _add_output(graph, item, output) for item in items}
+        return cls(inputs, nodes, tuple(read), outputs, indices, later)
+
+    @property
+    def all(self) -> frozenset[fx.Node]:
+        """Nodes of the graph whose values are Python numbers."""
+        return frozenset((*self.inputs, *self.nodes, *self.items, *self.later))
+
+    @property
+    def added_outputs(self) -> frozenset[int]:
+        """Indices of the graph outputs that Dynamo's bytecode does not read."""
+        return frozenset(self.items.values())
+
+    def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+        """Return the value of each number that does not come from a tensor, computed from the
+        inputs of the graph."""
+        values: dict[fx.Node, Any] = {}
+        for node, index in self.inputs.items():
+            number = inputs[index]
+            values[node] = number.item() if isinstance(number, Tensor) else number
+        _compute(self.nodes, values)
+        return values
+
+    def add_values_of_tensors(self, values: dict[fx.Node, Any], outputs: Sequence[Any]) -> None:
+        """Add the numbers that come from tensors to `values`.
+
+        Args:
+            values: result of `values`.
+            outputs: the outputs of the graph.
+        """
+        values |= {node: outputs[index].item() for node, index in self.items.items()}
+        _compute(self.later, values)
+
+    def examples_of_tensors(self) -> dict[fx.Node, Any]:
+        """Return a number of the right type for each number that comes from a tensor."""
+        return {node: _example_number(node) for node in (*self.items, *self.later)}
+
+
+def _operations_on(known: Collection[fx.Node], graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the operations of a graph whose operands are numbers in `known` or their results."""
+    numbers = dict.fromkeys(known)
+    for node in graph.nodes:
+        reads = node.all_input_nodes
+        if reads and numbers.keys() >= set(reads) and _is_operation_on_numbers(node):
+            numbers.setdefault(node)
+    return tuple(node for node in numbers if node not in known)
+
+
+def _is_operation_on_numbers(node: fx.Node) -> bool:
+    # Dynamo returns a float as a tensor.
+    is_number = _is_symbolic_number(node) or node.target is torch.scalar_tensor
+    return node.op in ("call_function", "call_method") and is_number
+
+
+def _numbers_of_tensors(
+    graph: fx.Graph, numbers: Collection[fx.Node], output: fx.Node
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """Return the calls of `item` whose results only Python code reads, and the operations on these
+    results.
+
+    Args:
+        numbers: nodes of the numbers that do not come from tensors.
+        output: the output node of the graph.
+    """
+    items = [n for n in graph.nodes if _reads_tensor_value(n) and n.args[0] not in numbers]
+    while True:
+        later = _operations_on((*numbers, *items), graph)
+        on_host = {*items, *later, output}
+        remaining = [item for item in items if not _is_read_outside(item, on_host)]
+        if remaining == items:
+            return tuple(items), later
+        items = remaining
+
+
+def _is_read_outside(node: fx.Node, on_host: Collection[fx.Node]) -> bool:
+    """Whether an operation outside of `on_host` reads the node or a number computed from it."""
+    return any(user not in on_host or _is_read_outside(user, on_host) for user in node.users)
+
+
+def _reads_tensor_value(node: fx.Node) -> bool:
+    is_call = node.op == "call_method" and node.target == "item" and _is_symbolic_number(node)
+    return is_call and isinstance(node.args[0], fx.Node)
+
+
+def _add_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
+    """Add an output with the tensor that `item` reads, without its gradient; return its index."""
+    with graph.inserting_before(item):
+        tensor = graph.call_method("detach", item.args)
+    tensor.meta = {**item.meta, "example_value": item.args[0].meta["example_value"].detach()}
+    output.args = ((*output.args[0], tensor),)
+    return len(output.args[0]) - 1
+
+
+def _compute(nodes: Sequence[fx.Node], values: dict[fx.Node, Any]) -> None:
+    """Add the results of operations on numbers to `values`."""
+    for node in nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.target == "item":  # Dynamo passes floats as tensors without dimensions.
+            values[node] = args[0]
+        elif callable(node.target):
+            values[node] = node.target(*args, **kwargs)
+        else:
+            values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+
+
+def _example_number(node: fx.Node) -> Any:
+    example = node.meta["example_value"]
+    types = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    if isinstance(example, Tensor):
+        return torch.ones((), dtype=example.dtype)
+    return types[type(example)](1)
+
+
+def _is_symbolic_number(node: fx.Node) -> bool:
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(node.meta.get("example_value"), symbols)
+
+
+def _is_python_number(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    is_float = isinstance(example, Tensor) and example.ndim == 0 and example.dtype == torch.float64
+    items = (user.op == "call_method" and user.target == "item" for user in node.users)
+    return _is_symbolic_number(node) or (is_float and bool(node.users) and all(items))
+
+
+def _is_number_read_by_operator(
+    number: fx.Node, numbers: Collection[fx.Node], output: fx.Node
+) -> bool:
+    return any(user not in numbers and user is not output for user in number.users)
