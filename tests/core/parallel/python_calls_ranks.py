@@ -261,7 +261,7 @@ def hooks_that_store() -> None:
     planned = sw.parallelize(net, sw.plan(net, (x,), devices=2))
     for later in (False, True):
         for each in (eager, planned):
-            if later:  # Registered after planning, where the last hooks scale the loss.
+            if later:  # Registered after planning.
                 each.first.register_forward_hook(lambda module, args, output: output / 2)
             each.zero_grad()
             loss = each(x) + each.features["second"].abs().mean()

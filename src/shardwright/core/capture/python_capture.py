@@ -251,6 +251,7 @@ class _TracedCall:
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)
+        dynamo.graph_module.recompile()
         # A function may refer to the model itself instead of the copy that is traced.
         models = (call.module, twin)
         names = {
@@ -329,6 +330,8 @@ class _TracedCall:
             second = self.trace().graph_module
         if second is not None:
             drop_assertions(second)
+            HostNumbers.of(second.graph)  # Adds outputs, as to the first graph.
+            second.recompile()
         if second is None or second.print_readable(print_output=False) != code:
             raise CaptureError(
                 "`forward` depends on Python state that it changes, which TorchDynamo does not "

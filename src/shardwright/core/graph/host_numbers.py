@@ -134,11 +134,13 @@ def _reads_tensor_value(node: fx.Node) -> bool:
 
 def _add_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
     """Add an output with the tensor that `item` reads, without its gradient; return its index."""
+    (source,) = item.all_input_nodes
     with graph.inserting_before(item):
-        tensor = graph.call_method("detach", item.args)
-    tensor.meta = {**item.meta, "example_value": item.args[0].meta["example_value"].detach()}
-    output.args = ((*output.args[0], tensor),)
-    return len(output.args[0]) - 1
+        tensor = graph.call_method("detach", (source,))
+    tensor.meta = {**item.meta, "example_value": source.meta["example_value"].detach()}
+    outputs: Any = output.args[0]
+    output.args = ((*outputs, tensor),)
+    return len(outputs)
 
 
 def _compute(nodes: Sequence[fx.Node], values: dict[fx.Node, Any]) -> None:

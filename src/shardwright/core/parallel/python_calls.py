@@ -128,12 +128,17 @@ class PythonCalls:
         with naming_local_map(module, *call):
             try:
                 return capture_python(captured, compute_dtype, self._changing_numbers)
+            except CaptureError:
+                if not self._changing_numbers:
+                    raise
             except Exception as error:
                 if not self._changing_numbers:
                     raise _make_capture_error(error, type(module).__name__) from error
             # A number may be a size or decide a branch: it stays a constant.
             try:
                 return capture_python(captured, compute_dtype)
+            except CaptureError:
+                raise
             except Exception as error:
                 raise _make_capture_error(error, type(module).__name__) from error
 
@@ -167,8 +172,6 @@ def _gather_unless_differentiable(tensor: Tensor, copies: bool = False) -> Tenso
 
 
 def _make_capture_error(error: Exception, model: str) -> CaptureError:
-    if isinstance(error, CaptureError):
-        return error
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return CaptureError(
         f"`forward` of {model} cannot be captured in its current Python state: {first}"

@@ -201,7 +201,7 @@ class PythonState:
         """The submodules on which forward hooks were registered after planning."""
         return [self._by_path[path] for path in self._added_hooks]
 
-    def _find_added_hooks(self) -> dict[str, tuple[int, int]]:
+    def _find_added_hooks(self) -> dict[str, tuple[int, ...]]:
         """Return the numbers of pre-forward and forward hooks that were registered after planning,
         by path of the submodule.
 

@@ -45,7 +45,7 @@ def renumbered_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     Each registration gets a new id in the process, on which guards would depend.
     """
     registered = [
-        (hooks, dict(hooks)) for m in modules for hooks in map(vars(m).get, _NUMBERED_HOOKS)
+        (hooks, dict(hooks)) for m in modules for hooks in map(vars(m).__getitem__, _NUMBERED_HOOKS)
     ]
     for module in modules:
         ids = dict.fromkeys(key for hooks in forward_hooks(module) for key in hooks)
