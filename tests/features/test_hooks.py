@@ -191,8 +191,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Net(lambda net: net.register_full_backward_pre_hook(lambda *_: None)),
         r"the model has a backward hook",
     ),
-    "tensor": (WithTensorHook, r"y.register_hook\(lambda gradient.* hook of a tensor"),
-    "node": (WithNodeHook, r"y.grad_fn.register_prehook.* hook of a tensor .* or of its `grad_fn`"),
+    "tensor": (WithTensorHook, r"y.register_hook\(lambda gradient.* registers a hook on a tensor"),
+    "node": (
+        WithNodeHook,
+        r"y.grad_fn.register_prehook.* a hook on a tensor that it computes, or reads its `grad_fn`",
+    ),
     "saved tensors": (WithPackedTensors, r"saved_tensors_hooks(?s:.*)around the call of the model"),
 }
 
