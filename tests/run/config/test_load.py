@@ -39,7 +39,7 @@ def test_numbers_are_read_as_people_write_them(number: str) -> None:
             "parallel: {xyz: 3}",
             "parallel.xyz: unknown key; valid keys: mem_coeff, cost_model, cluster, order, "
             "log_costs, stages, max_stages, suggest_stages, micro_batches, batch_norm, schedule, "
-            "compute_dtype, memory_limit, mode, strategies, expert, hsdp, recompute, "
+            "compute_dtype, memory_limit, save_graphs, mode, strategies, expert, hsdp, recompute, "
             "save_strategies",
         ),
         ("data: {batch_size: many}", "data.batch_size: expected an integer, got 'many' (a string)"),

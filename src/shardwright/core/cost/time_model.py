@@ -113,7 +113,10 @@ class TimeModel:
             return max(flops * share / rate, moved / self.device.stream)
 
         def moving(tensors: MovedBytes) -> float:
-            moved = (scales.get(kind, 1.0) * shard(size, names) for kind, size, names in tensors)
+            moved = (
+                scales.get(traffic_class, 1.0) * shard(size, names)
+                for traffic_class, size, names in tensors
+            )
             return sum(moved) / self.device.stream
 
         sides = (shard(*side) for side in work.sides)

@@ -86,14 +86,14 @@ class HostNumbers:
         return {node: _example_number(node) for node in (*self.items, *self.later)}
 
 
-def _operations_on(known: Collection[fx.Node], graph: fx.Graph) -> tuple[fx.Node, ...]:
-    """Return the operations of a graph whose operands are numbers in `known` or their results."""
-    numbers = dict.fromkeys(known)
+def _operations_on(operands: Collection[fx.Node], graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Return the operations of a graph on numbers in `operands` and on their results."""
+    numbers = dict.fromkeys(operands)
     for node in graph.nodes:
         reads = node.all_input_nodes
         if reads and numbers.keys() >= set(reads) and _is_operation_on_numbers(node):
             numbers.setdefault(node)
-    return tuple(node for node in numbers if node not in known)
+    return tuple(node for node in numbers if node not in operands)
 
 
 def _is_operation_on_numbers(node: fx.Node) -> bool:

@@ -40,19 +40,21 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     if steps is None:
         return None
     parent = blocks[1].rpartition(".")[0]
-    own = [value for value in steps if value not in previous]
+    in_middle = [value for value in steps if value not in previous]
     copies: list[Op] = []
     new_values: list[Mapping[Value, Value]] = []
-    latest: Mapping[Value, Value] = {value: value for value in own}
+    latest: Mapping[Value, Value] = {value: value for value in in_middle}
     for index in range(2, number - 1):
         rename = _renamer(blocks[1], f"{parent}.{index}")
-        copy = {value: replace(value, name=rename(value.name)) for value in own}
+        copy = {value: replace(value, name=rename(value.name)) for value in in_middle}
         chained = {before: latest[after] for before, after in previous.items() if after in latest}
         copies += [_copy(op, {**copy, **chained}, rename) for op in middle]
         new_values.append(copy)
         latest = copy
     rename = _renamer(blocks[2], f"{parent}.{number - 1}")
-    moved = {steps[value]: replace(steps[value], name=rename(steps[value].name)) for value in own}
+    moved = {
+        steps[value]: replace(steps[value], name=rename(steps[value].name)) for value in in_middle
+    }
     # The last block reads what the latest copy makes in place of the second block.
     in_tail = {**latest, **moved}
     tail = graph.ops[graph.ops.index(last[0]) :]
@@ -102,7 +104,7 @@ def _corresponding_values(
 ) -> dict[Value, Value] | None:
     """Return the value of the last block for each value that belongs to the middle block, and for
     each that the middle block reads of the first; None if the two blocks differ."""
-    found: dict[Value, Value] = {}
+    counterparts: dict[Value, Value] = {}
     if len(middle) != len(last):
         return None
     for op, other in zip(middle, last, strict=True):
@@ -112,13 +114,13 @@ def _corresponding_values(
             if value in previous:
                 if previous[value] is not counterpart:
                     return None
-            elif value is counterpart and value not in found:
+            elif value is counterpart and value not in counterparts:
                 continue
-            elif value in graph.producer and found.get(value) is not counterpart:
+            elif value in graph.producer and counterparts.get(value) is not counterpart:
                 return None
-            found[value] = counterpart
-        found |= dict(zip(op.outputs, other.outputs, strict=True))
-    return found
+            counterparts[value] = counterpart
+        counterparts |= dict(zip(op.outputs, other.outputs, strict=True))
+    return counterparts
 
 
 def _copy(op: Op, values: Mapping[Value, Value], rename: Callable[[str], str]) -> Op:
