@@ -166,7 +166,7 @@ CASES: list[tuple[str, Op, tuple[Any, ...], str]] = [
         "a dimension that a view splits",
         op_of(aten.unflatten.int, of(24), 0, (2, 12)),
         ((4,),),
-        r"the number of shards of dimension 0 of input 0 must divide 2, .*\n"
+        r"the number of shards of dimension 0 of input 0 must divide 2: .*\n"
         r"valid numbers of shards are 1, 2$",
     ),
 ]
