@@ -125,7 +125,7 @@ def hooked(net: Net, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {
-    "packed sequences": (packed, "run the padded sequences"),
+    "packed sequences": (packed, "pass the padded sequences"),
     "a hook of a tensor": (hooked, "registers a hook on a tensor that it computes"),
     "a branch on a value": (
         lambda net, x: net.a(x) if net.a(x).sum() > 0 else net.b(x),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         "this converts the value of a tensor to a Python number",
     ),
     "a shape of values": (lambda net, x: net.a(x)[x > 0], "the shape of the result depends on"),
-    "Python's random numbers": (lambda net, x: net.a(x) * random.random(), "draws from Python's"),
+    "Python's random numbers": (lambda net, x: net.a(x) * random.random(), "draws from `random`"),
 }
 
 

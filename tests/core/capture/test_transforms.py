@@ -116,7 +116,7 @@ def for_cpu(x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
-    "a hook": (lambda net, x: func.grad(with_hook)(x), r"(?s)hook of a tensor .* custom operator"),
+    "a hook": (lambda net, x: func.grad(with_hook)(x), r"(?s)hook on a tensor .* custom operator"),
     "a value": (lambda net, x: torch.vmap(lambda row: row * row.sum().item())(x), r"\.item\(\)"),
     "statistics": (
         lambda net, x: func.grad(lambda x: net.batch_norm(x).sum())(x),

@@ -270,7 +270,7 @@ def test_what_cannot_be_loaded_or_saved_is_said(tmp_path: Path) -> None:
     sw.save_checkpoint(tmp_path, net, position=HERE)
     with pytest.raises(sw.CheckpointError, match="step-3 was saved without an optimizer"):
         sw.load_checkpoint(tmp_path, net, OPTIMIZERS["adamw"](net))
-    with pytest.raises(sw.CheckpointError, match="step-4 is not a checkpoint"):
+    with pytest.raises(sw.CheckpointError, match="step-4: the checkpoint folder does not exist"):
         sw.load_checkpoint(tmp_path, net, step=4)
     with pytest.raises(sw.CheckpointError, match=r"SGD has a parameter of shape \(16, 8\) that"):
         sw.save_checkpoint(tmp_path, net, OPTIMIZERS["momentum"](model(0)), position=HERE)
