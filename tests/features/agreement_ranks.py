@@ -200,9 +200,9 @@ def check_another_batch_is_found_in_the_same_step() -> None:
             parallel.train_step(inputs + step, BATCH[1])
         parallel.zero_grad()
         shown = inputs.flip(0) if dist.get_rank() == 2 else inputs
-        with refused(DataError, f"call {steps + 1}: rank 2 passed other values"):
+        with refused(DataError, f"call {steps + 1}: rank 2 and rank 0 passed different values"):
             parallel(shown, BATCH[1]).backward()
-        with refused(DataError, f"call {steps + 2}: rank 2 passed other values"):
+        with refused(DataError, f"call {steps + 2}: rank 2 and rank 0 passed different values"):
             parallel.train_step(shown, BATCH[1])
         assert all(p.grad is None for p in parallel.parameters())
 
