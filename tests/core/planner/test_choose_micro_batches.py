@@ -80,7 +80,7 @@ def test_a_model_whose_loss_is_no_mean_over_samples_keeps_its_batch_whole() -> N
 def test_a_captured_graph_needs_a_number() -> None:
     with torch.device("meta"):
         graph = sw.capture(Deep(), batch(64))
-    with pytest.raises(sw.StrategyError, match="a graph is captured for one size of micro-batch"):
+    with pytest.raises(sw.StrategyError, match="the size of a graph's micro-batches is fixed"):
         sw.plan(graph, devices=4, micro_batches="auto")
 
 
