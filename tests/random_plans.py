@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 import shardwright as sw
-from shardwright.core.graph.graph import Graph
-from shardwright.core.layout.layout import Layout
+from shardwright.core.graph.graph import Graph, Op
+from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.partitioned import Partitioned
@@ -44,6 +45,19 @@ def random_cuts(graph: Graph, mesh: Layout, seed: int, cut: float = 0.7) -> Cuts
                 mine[factor] = (*mine.get(factor, ()), axis)
         cuts[op.name] = mine
     return cuts
+
+
+def random_layouts_of_layers(
+    net: Any, graph: Graph, mesh: Layout, seed: int
+) -> Iterator[tuple[nn.Module, Op, tuple[TensorLayout, ...]]]:
+    """Each layer of a random net that is one operator, with layouts of the operator's inputs."""
+    cuts = random_cuts(graph, mesh, seed)
+    for name, module in net.layers.named_children():
+        op = graph.by_name.get(f"layers.{name}")
+        rule = rule_of(op) if op is not None else None
+        inside = {o.name for o in graph.ops if o.module == f"layers.{name}"}
+        if op is not None and rule is not None and inside <= {op.name, f"{op.name}.bias"}:
+            yield module, op, rule.layouts(mesh, cuts[op.name])[0]
 
 
 Axes = tuple[tuple[int, ...], ...]

@@ -9,10 +9,9 @@ import pytest
 import shardwright as sw
 from random_cases import random_cases
 from random_graphs import random_net
-from random_plans import random_cuts
+from random_plans import random_layouts_of_layers
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.rules import rule_of
 
 MODES = ("semi_auto", "sharding_propagation", "recursive_programming")
 
@@ -23,16 +22,10 @@ def test_random_pins_are_kept_and_change_no_result(mode: str, seed: int) -> None
     draw, devices = random.Random(seed), (2, 4, 6, 8, 12)[seed % 5]
     net, args = random_net(seed)
     graph, mesh = sw.capture(net, args), prime_mesh(devices)
-    cuts = random_cuts(graph, mesh, seed)
     pinned: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for name, module in net.layers.named_children():
-        op = graph.by_name.get(f"layers.{name}")
-        found = rule_of(op) if op is not None else None
-        others = {o.name for o in graph.ops if o.module == f"layers.{name}"}
-        alone = others <= {f"layers.{name}", f"layers.{name}.bias"}
-        if op is None or found is None or not alone or draw.random() < 0.4:
+    for module, op, layouts in random_layouts_of_layers(net, graph, mesh, seed):
+        if draw.random() < 0.4:
             continue
-        layouts, _ = found.layouts(mesh, cuts[op.name])
         counts = tuple(layout.shard_counts for layout in layouts)
         exact = draw.random() < 0.5
         entries = tuple(TensorLayout(mesh, layout.axes) for layout in layouts) if exact else counts

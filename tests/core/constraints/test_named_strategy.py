@@ -16,10 +16,9 @@ from torch.nn import functional as F
 import shardwright as sw
 from random_cases import random_cases
 from random_graphs import random_net
-from random_plans import random_cuts
+from random_plans import random_layouts_of_layers
 from shardwright.core.graph.graph import Origin
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.rules import rule_of
 from shardwright.errors import StrategyError
 
 PINNING_MODES = ("semi_auto", "recursive_programming", "sharding_propagation")
@@ -172,15 +171,8 @@ def test_random_pins_by_name_are_kept_and_change_no_result(mode: str, seed: int)
     draw, devices = random.Random(seed), (2, 4, 6, 8, 12)[seed % 5]
     net, args = random_net(seed)
     graph, mesh = sw.capture(net, args), prime_mesh(devices)
-    cuts = random_cuts(graph, mesh, seed)
     pinned: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for name, module in net.layers.named_children():
-        op = graph.by_name.get(f"layers.{name}")
-        rule = rule_of(op) if op is not None else None
-        inside = {o.name for o in graph.ops if o.module == f"layers.{name}"}
-        if op is None or rule is None or not inside <= {op.name, f"{op.name}.bias"}:
-            continue
-        layouts, _ = rule.layouts(mesh, cuts[op.name])
+    for module, op, layouts in random_layouts_of_layers(net, graph, mesh, seed):
         entries = tuple(
             {mesh.alias_names[axis]: dim for dim, axes in enumerate(layout.axes) for axis in axes}
             for layout in layouts
@@ -194,8 +186,7 @@ def test_random_pins_by_name_are_kept_and_change_no_result(mode: str, seed: int)
         is_named = not isinstance(module, sw.Op) and draw.random() < 0.5
         sw.shard(module, by_name if is_named else entries)
         pinned[op.name] = tuple(layout.shard_counts for layout in layouts)
-    named = any(pin for pin in cuts.values())
-    if not pinned or not named:
+    if not pinned:
         return
     axes = dict(zip(mesh.alias_names, mesh.device_matrix, strict=True))
     try:
