@@ -1,7 +1,9 @@
-"""Bounded deques and the order of an `OrderedDict`, which TorchDynamo replays like Python."""
+"""Bounded deques, growing lists and the order of an `OrderedDict`, which TorchDynamo replays like
+Python."""
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -64,3 +66,54 @@ def test_a_deque_of_another_bound_needs_another_capture() -> None:
     assert guards.hold(owner, (x,), {})
     owner.state = deque(owner.state, maxlen=4)
     assert not guards.hold(owner, (x,), {})
+
+
+ADDITIONS: list[Callable[[Any], Any]] = [
+    lambda state: state.append(4),
+    lambda state: state.extend([4, state]),
+    lambda state: operator.iadd(state, (4, 5)),
+]
+READS: list[Callable[[Any], Any]] = [
+    lambda state: state.append(len(state)),
+    lambda state: state.extend(2 * each for each in [*state]),
+    lambda state: state.append(state[-1]),
+    lambda state: state.extend(state),
+]
+
+
+class Logging:
+    def __init__(self, add: Callable[[list[Any]], Any]) -> None:
+        self.state: list[Any] = [1, 2]
+        self.add = add
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.add(self.state)
+        return x + 1
+
+
+@pytest.mark.parametrize("add", ADDITIONS)
+def test_a_list_that_only_grows_has_one_capture(add: Callable[[Any], Any]) -> None:
+    eager, traced, x = Logging(add), Logging(add), torch.zeros(2)
+    capture = DynamoCapture.of(traced.forward, (x,), {})
+    guards = capture.guards(traced, (x,), {}, frozenset(), frozenset([id(x)]))
+    graph = capture.graph_module
+    assert graph is not None
+    for _ in range(3):
+        assert guards.hold(traced, (x,), {})
+        capture.around(graph)(traced, x)
+        eager.forward(x)
+    # As text, since a list may contain itself.
+    assert repr(traced.state) == repr(eager.state)
+
+
+@pytest.mark.parametrize("add", READS)
+def test_a_list_that_is_read_needs_a_capture_for_each_length(add: Callable[[Any], Any]) -> None:
+    eager, traced, x = Logging(add), Logging(add), torch.zeros(2)
+    capture = DynamoCapture.of(traced.forward, (x,), {})
+    guards = capture.guards(traced, (x,), {}, frozenset(), frozenset([id(x)]))
+    graph = capture.graph_module
+    assert graph is not None
+    capture.around(graph)(traced, x)
+    eager.forward(x)
+    assert traced.state == eager.state
+    assert not guards.hold(traced, (x,), {})

@@ -52,7 +52,7 @@ from shardwright.core.torch_internals.dynamo_attributes import guarding_missing_
 from shardwright.core.torch_internals.dynamo_caches import CachedFunctionCalls
 from shardwright.core.torch_internals.dynamo_containers import (
     replay_all_contents,
-    tracing_bounded_deques,
+    tracing_existing_containers,
 )
 
 _OPTIONS: dict[str, Any] = {
@@ -268,7 +268,7 @@ class DynamoCapture:
             patch.object(SideEffects, "codegen_update_mutated", recorded),
             cached.recording(),
             guarding_missing_attributes(),
-            tracing_bounded_deques(),
+            tracing_existing_containers(),
             patch.object(NumpyVariable, "call_function", _trace_numpy_call),
             patch.object(TensorVariable, "method_numpy", _trace_conversion_to_numpy),
             patch.object(DebuggingVariable, "call_function", _print_after_graph),

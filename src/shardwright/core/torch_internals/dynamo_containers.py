@@ -1,30 +1,101 @@
 """Changes of containers that TorchDynamo would replay differently from Python.
 
 PyTorch 2.13 takes a bounded `deque` for an unbounded one, and ignores `OrderedDict.move_to_end` if
-no entry changes.
+no entry changes. It guards the length of each list, so that a list to which every call appends,
+such as a log of losses, would need another trace in every call.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables import ConstantVariable, ConstDictVariable, builder
-from torch._dynamo.variables.lists import DequeVariable
+from torch._dynamo.variables.lists import DequeVariable, ListVariable, TupleVariable
+
+
+class ExistingListVariable(ListVariable):
+    """List of the user whose length is guarded only if traced code reads the list.
+
+    To append or to extend it does not read it.
+
+    Args:
+        items: the elements.
+        num_existing: number of elements before the trace.
+        is_guarded: whether the length is guarded.
+        is_traced: whether the trace has ended. What reads the elements then only writes bytecode.
+    """
+
+    def __init__(
+        self,
+        items: list[Any],
+        num_existing: int = 0,
+        is_guarded: bool = True,
+        is_traced: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.num_existing, self.is_guarded, self.is_traced = num_existing, is_guarded, is_traced
+        super().__init__(items, **kwargs)
+
+    @property
+    def items(self) -> list[Any]:
+        if not self.is_guarded:
+            self.is_guarded = True
+            assert self.source is not None
+            install_guard(self.source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
+        items: list[Any] = vars(self)["items"]
+        return items
+
+    @items.setter
+    def items(self, value: list[Any]) -> None:
+        vars(self)["items"] = value
+
+    def call_method(self, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        # Other iterables run code of the user, which may read this list.
+        is_sequence = bool(args) and isinstance(args[0], (ListVariable, TupleVariable))
+        only_adds = name == "append" or (name == "extend" and is_sequence and args[0] is not self)
+        if not only_adds:
+            return super().call_method(tx, name, args, kwargs)
+        is_guarded, self.is_guarded = self.is_guarded, True
+        try:
+            return super().call_method(tx, name, args, kwargs)
+        finally:
+            self.is_guarded = is_guarded
+
+    def is_python_constant(self) -> bool:
+        # The writer of the bytecode asks this of each value, and would read the elements.
+        return not (self.is_traced and not self.is_guarded) and super().is_python_constant()
+
+    def reconstruct(self, codegen: Any) -> None:
+        if self.is_guarded:
+            super().reconstruct(codegen)
+            return
+        # The existing elements by the list itself, of which later calls have more.
+        added = vars(self)["items"][self.num_existing :]
+        codegen.append_output(create_instruction("BUILD_LIST", arg=0))
+        codegen(self.source)
+        codegen.append_output(create_instruction("LIST_EXTEND", arg=1))
+        codegen.foreach(added)
+        codegen.append_output(create_instruction("BUILD_LIST", arg=len(added)))
+        codegen.append_output(create_instruction("LIST_EXTEND", arg=1))
 
 
 @contextmanager
-def tracing_bounded_deques() -> Iterator[None]:
-    """Context manager in which Dynamo knows the `maxlen` of existing deques."""
+def tracing_existing_containers() -> Iterator[None]:
+    """Context manager in which Dynamo knows the `maxlen` of existing deques, and guards the length
+    of existing lists only if it is read."""
     wrap = builder.VariableBuilder.wrap_listlike
 
     def wrapped(self: Any, value: Any) -> Any:
+        if type(value) is list:
+            return _wrap_list(wrap, self, value)
         variable = wrap(self, value)
         if isinstance(value, deque) and value.maxlen is not None:
             variable.maxlen = ConstantVariable.create(value.maxlen)  # type: ignore[attr-defined]
@@ -35,9 +106,25 @@ def tracing_bounded_deques() -> Iterator[None]:
         yield
 
 
+def _wrap_list(wrap: Callable[..., Any], variable_builder: Any, value: list[Any]) -> Any:
+    with patch.object(variable_builder, "install_guards"):
+        variable = wrap(variable_builder, value)
+    if type(variable) is not ListVariable:
+        variable_builder.install_guards(GuardBuilder.SEQUENCE_LENGTH)
+        return variable
+    variable_builder.install_guards(GuardBuilder.TYPE_MATCH)
+    # In place, as Dynamo may refer to the variable already.
+    state = {"num_existing": len(value), "is_guarded": False, "is_traced": False}
+    vars(variable).update(state)
+    object.__setattr__(variable, "__class__", ExistingListVariable)
+    return variable
+
+
 def replay_all_contents(side_effects: SideEffects) -> None:
     """Make the bytecode of a trace replay the order and number of entries of changed containers."""
     for variable in side_effects.id_to_variable.values():
+        if isinstance(variable, ExistingListVariable):
+            variable.is_traced = True
         if isinstance(variable, DequeVariable):
             # The elements are traced: the code clears the deque and appends those that remain.
             variable.maxlen = ConstantVariable.create(None)
