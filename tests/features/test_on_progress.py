@@ -33,7 +33,7 @@ def test_under_a_memory_limit_each_attempt_is_named() -> None:
 
 def test_each_number_of_stages_is_named() -> None:
     # A limit under which no number of stages is left out by a bound on its step time.
-    options = {"stages": "auto", "micro_batches": 4, "memory_limit": "60KiB"}
+    options = {"stages": "auto", "micro_batches": 4, "memory_limit": "55KiB"}
     heard = heard_of_plan(layers(), cluster="h100", **options)
     searched = [each for each in heard if each.startswith("search")]
     for end in ("mem_coeff=0.1", "2 stages", "4 stages"):
