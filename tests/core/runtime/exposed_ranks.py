@@ -62,17 +62,24 @@ def a_stage_waits_for_the_micro_batches_of_the_other() -> None:
     plan = sw.plan(net, batch, devices=2, stages=2, micro_batches=4)
     planned = sw.parallelize(net, plan, copy=True)
     assert isinstance(planned, ParallelModule)
-    waits = planned.execution.devices.waits
-    with waits.enable(CPU):
+    with planned.execution.devices.waits.enable(CPU):
         planned.train_step(*batch)
-        waits.take_seconds()
-        rank_0_comes_late()
-        planned.train_step(*batch)
-        seconds = waits.take_seconds()
-    # The second stage needs what the first makes; the first then waits for gradients only.
-    assert seconds is not None
+        seconds = [late_step(planned, batch) for _ in range(3)]
+    # The second stage needs what the first makes; the first then waits for gradients only. A busy
+    # machine makes both wait longer, so the shortest of three steps counts.
     waited = LATE * dist.get_rank()
-    assert 0.8 * waited < seconds < waited + 0.8 * LATE
+    assert 0.8 * waited < min(seconds) < waited + 0.8 * LATE, seconds
+
+
+def late_step(planned: ParallelModule, batch: tuple[torch.Tensor, ...]) -> float:
+    """Return the seconds for which this rank waits in a step to which rank 0 comes late."""
+    waits = planned.execution.devices.waits
+    waits.take_seconds()
+    rank_0_comes_late()
+    planned.train_step(*batch)
+    seconds = waits.take_seconds()
+    assert seconds is not None
+    return seconds
 
 
 if __name__ == "__main__":
