@@ -40,7 +40,7 @@ class Selecting(nn.Module):
     """Its shapes depend on values, which shows once it is traced."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0].sum()
+        return x[x > 0].median()
 
 
 ARGS = (torch.randn(8, 4), torch.ones(8))

@@ -214,7 +214,7 @@ class _ValueTable:
 
     def operator(self, node: fx.Node, name: str) -> Op:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)
-        args, kwargs = _to_builtin_containers(args), _to_builtin_containers(kwargs)
+        args, kwargs = to_builtin_containers(args), to_builtin_containers(kwargs)
         path, _ = module_path(node)
         results = self._add_results(node, name)
         target: Any = node.target
@@ -239,14 +239,14 @@ class _ValueTable:
         return tuple(results)
 
 
-def _to_builtin_containers(arguments: Any) -> Any:
+def to_builtin_containers(arguments: Any) -> Any:
     """Replace the immutable lists and dicts of `torch.fx`, which pytree does not support."""
     if isinstance(arguments, tuple):
-        return tuple(_to_builtin_containers(a) for a in arguments)
+        return tuple(to_builtin_containers(a) for a in arguments)
     if isinstance(arguments, list):
-        return [_to_builtin_containers(a) for a in arguments]
+        return [to_builtin_containers(a) for a in arguments]
     if isinstance(arguments, dict):
-        return {key: _to_builtin_containers(a) for key, a in arguments.items()}
+        return {key: to_builtin_containers(a) for key, a in arguments.items()}
     return arguments
 
 

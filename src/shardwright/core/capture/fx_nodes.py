@@ -131,3 +131,10 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
                 argument.default_value if argument.has_default_value() else None
             )
     return arguments
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Remove operators whose results reach neither an output nor a buffer update, in place."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

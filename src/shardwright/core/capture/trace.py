@@ -33,12 +33,14 @@ from shardwright.core.capture.fake_copy import (
     fake_copy,
 )
 from shardwright.core.capture.functionalize import functionalize
-from shardwright.core.capture.fx_nodes import restore_nodes
+from shardwright.core.capture.fx_nodes import remove_dead, restore_nodes
 from shardwright.core.capture.hooks import check_hooks, observe_forward_hooks
 from shardwright.core.capture.inline_regions import inline_regions
 from shardwright.core.capture.known_values import KnownValues
 from shardwright.core.capture.layer_progress import report_layers
+from shardwright.core.capture.masked_reductions import keep_selected_rows
 from shardwright.core.capture.naming import LocatedError, is_users_function, line_of, line_of_error
+from shardwright.core.capture.padded_rows import pad_selected_rows
 from shardwright.core.capture.shared_memory import check_constants, check_memory
 from shardwright.core.capture.signature import (
     Signature,
@@ -130,11 +132,15 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     """
     module, signature, graph = call.module, traced.signature, traced.graph
     check_constants(module, signature.constants.values())
-    decompose(graph)
     keep_rows_of_targets(graph)
+    hint = hint_of_experts(module)
+    # In a loop over experts, every expert would compute all tokens.
+    if not hint:
+        pad_selected_rows(graph)
+    decompose(graph)
     read_strides_of_elements(graph)
     calls = call_tags(graph)
-    check_static(graph, hint_of_experts(module))
+    check_static(graph, hint)
     tied = merge_tied(module, graph, signature)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     trained = gradient_sources(module, leaves, signature, graph)
@@ -144,6 +150,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)
+    keep_selected_rows(graph)
     fold_causal_masks(graph)
     sources = gradient_sources(module, leaves, signature, graph)
     drop_redundant_detach(graph, sources)
@@ -352,10 +359,3 @@ def check_node(node: fx.Node) -> None:
                 f"{line_of(node)}: sparse gradients (`sparse=True`) cannot be summed over devices\n"
                 f"use `sparse=False`, whose gradients have the same values"
             )
-
-
-def remove_dead(graph: fx.Graph) -> None:
-    """Remove operators whose results reach neither an output nor a buffer update, in place."""
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)

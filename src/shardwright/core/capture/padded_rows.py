@@ -1,0 +1,560 @@
+"""Static shapes for selections by boolean masks, `x[mask]`, in a traced graph.
+
+The number of rows that a mask selects is known only when the model runs. Each selection becomes a
+call of `select_rows`, which returns all rows, so that every later operator has a static shape.
+Writes of selected rows (`x[mask] = rows`) become `torch.where`, and the number of rows as a divisor
+or factor becomes the sum of the mask. `selected_rows.py` then makes operators on all rows compute
+what they would compute from the selected rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwright.core.capture.fx_nodes import (
+    ORIGIN,
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    replace,
+    tensor,
+)
+from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.views import SAME_ELEMENTS
+from shardwright.core.torch_internals.operators import (
+    OpOverload,
+    is_erased,
+    operator_name,
+    schema_of,
+)
+from shardwright.core.torch_internals.tensors import FakeTensor
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_NONZERO = (aten.nonzero.default, aten.argwhere.default)
+_COORDINATES = (aten.nonzero_numpy.default, aten.where.default)
+_READS = (aten.index.Tensor, aten.masked_select.default)
+_INDEXED_WRITES = (aten.index_put.default, aten.index_put_.default)
+_WRITES = (*_INDEXED_WRITES, aten.masked_scatter.default, aten.masked_scatter_.default)
+_CREATIONS = (
+    *(aten.zeros.default, aten.ones.default, aten.full.default),
+    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+)
+_SIZE_ARGUMENTS = ("size", "shape", "sizes", "self_size")
+
+
+def select_rows(x: Tensor, mask: Tensor, dim: int, fill: bool = True) -> Tensor:
+    """Mark `x` as all rows of a selection; removed from the graph by `keep_selected_rows`.
+
+    Args:
+        x: all rows along dimension `dim`.
+        mask: whether each row is selected, `[rows]`.
+        dim: the dimension of the rows.
+        fill: whether rows that are not selected may have any values, so that they are overwritten.
+    """
+    return x.clone()
+
+
+def restore_rows(rows: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Mark the end of a selection, after which rows that are not selected have no meaning."""
+    return rows.clone()
+
+
+def pad_selected_rows(graph: fx.Graph) -> None:
+    """Give all selections by masks the sizes of the tensors from which they select, in place.
+
+    Raises:
+        CaptureError: if an operator needs the number of selected rows as a Python number.
+    """
+    selections = (*_NONZERO, *_READS)
+    if any(
+        node.target in _COORDINATES
+        or (node.target in selections and _has_symbols(node.meta.get("val")))
+        for node in graph.nodes
+    ):
+        padding = _Padding(graph)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and not is_erased(node):
+                padding.run(node)
+        padding.erase_sizes()
+
+
+def _has_symbols(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_has_symbols(each) for each in value)
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, SYMBOLS) for size in sizes)
+
+
+def _expression(size: Any) -> Any:
+    """Return the SymPy expression of a symbolic size; other sizes are returned unchanged."""
+    return size.node.expr if isinstance(size, SYMBOLS) else size
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """A mask that selects rows.
+
+    Args:
+        flat: copy of the mask as it was at the selection, `[rows]`.
+        shape: shape of the mask in the user's code.
+    """
+
+    flat: fx.Node
+    shape: tuple[int, ...]
+
+
+class _Padding:
+    """The graph, and what is known of the selections so far.
+
+    Args:
+        graph: the traced graph; modified in place.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        fakes = (node.meta.get("val") for node in graph.nodes)
+        self.mode: Any = next(x.fake_mode for x in fakes if isinstance(x, FakeTensor))
+        self.masks: dict[Any, _Mask] = {}
+        """The mask of each symbolic number of selected rows."""
+        self.traced: dict[fx.Node, tuple[Any, ...]] = {}
+        """Shape of each tensor of selected rows as it was traced, with symbolic sizes."""
+        self.coordinates: dict[fx.Node, tuple[_Mask, int]] = {}
+        """(mask, its dimension) of each tensor of indices of True elements."""
+        self.index_tables: dict[fx.Node, _Mask] = {}
+        """The mask of each result of `nonzero`."""
+        self.positions: dict[fx.Node, Any] = {}
+        """Symbolic number of rows of each `arange` over selected rows."""
+
+    def run(self, node: fx.Node) -> None:
+        """Give one node static sizes."""
+        value, target, inputs = node.meta.get("val"), node.target, node.all_input_nodes
+        if target in _COORDINATES:
+            self._replace_coordinates(node)
+            return
+        if isinstance(value, SYMBOLS) or value is None:
+            return
+        if target in _READS and _has_symbols(value) and self._select(node):
+            return
+        if target in _NONZERO:
+            self._replace_nonzero(node)
+        elif target in _WRITES and self._write(node):
+            return
+        elif target is aten.arange.default and _has_symbols(value):
+            self.positions[node] = _expression(value.shape[0])
+        elif (
+            _has_symbols(value)
+            or any(each in self.traced for each in inputs)
+            or any(isinstance(each.meta.get("val"), SYMBOLS) for each in inputs)
+        ):
+            self._update(node, value)
+
+    def erase_sizes(self) -> None:
+        """Erase arithmetic on numbers of rows that no operator reads, and checks of them."""
+        for node in reversed(list(self.graph.nodes)):
+            is_check = node.meta.get("val") is None and any(
+                isinstance(each.meta.get("val"), SYMBOLS) for each in node.all_input_nodes
+            )
+            is_size = isinstance(node.meta.get("val"), SYMBOLS) or node in self.positions
+            if node.op == "call_function" and not node.users and (is_check or is_size):
+                self.graph.erase_node(node)
+
+    # Reads
+
+    def _select(self, node: fx.Node) -> bool:
+        """Replace `x[mask]`; return False if no index is a mask."""
+        if node.target is aten.masked_select.default:
+            arguments = node_arguments(node)
+            masked = (arguments["self"], arguments["mask"])
+            shape = torch.broadcast_shapes(*map(node_shape, masked))  # type: ignore[no-untyped-call]
+            x, mask = (
+                each
+                if node_shape(each) == shape
+                else insert(node, aten.expand.default, (each, list(shape)))
+                for each in masked
+            )
+            self._replace_by_rows(node, x, self._mask(node, mask), 0)
+            return True
+        x, indices = node.args
+        assert isinstance(x, fx.Node) and isinstance(indices, (list, tuple))
+        found = self._mask_of_indices(node, x, indices)
+        if found is not None:
+            self._replace_by_rows(node, x, *found)
+            return True
+        if self._gathers_per_row(node, x, indices):
+            return True
+        if any(is_tensor(i) and tensor(i).dtype in (torch.bool, torch.uint8) for i in indices):
+            raise _refusal(node, "combines a mask with other indices")
+        return False
+
+    def _mask_of_indices(
+        self, node: fx.Node, x: fx.Node, indices: Sequence[Any]
+    ) -> tuple[_Mask, int] | None:
+        """Return the mask by which `x[indices]` selects, and its first dimension in `x`."""
+        indexed = [dim for dim, index in enumerate(indices) if index is not None]
+        first, *others = (indices[dim] for dim in indexed)
+        if not others and tensor(first).dtype == torch.bool:
+            return self._mask(node, first), indexed[0]
+        if first not in self.coordinates:
+            return None
+        mask, start = self.coordinates[first][0], indexed[0]
+        rank = len(mask.shape)
+        in_order = [(mask, dim) for dim in range(rank)]
+        adjacent = indexed == [*range(start, start + rank)]
+        same = adjacent and [self.coordinates.get(indices[dim]) for dim in indexed] == in_order
+        return (mask, start) if same and node_shape(x)[start:][:rank] == mask.shape else None
+
+    def _replace_by_rows(self, node: fx.Node, x: fx.Node, mask: _Mask, dim: int) -> None:
+        """Replace a selection from `x` by `mask`, whose first dimension is dimension `dim` of
+        `x`."""
+        shape, traced = node_shape(x), node.meta["val"].shape
+        self._record(node, traced[dim], mask)
+        sizes = (*shape[:dim], prod(mask.shape), *shape[dim + len(mask.shape) :])
+        rows = self._reshape(node, x, sizes)
+        replace(node, self._mark(node, rows, mask, dim, traced))
+
+    def _record(self, node: fx.Node, size: Any, mask: _Mask) -> None:
+        """Record the mask of a symbolic number of rows."""
+        symbol = _expression(size)
+        if isinstance(symbol, int) or not symbol.is_Symbol:
+            raise _refusal(node, "needs a fixed number of rows")
+        self.masks.setdefault(symbol, mask)
+
+    def _mask(self, node: fx.Node, mask: fx.Node) -> _Mask:
+        """Return a copy of a boolean tensor, which later writes do not change."""
+        shape = node_shape(mask)
+        if prod(shape) == 1:
+            raise _refusal(node, "selects from one row")
+        flat = self._reshape(node, mask, (prod(shape),))
+        return _Mask(insert(node, aten.clone.default, (flat,)), shape)
+
+    def _reshape(self, node: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+        return x if node_shape(x) == shape else insert(node, aten.reshape.default, (x, list(shape)))
+
+    def _mark(
+        self,
+        node: fx.Node,
+        rows: fx.Node,
+        mask: _Mask,
+        dim: int,
+        traced: Sequence[Any],
+        fill: bool = True,
+    ) -> fx.Node:
+        """Insert the mark of selected rows before `node`; `traced` is their traced shape."""
+        marked = insert(node, select_rows, (rows, mask.flat, dim, fill))
+        self.traced[marked] = tuple(map(_expression, traced))
+        return marked
+
+    def _gathers_per_row(self, node: fx.Node, x: fx.Node, indices: Sequence[Any]) -> bool:
+        """Replace `rows[arange(len(rows)), index]` by `gather`; return False for other indices."""
+        if len(indices) != 2 or indices[0] not in self.positions or len(node_shape(x)) != 2:
+            return False
+        positions, index = indices
+        if node_shape(index) != node_shape(x)[:1] or self._rows_of(x) != self.positions[positions]:
+            return False
+        column = insert(node, aten.unsqueeze.default, (index, 1))
+        column = insert(node, aten.gather.default, (x, 1, column))
+        new = insert(node, aten.squeeze.dim, (column, 1))
+        self.traced[new] = tuple(map(_expression, node.meta["val"].shape))
+        replace(node, new)
+        return True
+
+    def _rows_of(self, x: fx.Node) -> Any:
+        """Return the symbolic number of rows of `x`; None if dimension 0 has a static size."""
+        size = self.traced[x][0] if x in self.traced else None
+        return None if isinstance(size, int) else size
+
+    # Indices of True elements
+
+    def _replace_nonzero(self, node: fx.Node) -> None:
+        value = node.meta["val"]
+        mask = self._mask(node, self._boolean(node))
+        table = insert(node, aten.stack.default, (self._coordinate_tensors(node, mask), 1))
+        self._record(node, value.shape[0], mask)
+        new = self._mark(node, table, mask, 0, value.shape)
+        self.index_tables[new] = mask
+        replace(node, new)
+
+    def _replace_coordinates(self, node: fx.Node) -> None:
+        mask = self._mask(node, self._boolean(node))
+        tensors = self._coordinate_tensors(node, mask)
+        for getitem in list(node.users):
+            dim = getitem.args[1]
+            assert isinstance(dim, int)
+            self._record(node, getitem.meta["val"].shape[0], mask)
+            new = self._mark(node, tensors[dim], mask, 0, getitem.meta["val"].shape)
+            self.coordinates[new] = (mask, dim)
+            replace(getitem, new)
+        self.graph.erase_node(node)
+
+    def _boolean(self, node: fx.Node) -> fx.Node:
+        (x,) = node.args
+        assert isinstance(x, fx.Node)
+        if tensor(x).dtype == torch.bool:
+            return x
+        return insert(node, aten.ne.Scalar, (x, 0))
+
+    def _coordinate_tensors(self, node: fx.Node, mask: _Mask) -> list[fx.Node]:
+        """Insert, for each dimension of a mask, the coordinate of every element, `[elements]`."""
+        rank, coordinates = len(mask.shape), []
+        for dim, size in enumerate(mask.shape):
+            axis = self._arange(node, size)
+            sizes = (*(1,) * dim, size, *(1,) * (rank - dim - 1))
+            grid = self._reshape(node, axis, sizes)
+            if node_shape(grid) != mask.shape:
+                grid = insert(node, aten.expand.default, (grid, list(mask.shape)))
+            coordinates.append(self._reshape(node, grid, (prod(mask.shape),)))
+        return coordinates
+
+    def _arange(self, node: fx.Node, size: int) -> fx.Node:
+        with self.graph.inserting_before(node):
+            new = self.graph.call_function(aten.arange.default, (size,))
+        new.meta = {key: node.meta[key] for key in ORIGIN if key in node.meta}
+        new.meta["val"] = self._evaluate(new)
+        return new
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        """Run an operator, which may have no tensor arguments, on fake tensors."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        with torch.no_grad(), self.mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    # Writes
+
+    def _write(self, node: fx.Node) -> bool:
+        """Replace a write of rows, `x[mask] = rows`; return False if neither the values are
+        selected rows nor an index is the index of one."""
+        arguments = node_arguments(node)
+        x, options = arguments["self"], node.args[3:]
+        if node.target in _INDEXED_WRITES:
+            indices, values = arguments["indices"], arguments["values"]
+            by_index = any(each in self.coordinates for each in indices)
+        else:
+            indices, values, by_index = arguments["mask"], arguments["source"], False
+        if not by_index and values not in self.traced:
+            return False
+        if node.target in _INDEXED_WRITES:
+            found = self._mask_of_indices(node, x, indices)
+            # An index that is not of a mask's own elements: rows may be added by `index_put`.
+            if found is None and arguments["accumulate"]:
+                return False
+        else:
+            found = self._mask_of_elements(node, x, indices, values)
+        if found is None:
+            raise _refusal(node, "writes selected rows to other places")
+        mask, dim = found
+        trailing = len(node_shape(x)) - dim - len(mask.shape)
+        if values in self.traced:
+            values = self._unflatten(node, values, mask, trailing)
+        elif len(node_shape(values)) > trailing:
+            raise _refusal(node, "writes rows that the same mask does not select")
+        condition = self._reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
+        if tensor(values).dtype != tensor(x).dtype:
+            values = insert(node, aten.to.dtype, (values, tensor(x).dtype))
+        if options and options[0]:
+            values = insert(node, aten.add.Tensor, (x, values))
+        new = insert(node, aten.where.self, (condition, values, x))
+        if schema_of(node.target).is_mutable:  # type: ignore[arg-type]
+            new = insert(node, aten.copy_.default, (x, new))
+        replace(node, new)
+        return True
+
+    def _unflatten(self, node: fx.Node, rows: fx.Node, mask: _Mask, trailing: int) -> fx.Node:
+        """Return selected rows at the positions of the mask's elements."""
+        sizes = node_shape(rows)
+        dim = len(sizes) - trailing - 1
+        if dim < 0 or sizes[dim] != prod(mask.shape) or isinstance(self.traced[rows][dim], int):
+            raise _refusal(node, "broadcasts selected rows")
+        restored = insert(node, restore_rows, (rows, mask.flat, dim))
+        return self._reshape(node, restored, (*sizes[:dim], *mask.shape, *sizes[dim + 1 :]))
+
+    def _mask_of_elements(
+        self, node: fx.Node, x: fx.Node, mask: fx.Node, values: fx.Node
+    ) -> tuple[_Mask, int] | None:
+        """Return the mask of rows that `mask`, a mask of elements of `x`, repeats for every
+        element of a row; None if `values`, one row after another, have other rows."""
+        shape = node_shape(x)
+        if len(node_shape(values)) == 1:
+            if node_shape(mask) != shape:
+                mask = insert(node, aten.expand.default, (mask, list(shape)))
+            return self._mask(node, mask), 0
+        while (source := _without_last_dim(mask)) is not None:
+            mask = source
+        rank = len(node_shape(mask))
+        same = node_shape(mask) == shape[:rank] and node_shape(values)[1:] == shape[rank:]
+        return (self._mask(node, mask), 0) if same else None
+
+    # Other operators
+
+    def _update(self, node: fx.Node, value: Any) -> None:
+        """Replace symbols in the arguments of an operator, and infer its static shape."""
+        self._check_reshape(node, value)
+        if any(each in self.positions for each in node.all_input_nodes):
+            raise _refusal(node, "numbers the selected rows")
+        if isinstance(node.target, OpOverload):
+            self._replace_symbols(node)
+        node.meta["val"] = self._evaluate(node)
+        if isinstance(value, Tensor) and _has_symbols(value):
+            self.traced[node] = tuple(map(_expression, value.shape))
+        self._check_sizes(node, value)
+        self._mark_creation(node, value)
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and source in self.index_tables:
+            self._follow_index_table(node, self.index_tables[source])
+
+    def _check_sizes(self, node: fx.Node, value: Any) -> None:
+        """Check that a result has the shape of the traced result, with all rows."""
+        values = value if isinstance(value, (list, tuple)) else [value]
+        news = node.meta["val"] if isinstance(value, (list, tuple)) else [node.meta["val"]]
+        for old, new in zip(values, news, strict=True):
+            if not isinstance(old, Tensor):
+                continue
+            sizes = tuple(self._size(size) for size in old.shape)
+            if _has_symbols(new) or sizes != tuple(new.shape) or old.dtype != new.dtype:
+                raise _refusal(node, "needs the number of selected rows")
+
+    def _size(self, size: Any) -> Any:
+        """Return a size with the numbers of all rows in place of those of selected rows."""
+        if not isinstance(size, SYMBOLS):
+            return size
+        expression = _expression(size)
+        sizes = {s: prod(m.shape) for s, m in self.masks.items()}
+        number = expression.subs(sizes)
+        return int(number) if number.is_Integer else None
+
+    def _replace_symbols(self, node: fx.Node) -> None:
+        target: Any = node.target
+        arguments = schema_of(target).arguments
+        names = {argument.name: str(argument.type) for argument in arguments}
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        for name, argument in given.items():
+            leaves = argument if isinstance(argument, (list, tuple)) else [argument]
+            if not any(_is_symbolic(leaf) for leaf in leaves):
+                continue
+            if isinstance(argument, (list, tuple)) and name in _SIZE_ARGUMENTS:
+                new: Any = [self._static(node, leaf) for leaf in leaves]
+            elif target is aten.slice.Tensor and name == "end" and self._is_full_slice(given):
+                new = None
+            elif name == "other":
+                new = self._count(node, argument)
+                if names[name] != "Tensor":
+                    packet = getattr(aten, operator_name(target), None)
+                    target = getattr(packet, "Tensor", None)
+                    if target is None:
+                        raise _refusal(node, "needs the number of selected rows")
+                    node.target = target
+            else:
+                raise _refusal(node, "needs the number of selected rows")
+            position = list(names).index(name)
+            if position < len(node.args):
+                node.update_arg(position, new)
+            else:
+                node.update_kwarg(name, new)
+
+    def _static(self, node: fx.Node, leaf: Any) -> Any:
+        if not _is_symbolic(leaf):
+            return leaf
+        size = self._size(leaf.meta["val"])
+        if size is None:
+            raise _refusal(node, "needs the number of selected rows")
+        return size
+
+    def _is_full_slice(self, arguments: dict[str, Any]) -> bool:
+        """Whether `x[:n]` reads all n rows of `x`."""
+        source, dim = arguments["self"], arguments.get("dim", 0)
+        full = source in self.traced and self.traced[source][dim]
+        end = _expression(arguments["end"].meta["val"])
+        return bool(full == end) and not arguments.get("start") and arguments.get("step", 1) == 1
+
+    def _count(self, node: fx.Node, size: fx.Node) -> fx.Node:
+        """Insert the number of selected rows, or a multiple of it, as a tensor."""
+        expression = _expression(size.meta["val"])
+        symbols = [each for each in expression.free_symbols if each in self.masks]
+        if len(symbols) != 1 or not expression.is_polynomial(symbols[0]):
+            raise _refusal(node, "computes with the number of selected rows")
+        (symbol,) = symbols
+        factor, rest = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
+        if expression.expand() != (factor * symbol + rest).expand() or not (
+            factor.is_Integer and rest.is_Integer
+        ):
+            raise _refusal(node, "computes with the number of selected rows")
+        count = insert(node, aten.sum.default, (self.masks[symbol].flat,))
+        if factor != 1:
+            count = insert(node, aten.mul.Scalar, (count, int(factor)))
+        if rest != 0:
+            count = insert(node, aten.add.Scalar, (count, int(rest)))
+        return count
+
+    def _mark_creation(self, node: fx.Node, value: Any) -> None:
+        """Mark constants with one element per selected row, as `zeros(len(rows))`."""
+        if node.target not in _CREATIONS or not _has_symbols(value):
+            return
+        dims = [dim for dim, size in enumerate(value.shape) if isinstance(size, SYMBOLS)]
+        symbol = _expression(value.shape[dims[0]])
+        if len(dims) > 1 or symbol not in self.masks:
+            raise _refusal(node, "needs the number of selected rows")
+        marked = self._mark(node.next, node, self.masks[symbol], dims[0], value.shape, fill=False)
+        node.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
+
+    def _follow_index_table(self, node: fx.Node, mask: _Mask) -> None:
+        """Record which indices of True elements a node reads from the result of `nonzero`."""
+        arguments = node_arguments(node)
+        if node.target in SAME_ELEMENTS and len(mask.shape) == 1:
+            if len(node_shape(node)) == 1:
+                self.coordinates[node] = (mask, 0)
+        elif node.target is aten.select.int and arguments["dim"] in (1, -1):
+            self.coordinates[node] = (mask, arguments["index"] % len(mask.shape))
+        elif node.target is aten.slice.Tensor and node_shape(node)[1:] == (len(mask.shape),):
+            self.index_tables[node] = mask
+
+    def _check_reshape(self, node: fx.Node, value: Any) -> None:
+        """Check that a reshape leaves the elements of a row next to each other.
+
+        With all rows the same sizes could have another meaning: of n rows of 4 elements, reshaped
+        to `(4, n)`, not every column has elements of one row.
+        """
+        source = node.args[0] if node.args else None
+        if node.target not in SAME_ELEMENTS or not is_tensor(source) or not is_tensor(node):
+            return
+        before = self.traced.get(source, node_shape(source))
+        after = [_expression(size) for size in value.shape]
+        firsts = []
+        for shape in (before, after):
+            rows = [dim for dim, size in enumerate(shape) if not isinstance(size, int)]
+            firsts.append(prod(shape[: rows[0]]) if len(rows) == 1 else None)
+        if firsts[0] is None or firsts[0] != firsts[1]:
+            raise _refusal(node, "rearranges selected rows")
+
+
+def _without_last_dim(mask: fx.Node) -> fx.Node | None:
+    """Return the mask that `mask` repeats along its last dimension; None for other masks."""
+    source, shape = mask.args[0] if mask.args else None, node_shape(mask)
+    if not is_tensor(source):
+        return None
+    sizes = node_shape(source)
+    if mask.target in (aten.expand.default, aten.expand_as.default):
+        expanded = sizes[:-1] == shape[:-1] and len(sizes) == len(shape) and sizes[-1] == 1
+        return source if expanded else None
+    is_new = mask.target is aten.unsqueeze.default and mask.args[1] in (-1, len(sizes))
+    return source if is_new else None
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), SYMBOLS)
+
+
+def _refusal(node: fx.Node, what: str) -> CaptureError:
+    return CaptureError(
+        f"{line_of(node)}: this {what}, and how many rows a mask selects is unknown during "
+        "capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
+    )

@@ -1,0 +1,339 @@
+"""Operators on all rows that compute what the model computes from the rows that a mask selects.
+
+After `pad_selected_rows` a tensor of selected rows has all rows. Two facts hold for it:
+
+- Rows that are selected have the model's values. Operators keep this true if their sharding rule
+  has a factor for the rows in every tensor, so that no row depends on another. A sum over rows, or
+  over elements of rows, reads 0 in the others (`masked_reductions.py`).
+- Rows that are not selected have finite values, and their gradients are exactly 0, so that
+  they add nothing to gradients of parameters. Operators such as `log`, which may have an infinite
+  value or derivative, therefore read and return constants in these rows.
+
+Anything else, such as a product of rows with rows, is refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from dataclasses import replace as replace_field
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.core.capture.build_graph import to_builtin_containers
+from shardwright.core.capture.fx_nodes import (
+    insert,
+    is_tensor,
+    node_shape,
+    replace,
+    tensor,
+)
+from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.graph.graph import Op, Value
+from shardwright.core.graph.local_map import LocalCall
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.rule import ShardingRule, depends_on_position
+from shardwright.core.torch_internals.operators import OpOverload, operator_name
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+_BOUNDED = frozenset(
+    {
+        *("add", "sub", "rsub", "mul", "neg", "abs", "where", "to", "detach", "clone"),
+        *("linear", "matmul", "mm", "bmm", "relu", "gelu", "silu", "tanh", "sigmoid", "elu"),
+        *("leaky_relu", "softplus", "log_sigmoid", "softmax", "log_softmax", "layer_norm"),
+        *("view", "reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "t"),
+        *("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack"),
+        *("sum", "mean", "dropout", "native_dropout", "sin", "cos", "clamp", "maximum", "minimum"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
+        *("bitwise_and", "bitwise_or", "bitwise_not", "getitem", "mse_loss", "smooth_l1_loss"),
+        *("l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "masked_fill"),
+        *("cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d"),
+    }
+)
+"""Names of operators with finite values and derivatives for finite inputs, and without indices."""
+
+_CONSTANTS = (aten.full.default, aten.zeros.default, aten.ones.default)
+
+_DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod"})
+
+SAFE = 0.5
+"""Value of rows that are not selected: within the domain of most functions."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A dimension of a tensor in which only some rows are selected.
+
+    Args:
+        mask: whether each row is selected, `[rows]`.
+        dim: the dimension of the tensor.
+        repeats: number of consecutive elements of each row in the dimension.
+    """
+
+    mask: fx.Node
+    dim: int
+    repeats: int = 1
+
+
+def refusal(node: fx.Node) -> CaptureError:
+    """Return the error for an operator that needs selected rows without the others."""
+    name = operator_name(node.target) if isinstance(node.target, OpOverload) else node.name
+    return CaptureError(
+        f"{line_of(node)}: `{name}` combines rows that a mask selects, but which rows these are is "
+        "unknown during capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
+    )
+
+
+class SelectedRows:
+    """The tensors of a canonical graph in which only some rows are selected.
+
+    Args:
+        graph: the graph; modified in place.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.rows: dict[fx.Node, Rows] = {}
+        self.items: dict[fx.Node, tuple[Rows, ...]] = {}
+        """The rows of each result of an operator with several results."""
+        self._others: dict[tuple[Rows, int], fx.Node] = {}
+        self._first_equal: dict[fx.Node, fx.Node] = {}
+        self._by_text: dict[str, fx.Node] = {}
+        for node in graph.nodes:
+            self._find_equal(node)
+
+    # Values of rows that are not selected
+
+    def overwrite(self, x: fx.Node, rows: Rows, fill: float, before: fx.Node) -> fx.Node:
+        """Insert a copy of `x` with the value `fill` in rows that are not selected."""
+        others = self._other_rows(rows, len(node_shape(x)), before)
+        new = insert(before, aten.masked_fill.Scalar, (x, others, fill))
+        self.rows[new] = rows
+        return new
+
+    def _other_rows(self, rows: Rows, rank: int, before: fx.Node) -> fx.Node:
+        """Return the mask of the rows that are not selected, which broadcasts to a tensor of `rank`
+        dimensions."""
+        if (rows, rank) in self._others:
+            return self._others[rows, rank]
+        mask, shape = rows.mask, [1] * rank
+        shape[rows.dim] = node_shape(mask)[0] * rows.repeats
+        if rows.repeats > 1:
+            mask = insert(before, aten.reshape.default, (mask, [-1, 1]))
+            mask = insert(before, aten.expand.default, (mask, [-1, rows.repeats]))
+        if node_shape(mask) != tuple(shape):
+            mask = insert(before, aten.reshape.default, (mask, shape))
+        others = insert(before, aten.logical_not.default, (mask,))
+        self._others[rows, rank] = others
+        return others
+
+    def make_safe(self, x: fx.Node, rows: Rows, name: str, before: fx.Node) -> fx.Node:
+        """Insert a copy of `x`, an input of the operator `name`, with a harmless value in rows
+        that are not selected."""
+        dtype, fill = tensor(x).dtype, SAFE
+        if not (dtype.is_floating_point or dtype.is_complex):
+            # Indices of 0 are valid everywhere, divisors are not.
+            fill = int(name in _DIVISIONS)
+        return self.overwrite(x, rows, fill, before)
+
+    # Propagation
+
+    def run(self, node: fx.Node) -> None:
+        """Determine the rows of an operator that reads selected rows, and replace it if needed.
+
+        Raises:
+            CaptureError: if the operator needs the selected rows without the others.
+        """
+        if node.target is select_rows:
+            self._select(node)
+        elif node.target is restore_rows:
+            self._restore(node)
+        elif node.target is operator.getitem and node.args[0] in self.items:
+            self.rows[node] = self.items[node.args[0]][node.args[1]]  # type: ignore[index]
+        elif node.target is aten.reshape.default:
+            self._reshape(node)
+        else:
+            self.keep_rows(node)
+
+    def _select(self, node: fx.Node) -> None:
+        x, mask, dim, fill = node.args
+        assert isinstance(x, fx.Node) and isinstance(mask, fx.Node) and isinstance(dim, int)
+        earlier = self.rows.get(x)
+        rows = Rows(mask, dim)
+        if earlier is not None or mask in self.rows:
+            # A selection from selected rows.
+            of_mask = self.rows.get(mask)
+            if earlier is None or of_mask is None or earlier.dim != dim:
+                raise refusal(node)
+            if not self.same_rows(earlier, of_mask) or earlier.repeats > 1:
+                raise refusal(node)
+            rows = Rows(insert(node, aten.logical_and.default, (earlier.mask, mask)), dim)
+        if fill:
+            replace(node, self.make_safe(x, rows, "", node))
+        else:
+            self.rows[node] = rows
+
+    def _restore(self, node: fx.Node) -> None:
+        """Check that the mask of a write selects the rows that are written."""
+        x, mask, dim = node.args
+        assert isinstance(x, fx.Node) and isinstance(mask, fx.Node) and isinstance(dim, int)
+        rows = Rows(mask, dim)
+        if mask in self.rows:
+            raise refusal(node)
+        if not self.same_rows(self.rows[x], rows):
+            raise _different_masks(node)
+        if self.rows[x].dim != dim:
+            raise refusal(node)
+
+    def _reshape(self, node: fx.Node) -> None:
+        """Follow rows through a reshape, whose validity `pad_selected_rows` has checked."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        rows, before, after = self.rows[source], node_shape(source), node_shape(node)
+        count, lead = before[rows.dim] // rows.repeats, prod(before[: rows.dim])
+        for dim, size in enumerate(after):
+            if prod(after[:dim]) == lead and size % count == 0:
+                self.rows[node] = Rows(rows.mask, dim, size // count)
+                return
+        raise refusal(node)
+
+    def same_rows(self, rows: Rows, other: Rows) -> bool:
+        """Whether two masks are equal by their operators."""
+        return self._find_equal(rows.mask) is self._find_equal(other.mask) and (
+            rows.repeats == other.repeats
+        )
+
+    def _find_equal(self, node: fx.Node) -> fx.Node:
+        """Return the first node that computes the same as `node`."""
+        if node not in self._first_equal:
+            target = node.target
+            random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+            equal = node
+            if isinstance(target, OpOverload) and not random:
+                inputs = fx.map_arg((node.args, node.kwargs), self._find_equal)
+                equal = self._by_text.setdefault(f"{target} {inputs}", node)
+            self._first_equal[node] = equal
+        return self._first_equal[node]
+
+    def keep_rows(self, node: fx.Node) -> None:
+        """Determine the rows of the results of an operator that computes each row by itself."""
+        factor, rule, op = self.factor_of_rows(node)
+        first = self.first_rows(node)
+        size = node_shape(first.mask)[0] * first.repeats
+        dims = [dims.index(factor) if dims.count(factor) == 1 else None for dims in rule.outputs]
+        aligned = all(
+            dim is not None and value.shape[dim] == size
+            for dim, value in zip(dims, op.outputs, strict=True)
+        )
+        if (
+            not aligned
+            or rule.capacity[factor] != size
+            or rule.reductions(op, {factor: 2})
+            or isinstance(op.target, LocalCall)
+            or depends_on_position(op, rule, factor)
+        ):
+            raise refusal(node)
+        results = [replace_field(first, dim=dim) for dim in dims if dim is not None]
+        bounded = op.short_name in _BOUNDED
+        if not bounded:
+            self._read_safe_rows(node, op.short_name)
+        if not is_tensor(node):
+            self.items[node] = tuple(results)
+            return
+        self.rows[node] = results[0]
+        if not bounded and tensor(node).is_floating_point():
+            self._return_safe_rows(node)
+
+    def _read_safe_rows(self, node: fx.Node, name: str) -> None:
+        def safe(each: fx.Node) -> fx.Node:
+            rows = self.rows.get(each)
+            return each if rows is None else self.make_safe(each, rows, name, node)
+
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), safe)
+
+    def _return_safe_rows(self, node: fx.Node) -> None:
+        users = set(node.users)
+        safe = self.make_safe(node, self.rows[node], "", node.next)
+        node.replace_all_uses_with(safe, delete_user_cb=lambda user: user in users)
+
+    def first_rows(self, node: fx.Node) -> Rows:
+        """Return the rows of the first input that has selected rows."""
+        return next(self.rows[each] for each in node.all_input_nodes if each in self.rows)
+
+    def factor_of_rows(self, node: fx.Node) -> tuple[str, ShardingRule, Op]:
+        """Return (sharding factor of the rows, rule, operator) of a node whose inputs have the same
+        selected rows.
+
+        Raises:
+            CaptureError: if inputs have other rows, or the operator has no sharding rule.
+        """
+        op = operator_of(node)
+        rule, first = rule_of(op), self.first_rows(node)
+        inputs = self._input_nodes(node)
+        if rule is None:
+            raise refusal(node)
+        pairs = list(zip(inputs, rule.inputs, strict=True))
+        factors = {dims[self.rows[each].dim] for each, dims in pairs if each in self.rows}
+        (factor,) = factors if len(factors) == 1 else (None,)
+        for each, dims in pairs:
+            rows = self.rows.get(each)
+            if rows is None:
+                # A tensor with all rows is not aligned with selected ones.
+                aligned = factor in dims and _is_equal_along(each, dims.index(factor))
+                if factor in rule.factors_of(dims) and not aligned:
+                    raise refusal(node)
+            elif not self.same_rows(rows, first):
+                raise _different_masks(node)
+            elif dims.count(factor) != 1:
+                raise refusal(node)
+        if factor is None:
+            raise refusal(node)
+        return factor, rule, op
+
+    def _input_nodes(self, node: fx.Node) -> list[fx.Node]:
+        """Return the tensor arguments of a node, in the order of `Op.inputs`."""
+        found: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+        return [each for each in found if is_tensor(each)]
+
+
+def operator_of(node: fx.Node) -> Op:
+    """Return a node as an operator of the captured graph, which has a sharding rule."""
+
+    def value(name: str, x: torch.Tensor) -> Value:
+        return Value(name, tuple(x.shape), x.dtype)
+
+    def argument(each: fx.Node) -> Any:
+        return value(each.name, tensor(each)) if is_tensor(each) else each
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+    args, kwargs = to_builtin_containers(args), to_builtin_containers(kwargs)
+    results = [node.meta["val"]] if is_tensor(node) else node.meta["val"]
+    outputs = tuple(value(node.name, each) for each in results if isinstance(each, torch.Tensor))
+    target: Any = node.target
+    return Op(node.name, target, args, kwargs, outputs)
+
+
+def _is_equal_along(node: fx.Node, dim: int) -> bool:
+    """Whether a tensor is made so that all its elements along a dimension are equal."""
+    if node.target in _CONSTANTS:
+        return True
+    source = node.args[0] if node.target is aten.expand.default else None
+    if not isinstance(source, fx.Node):
+        return False
+    sizes = node_shape(source)
+    dim -= len(node_shape(node)) - len(sizes)
+    return dim < 0 or sizes[dim] == 1
+
+
+def _different_masks(node: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"{line_of(node)}: this combines rows that different masks select, which need not be the "
+        "same rows\nselect by one mask, or keep all rows and use `torch.where`"
+    )
