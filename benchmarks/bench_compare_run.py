@@ -20,7 +20,7 @@ from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import Sample
 from shardwright.run.launch.log_folder import LogFolder
-from shardwright.tools.compare import AUTO, RealComparison, compare_measured
+from shardwright.tools.compare import AUTO, MeasuredComparison, compare_measured
 
 MODELS = ("llama2_7b", "qwen_7b", "pangualpha_13b")
 PROCESSES = 8
@@ -37,7 +37,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
     return [table(each, rounds) for each in found]
 
 
-def table(found: RealComparison, rounds: int) -> Table:
+def table(found: MeasuredComparison, rounds: int) -> Table:
     """A row for each way, and what is missed."""
     shown = Table(
         f"{found.model}: {found.batch} × {found.seq_length} tokens on {found.processes} processes,"

@@ -361,7 +361,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a size of memory without a unit": (
         {"context__max_device_memory": "58"},
         8,
-        "context.max_device_memory: '58' is not a memory size\nset it to one, such as 58GB",
+        "context.max_device_memory: '58' is not a memory size\nset it to a size such as 58GB",
     ),
     "positions that begin anew inside a sample": (
         {"train_dataset__eod_reset": True},

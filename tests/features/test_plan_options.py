@@ -22,7 +22,7 @@ import yaml
 from torch import nn
 
 import shardwright as sw
-from shardwright.cli.options import run_of
+from shardwright.cli.options import load_run
 from shardwright.cli.plan import explain_command, plan_command
 from shardwright.cli.train import train_command
 from shardwright.core.planner.options import FileOptions, KeywordOptions, PlanOptions
@@ -126,7 +126,7 @@ def test_every_option_of_files_is_a_key_with_the_same_default() -> None:
 def test_what_a_command_changes_are_keys_of_the_configuration(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(MODEL)
-    of_command = signature(run_of).parameters.keys() - {"config", "resume", "on_progress"}
+    of_command = signature(load_run).parameters.keys() - {"config", "resume", "on_progress"}
     assert of_command <= set(defaults(FileOptions))
     given = {
         "mem_coeff": "4",
@@ -136,7 +136,7 @@ def test_what_a_command_changes_are_keys_of_the_configuration(tmp_path: Path) ->
         "save_graphs": tmp_path,
     }
     assert given.keys() == of_command
-    section = run_of(file, **given).config.parallel
+    section = load_run(file, **given).config.parallel
     assert {name: str(getattr(section, name)) for name in given} == {
         **{name: str(value) for name, value in given.items()},
         "mem_coeff": "4.0",

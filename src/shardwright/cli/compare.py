@@ -28,7 +28,7 @@ from shardwright.tools.compare import (
     TENSOR_PARALLEL,
     Alternative,
     Comparison,
-    RealComparison,
+    MeasuredComparison,
     alternative_name,
     compare_measured,
     compare_predicted,
@@ -116,7 +116,7 @@ def compare_command(
         raise typer.Exit(1)
 
 
-def _print_measured_comparisons(comparisons: list[RealComparison], json: bool) -> None:
+def _print_measured_comparisons(comparisons: list[MeasuredComparison], json: bool) -> None:
     if json:
         data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
         for run in (run for each in data for run in each["runs"]):
@@ -128,7 +128,7 @@ def _print_measured_comparisons(comparisons: list[RealComparison], json: bool) -
         console.print(measured_table(comparison))
 
 
-def measured_table(comparison: RealComparison) -> Table:
+def measured_table(comparison: MeasuredComparison) -> Table:
     """Return a table with a row for each measured alternative."""
     table = Table(
         title=f"{comparison.model}: {comparison.batch} x {comparison.seq_length} tokens per step on"

@@ -102,7 +102,7 @@ LogCostsOption = Annotated[
 ]
 
 
-def run_of(
+def load_run(
     config: Path,
     mem_coeff: str | None = None,
     log_costs: bool = False,

@@ -25,9 +25,9 @@ from shardwright.cli.options import (
     MemCoeffOption,
     MemoryLimitOption,
     ProgressOption,
+    load_run,
     print_batch_formula,
     require_existing,
-    run_of,
 )
 from shardwright.core.api import check
 from shardwright.core.api.show_progress import show_progress
@@ -110,7 +110,7 @@ def plan_command(
             " --save-graphs, or remove --top"
         )
     with show_progress(progress) as on_progress:
-        run = run_of(
+        run = load_run(
             config,
             mem_coeff,
             log_costs,
@@ -175,7 +175,7 @@ def explain_command(
     if devices is None:
         plan = Plan.load(config)
     else:
-        run = run_of(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
+        run = load_run(config, mem_coeff, log_costs, cluster=cluster, memory_limit=memory_limit)
         plan = run.plan(devices)
     echo(plan.explain(name))
 
@@ -209,7 +209,7 @@ def check_command(
     Trains two steps on simulated ranks in one process, and compares outputs, gradients, parameters
     and communication volume. Exit status 1 if they differ.
     """
-    run = run_of(config, mem_coeff).for_devices(devices)
+    run = load_run(config, mem_coeff).for_devices(devices)
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     summary = f"{devices} simulated ranks vs. one device, float64\n{result}"
     echo(dumps(asdict(result), indent=1) if json else summary)
@@ -285,7 +285,7 @@ def report_command(
                 )
             plan, page = Plan.load(source), source.with_suffix(".html")
         else:
-            run = run_of(
+            run = load_run(
                 source, cluster=cluster, memory_limit=memory_limit, on_progress=on_progress
             )
             planned = AlternativePlanner.of(run, devices)
@@ -308,7 +308,7 @@ def _load_or_search_plan(
 ) -> Plan:
     if file.suffix == ".json":
         return Plan.load(file)
-    return run_of(file, cluster=cluster, on_progress=on_progress).plan(devices)
+    return load_run(file, cluster=cluster, on_progress=on_progress).plan(devices)
 
 
 @app.command("diff")

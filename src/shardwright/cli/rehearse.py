@@ -19,9 +19,9 @@ from shardwright.cli.options import (
     DevicesOption,
     MemCoeffOption,
     MemoryLimitOption,
+    load_run,
     print_batch_formula,
     require_existing,
-    run_of,
 )
 from shardwright.core.api.rehearsal import RankRehearsal, Rehearsal
 from shardwright.core.cost.memory import binary
@@ -66,7 +66,9 @@ def rehearse_command(
     Runs in this process and needs no devices. Exit status 1 if the communication volume of a rank
     differs from the plan's.
     """
-    run = run_of(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).for_devices(devices)
+    run = load_run(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).for_devices(
+        devices
+    )
     saved_plan = Plan.load(plan) if plan is not None else None
     if saved_plan is not None and saved_plan.devices != devices:
         raise PlanError(

@@ -23,9 +23,9 @@ from shardwright.cli.options import (
     ConfigArgument,
     LogDirOption,
     MemCoeffOption,
+    load_run,
     print_batch_formula,
     require_existing,
-    run_of,
 )
 from shardwright.core.checkpoint.folder_lock import lock_folders
 from shardwright.core.checkpoint.manifest import CheckpointWarning
@@ -169,7 +169,7 @@ def _parse_node_options(
 
 def _train_on_node(node: Node, options: _TrainOptions) -> None:
     """Start the ranks of this node, which then plan and train."""
-    run = run_of(options.config, options.mem_coeff, resume=options.resume)
+    run = load_run(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)
     if node.rank == 0:
         with lock_folders(*_output_folders(run, logs)):
@@ -186,7 +186,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
     world, logs = World.from_environment(), LogFolder(options.log_dir)
     device_range = DeviceRange.parse(options.elastic) if options.elastic else None
     resume = options.resume or world.restarts > 0
-    run = run_of(options.config, options.mem_coeff, resume=resume)
+    run = load_run(options.config, options.mem_coeff, resume=resume)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
     # Under torchrun rank 0 takes the locks; a rank of this command inherits its launcher's.
     with (

@@ -16,7 +16,7 @@ from shardwright.cli.options import (
     ConfigArgument,
     DevicesOption,
     ProgressOption,
-    run_of,
+    load_run,
 )
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.cost.memory import binary
@@ -43,7 +43,7 @@ def tune_command(
     sharded. Exit status 1 if no value fits into memory.
     """
     with show_progress(progress) as on_progress:
-        run = run_of(config, cluster=cluster, on_progress=on_progress)
+        run = load_run(config, cluster=cluster, on_progress=on_progress)
         tuning = tune_mem_coeff(run, devices)
     if json:
         best = None if tuning.best is None else tuning.best.mem_coeff

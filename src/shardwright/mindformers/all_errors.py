@@ -26,8 +26,8 @@ class AllErrors:
     _wrong_keys: list[str] = field(default_factory=list)
 
     def read(self, reader: Callable[[], _Result]) -> _Result | None:
-        """Call `reader`, again after each invalid key, which is then treated as missing; return
-        None if an error remains.
+        """Call `reader`, and again after each invalid key with the key treated as missing; return
+        its result, or None if an error remains.
 
         An error whose message names an earlier invalid key may be a consequence, and is dropped.
         """
@@ -36,16 +36,16 @@ class AllErrors:
                 return reader()
             except InvalidKeyError as error:
                 is_repeated = error.key in self._wrong_keys
-                self._keep(error, error.key)
+                self._add_error(error, error.key)
                 if is_repeated:
                     return None
                 self._wrong_keys.append(error.key)
                 self.keys.ignore(error.key)
             except ConfigError as error:
-                self._keep(error)
+                self._add_error(error)
                 return None
 
-    def _keep(self, error: ConfigError, key: str | None = None) -> None:
+    def _add_error(self, error: ConfigError, key: str | None = None) -> None:
         message = str(error).replace(f"{key}: ", "", 1)
         names = (each.rpartition(".")[2] for each in self._wrong_keys)
         is_consequence = any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)

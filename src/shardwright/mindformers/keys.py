@@ -117,10 +117,10 @@ class Keys:
             ConfigError: if the key is missing, not an integer of 64 bits, or less than `minimum`.
         """
         number, value = float(self.number(name, default)), self._read_value(name)
-        # A float has not all digits of a large integer.
+        # A float cannot represent all digits of a large integer.
         integer = value if isinstance(value, int) else int(number)
         if not number.is_integer():
-            raise self.error(name, f"{value!r} is not an integer\nset it to one, such as 8")
+            raise self.error(name, f"{value!r} is not an integer\nset it to an integer such as 8")
         if integer not in INTEGERS:
             raise self.error(name, f"{value!r} is out of range\nset an integer below 2^63")
         self.number(name, default, minimum=minimum)
@@ -171,7 +171,7 @@ class Keys:
         match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
         number = _parse_number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
-            raise self.error(name, f"{value!r} is not a memory size\nset it to one, such as 58GB")
+            raise self.error(name, f"{value!r} is not a memory size\nset it to a size such as 58GB")
         return int(number * _BYTES_PER_UNIT[match.group(2).upper()])
 
     def any(self, name: str) -> Any:

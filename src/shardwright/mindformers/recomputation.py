@@ -41,7 +41,7 @@ save no tensor."""
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Activation checkpointing.
+    """Activation checkpointing options of a file.
 
     Args:
         blocks: blocks that are recomputed fully.

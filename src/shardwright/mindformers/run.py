@@ -85,7 +85,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     training = errors.read(lambda: read_training(keys, stages, chunks, notes))
     strategy_file = errors.read(lambda: _read_strategy_output_file(keys)) or ""
     graphs_folder = errors.read(lambda: _read_graphs_folder(keys.section("context"))) or ""
-    only = errors.read(lambda: _read_only_save_strategy(keys, strategy_file))
+    only_saves = errors.read(lambda: _read_only_save_strategy(keys, strategy_file))
     memory_limit = errors.read(lambda: keys.section("context").size("max_device_memory"))
     dataset = errors.read(lambda: _read_dataset(keys))
     errors.raise_errors()
@@ -104,7 +104,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         dataset=dataset or "",
         strategy_file=strategy_file,
         graphs_folder=graphs_folder,
-        only_strategies=bool(only),
+        only_strategies=bool(only_saves),
         notes=tuple(notes),
         unused=(),
     )
@@ -137,13 +137,13 @@ def _read_graphs_folder(context: Keys) -> str:
 
 
 def _read_only_save_strategy(keys: Keys, strategy_file: str) -> bool:
-    only = keys.flag("only_save_strategy", False)
-    if only and not strategy_file:
+    only_saves = keys.flag("only_save_strategy", False)
+    if only_saves and not strategy_file:
         raise keys.error(
             "only_save_strategy",
             "True needs the path of the file to write\nset `parallel.strategy_ckpt_save_file`",
         )
-    return only
+    return only_saves
 
 
 def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -> tuple[int, ...]:
@@ -209,8 +209,8 @@ def _check_num_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions)
 
 
 def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
-    """Return the number of blocks in each chunk, chunks in model order; a stage has one, or
-    `pp_interleave_num` with an interleaved schedule.
+    """Return the number of blocks in each chunk, chunks in model order; a stage has one chunk, or
+    `pp_interleave_num` chunks with an interleaved schedule.
 
     With the key `offset`, each chunk has layers // chunks blocks plus its offset; without it, the
     remainder of the division is spread over the chunks.
@@ -252,7 +252,8 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
 
 
 def _offsets_of_chunks(offset: Any, stages: int, interleave: int) -> list[int] | None:
-    """Return the offset of each chunk, in model order; None if there is not one for each.
+    """Return the offset of each chunk, in model order; None if the numbers of offsets and chunks
+    differ.
 
     Args:
         offset: a number for all chunks, a list with a number for each stage, or a list of such

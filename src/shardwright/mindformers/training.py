@@ -35,7 +35,7 @@ _DEFAULT_CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Training:
-    """Training options.
+    """Training options of a file.
 
     Args:
         seed: seed of initial weights and sample order.

@@ -82,8 +82,8 @@ def read_transformers_model(keys: Keys, notes: list[str]) -> MindFormersModel:
         ConfigError: if the folder has no configuration, the model type is not supported, or a size
             is missing or invalid.
     """
-    given = keys.section("model").section("model_config")
-    config = given.with_defaults(_read_pretrained_config(keys, given))
+    model_config = keys.section("model").section("model_config")
+    config = model_config.with_defaults(_read_pretrained_config(keys, model_config))
     model_type = _read_model_type(config)
     _check_only_values(config, model_type)
     return MindFormersModel(
@@ -95,13 +95,13 @@ def read_transformers_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     )
 
 
-def _read_pretrained_config(keys: Keys, given: Keys) -> Mapping[str, Any]:
+def _read_pretrained_config(keys: Keys, model_config: Keys) -> Mapping[str, Any]:
     """Read the `config.json` in `pretrained_model_dir`; {} if the file has all sizes itself."""
     folder = keys.string("pretrained_model_dir")
     if not folder:
         return {}
     file = Path(folder) / "config.json"
-    if not file.exists() and given.has("num_hidden_layers"):
+    if not file.exists() and model_config.has("num_hidden_layers"):
         return {}
     if not file.exists():
         raise keys.error(

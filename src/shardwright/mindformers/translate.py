@@ -94,19 +94,29 @@ def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
 
 def _recompute_section(run: LanguageRun) -> dict[str, Any]:
     recompute, stages = run.training.recompute, run.parallelism.stages
-    full = leading_blocks(run.layers, stages, recompute.blocks)
+    fully_recomputed = leading_blocks(run.layers, stages, recompute.blocks)
 
-    def partly(blocks: StageBlocks) -> list[int]:
-        return [each for each in leading_blocks(run.layers, stages, blocks) if each not in full]
+    def partly_recomputed(blocks: StageBlocks) -> list[int]:
+        return [
+            each
+            for each in leading_blocks(run.layers, stages, blocks)
+            if each not in fully_recomputed
+        ]
 
     section: dict[str, Any] = {"communication": recompute.communication}
-    of_types = {op_type: partly(blocks) for op_type, blocks in recompute.operators.items()}
-    if any(of_types.values()):
-        return section | {"operators": of_types, "whole_blocks": full}
-    if selective := partly(recompute.selective):
+    blocks_by_op_type = {
+        op_type: partly_recomputed(blocks) for op_type, blocks in recompute.operators.items()
+    }
+    if any(blocks_by_op_type.values()):
+        return section | {"operators": blocks_by_op_type, "whole_blocks": fully_recomputed}
+    if selective := partly_recomputed(recompute.selective):
         operators = _recomputed_op_types(run.model)
-        return section | {"blocks": selective, "operators": operators, "whole_blocks": full}
-    return section | {"blocks": full}
+        return section | {
+            "blocks": selective,
+            "operators": operators,
+            "whole_blocks": fully_recomputed,
+        }
+    return section | {"blocks": fully_recomputed}
 
 
 def _compute_dtype_key(model: MindFormersModel) -> dict[str, str]:

@@ -13,7 +13,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.errors import ConfigError
 from shardwright.run.launch.log_folder import LogFolder
 from shardwright.tools.compare import AUTO, DATA_PARALLEL, EXPERT, compare_measured
-from shardwright.tools.compare.measured import MeasuredPlan, RealComparison, spearman
+from shardwright.tools.compare.measured import MeasuredComparison, MeasuredPlan, spearman
 from shardwright.tools.compare.predicted import GridComparison, expert_run
 from shardwright.tools.compare.worker import plan_order, tiny_run
 from tools.compare.test_predicted import written
@@ -75,7 +75,7 @@ def test_every_round_runs_all_ways_and_each_begins_one_in_turn() -> None:
 def test_a_speed_up_is_that_within_a_round() -> None:
     expert = MeasuredPlan(("expert 2·1·1",), 1.0, (1.0, 4.0, 2.0))
     auto = MeasuredPlan(("auto",), 0.5, (0.5, 2.0, 1.0))
-    found = RealComparison("toy", 2, 16, 64, (expert, auto))
+    found = MeasuredComparison("toy", 2, 16, 64, (expert, auto))
     assert found.speed_ups(auto) == (2.0, 2.0, 2.0)
     assert found.correlation == 1
     assert measured_table(found).row_count == 2

@@ -10,7 +10,7 @@ from shardwright.tools.compare.alternatives import (
     Comparison,
     alternative_name,
 )
-from shardwright.tools.compare.measured import MeasuredPlan, RealComparison, compare_measured
+from shardwright.tools.compare.measured import MeasuredComparison, MeasuredPlan, compare_measured
 from shardwright.tools.compare.predicted import compare_predicted
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "TENSOR_PARALLEL",
     "Alternative",
     "Comparison",
+    "MeasuredComparison",
     "MeasuredPlan",
-    "RealComparison",
     "alternative_name",
     "compare_measured",
     "compare_predicted",

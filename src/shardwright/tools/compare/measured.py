@@ -59,7 +59,7 @@ class MeasuredPlan:
 
 
 @dataclass(frozen=True)
-class RealComparison:
+class MeasuredComparison:
     """Measured alternatives of one tiny model.
 
     Args:
@@ -83,7 +83,10 @@ class RealComparison:
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
         """Return the quartiles of `run`'s speedup over the expert plan, compared round by round."""
         expert = self.runs[0].seconds
-        ratios = [theirs / ours for theirs, ours in zip(expert, run.seconds, strict=True)]
+        ratios = [
+            expert_seconds / run_seconds
+            for expert_seconds, run_seconds in zip(expert, run.seconds, strict=True)
+        ]
         low, middle, high = statistics.quantiles(ratios, n=4)
         return low, middle, high
 
@@ -112,7 +115,7 @@ def compare_measured(
     rounds: int,
     cluster: str | None = None,
     on_progress: OnProgress = ignore_progress,
-) -> list[RealComparison]:
+) -> list[MeasuredComparison]:
     """Measure training steps of the tiny variants of language models on local processes.
 
     The alternatives of a model are its automatic plan, its expert plan, and all degrees of data,
@@ -242,13 +245,13 @@ def _measure_step_seconds(order: MeasureOrder, devices: int, logs: LogFolder) ->
 
 def _comparison_of_measurements(
     run: Run, devices: int, model_plans: _ModelPlans, seconds: Sequence[Sequence[float]]
-) -> RealComparison:
+) -> MeasuredComparison:
     assert run.config.data.seq_length is not None
     runs = []
     for (names, plan), step_seconds in zip(model_plans.plans, seconds, strict=True):
         assert plan.step_time is not None
         runs.append(MeasuredPlan(names, plan.step_time, tuple(step_seconds)))
-    return RealComparison(
+    return MeasuredComparison(
         _tiny_model_name(run),
         devices,
         run.config.data.batch_size,

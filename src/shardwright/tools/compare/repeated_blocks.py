@@ -1,7 +1,7 @@
 """Extend the graph of a model with three blocks to a model with more blocks of the same kind.
 
 Capturing dozens of equal blocks takes most of the time of planning a large model. The middle block
-is copied instead, with the names of the blocks that it stands for.
+is copied instead, under the names of the omitted blocks.
 """
 
 from __future__ import annotations
@@ -34,42 +34,45 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     first, middle, last = spans
     if len(first) != len(middle):
         return None
-    # Each block reads what the one before it makes where the second reads the first.
+    # Each copy reads outputs of the previous block where the second block reads those of the first.
     previous = dict(zip(_outputs(first), _outputs(middle), strict=False))
     steps = _corresponding_values(graph, middle, last, previous)
     if steps is None:
         return None
     parent = blocks[1].rpartition(".")[0]
-    in_middle = [value for value in steps if value not in previous]
+    middle_values = [value for value in steps if value not in previous]
     copies: list[Op] = []
     new_values: list[Mapping[Value, Value]] = []
-    latest: Mapping[Value, Value] = {value: value for value in in_middle}
+    latest: Mapping[Value, Value] = {value: value for value in middle_values}
     for index in range(2, number - 1):
         rename = _renamer(blocks[1], f"{parent}.{index}")
-        copy = {value: replace(value, name=rename(value.name)) for value in in_middle}
+        copy = {value: replace(value, name=rename(value.name)) for value in middle_values}
         chained = {before: latest[after] for before, after in previous.items() if after in latest}
         copies += [_copy(op, {**copy, **chained}, rename) for op in middle]
         new_values.append(copy)
         latest = copy
     rename = _renamer(blocks[2], f"{parent}.{number - 1}")
-    moved = {
-        steps[value]: replace(steps[value], name=rename(steps[value].name)) for value in in_middle
+    last_block_values = {
+        steps[value]: replace(steps[value], name=rename(steps[value].name))
+        for value in middle_values
     }
-    # The last block reads what the latest copy makes in place of the second block.
-    in_tail = {**latest, **moved}
+    # The last block reads the outputs of the last copy instead of those of the second block.
+    tail_values = {**latest, **last_block_values}
     tail = graph.ops[graph.ops.index(last[0]) :]
     head = graph.ops[: graph.ops.index(last[0])]
 
     def extend(values: tuple[Value, ...]) -> tuple[Value, ...]:
         added = [copy[value] for copy in new_values for value in values if value in copy]
-        return (*(moved.get(value, value) for value in values), *added)
+        return (*(last_block_values.get(value, value) for value in values), *added)
 
-    constants = {moved.get(value, value): tensor for value, tensor in graph.constants.items()}
+    constants = {
+        last_block_values.get(value, value): tensor for value, tensor in graph.constants.items()
+    }
     for copied in new_values:
         constants |= {copied[v]: graph.constants[v] for v in copied if v in graph.constants}
     return replace(
         graph,
-        ops=(*head, *copies, *(_copy(op, in_tail, rename) for op in tail)),
+        ops=(*head, *copies, *(_copy(op, tail_values, rename) for op in tail)),
         parameters=extend(graph.parameters),
         buffers=extend(graph.buffers),
         constants=constants,
@@ -90,7 +93,7 @@ def _is_inside(path: str, block: str) -> bool:
 
 
 def _follow_each_other(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
-    """Whether the blocks run one after the other, without operators of other modules between."""
+    """Whether the blocks run one after the other, without operators of other modules in between."""
     block_of = {op: number for number, span in enumerate(spans) for op in span}
     order = [number for number, _ in groupby(graph.ops, lambda op: block_of.get(op))]
     numbers = [*range(len(spans))]
@@ -102,8 +105,8 @@ def _follow_each_other(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
 def _corresponding_values(
     graph: Graph, middle: Sequence[Op], last: Sequence[Op], previous: Mapping[Value, Value]
 ) -> dict[Value, Value] | None:
-    """Return the value of the last block for each value that belongs to the middle block, and for
-    each that the middle block reads of the first; None if the two blocks differ."""
+    """Return the counterpart in the last block of each value that the middle block reads or
+    returns; None if the two blocks differ."""
     counterparts: dict[Value, Value] = {}
     if len(middle) != len(last):
         return None
