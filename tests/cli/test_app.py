@@ -419,7 +419,8 @@ def test_a_signal_ends_all_ranks_with_a_checkpoint_from_which_the_run_goes_on(
     os.kill(stopped, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     said = re.fullmatch(
-        r"error: stopped by SIGTERM; rank [01] received it, and all ranks saved a checkpoint after"
+        r"error: stopped by SIGTERM; rank [01] received the signal, and all ranks saved a"
+        r" checkpoint after"
         r" step (\d+)\nuse --resume to continue from this checkpoint\n",
         err,
     )

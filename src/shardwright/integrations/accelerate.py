@@ -25,7 +25,7 @@ from shardwright.core.api.parallelize import parallelize
 from shardwright.core.checkpoint.state_dict_file import load_state_dict
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.adopt_optimizer import adopt_part
+from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CheckpointError, DataError, PlanError
 from shardwright.integrations.full_state import (
@@ -34,9 +34,9 @@ from shardwright.integrations.full_state import (
     full_optimizer_state,
 )
 from shardwright.integrations.plan_on_call import (
-    call_in,
     plan_on_first_call,
     read_plan,
+    run_forward_in,
     train_stages_in_calls,
 )
 from shardwright.integrations.rank_data import DataShards
@@ -98,8 +98,8 @@ def prepare(
             " each model: `net, optimizer = prepare(accelerator, net, optimizer, plan=plan)`"
         )
     (net,) = models
-    read = read_plan(plan, options)
-    shards = _choose_data_shards(net, read, options)
+    loaded_plan = read_plan(plan, options)
+    shards = _choose_data_shards(net, loaded_plan, options)
     _replace_accelerator_methods(accelerator, shards)
     for loader in objects:
         if isinstance(loader, DataLoader):
@@ -108,7 +108,7 @@ def prepare(
     optimizers = [
         _unwrap_optimizer(each) for each in objects if isinstance(each, torch.optim.Optimizer)
     ]
-    _prepare_model(accelerator, net, optimizers, read, options)
+    _prepare_model(accelerator, net, optimizers, loaded_plan, options)
     prepared = [_prepare_optimizer_or_loader(accelerator, each, shards) for each in objects]
     # A scheduler counts the steps of its optimizer, which is prepared only now.
     prepared = [_prepare_scheduler(accelerator, each) for each in prepared]
@@ -136,10 +136,10 @@ def _prepare_model(
 
     def planned(parallel: ParallelModule) -> None:
         for optimizer in optimizers:
-            adopt_part(optimizer, parallel)
+            adopt_parameters_of_model(optimizer, parallel)
         train_stages_in_calls(parallel)
         if accelerator.native_amp:
-            call_in(parallel, accelerator.autocast)
+            run_forward_in(parallel, accelerator.autocast)
 
     if isinstance(net, ParallelModule):
         planned(net)
@@ -187,9 +187,10 @@ def _prepare_scheduler(accelerator: Any, value: Any) -> Any:
 
 
 def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShards) -> Any:
-    """Divide a loader over the ranks as planned; only check one that Accelerate has prepared."""
+    """Divide a loader over the ranks as planned; a loader that Accelerate has prepared is only
+    checked."""
     if getattr(loader, "_is_accelerate_prepared", False):
-        shards.check_whole_loader(loader)
+        shards.check_divided_loader(loader)
         return loader
     shards.check_loader(loader)
     config = accelerator.dataloader_config
@@ -216,13 +217,13 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
     )
     if not divided and batches is not None:
         base = getattr(prepared, "base_dataloader", prepared)
-        batches_of_rank = PartsOfBatches(base.batch_sampler, shards, config.even_batches)
+        batches_of_rank = ShardedBatchSampler(base.batch_sampler, shards, config.even_batches)
         # Not by assignment, which `DataLoader` refuses.
         object.__setattr__(base, "batch_sampler", batches_of_rank)
     return _register_prepared(prepared, accelerator._dataloaders)
 
 
-class PartsOfBatches(BatchSamplerShard):  # type: ignore[misc]
+class ShardedBatchSampler(BatchSamplerShard):  # type: ignore[misc]
     """Batch sampler that yields this rank's shard of each global batch of another batch sampler.
 
     Accelerate fills an incomplete last batch up to the batch size with the first samples of the
@@ -406,10 +407,10 @@ def _load_model_shards(models: list[nn.Module], folder: str) -> None:
     if not any(isinstance(model, ParallelModule) for model in models):
         return
     for number, model in enumerate(models):
-        ending = f"_{number}" if number else ""
-        path = Path(folder, f"{SAFE_MODEL_NAME}{ending}.safetensors")
+        file_suffix = f"_{number}" if number else ""
+        path = Path(folder, f"{SAFE_MODEL_NAME}{file_suffix}.safetensors")
         load_state_dict(
-            model, path if path.is_file() else Path(folder, f"{MODEL_NAME}{ending}.bin")
+            model, path if path.is_file() else Path(folder, f"{MODEL_NAME}{file_suffix}.bin")
         )
     # Accelerate would load the models that are still in this list once more.
     models.clear()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.adopt_optimizer import adopt_part
+from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import (
     check_one_stage,
@@ -35,13 +35,13 @@ require_version("lightning", OLDEST_FABRIC, "shardwright.integrations.fabric")
 from lightning.fabric import strategies  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
 
-from shardwright.integrations.lightning_common import StrategyOfParts  # noqa: E402
+from shardwright.integrations.lightning_common import PlannedModelsStrategy  # noqa: E402
 
 FabricDDPStrategy: Any = strategies.DDPStrategy
 """Lightning Fabric's `DDPStrategy`, untyped because its types differ between versions."""
 
 
-class FabricStrategy(StrategyOfParts, FabricDDPStrategy):  # type: ignore[misc]
+class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[misc]
     """Fabric strategy that plans the module passed to `fabric.setup` and shards it over all ranks.
 
     Losses, gradient clipping and accumulation have the results of a one-process run. By default
@@ -75,16 +75,16 @@ class FabricStrategy(StrategyOfParts, FabricDDPStrategy):  # type: ignore[misc]
     def setup_module(self, module: nn.Module) -> nn.Module:
         self._net = module
         with self.precision.forward_context():
-            self._planned_parts.shard(module, self.root_device, lambda: self._optimizers)
-        self._planned_parts.move_others(module, self.root_device)
-        self._planned_parts.count_once(module)
+            self._planned_models.shard(module, self.root_device, lambda: self._optimizers)
+        self._planned_models.move_modules_without_parameters(module, self.root_device)
+        self._planned_models.count_once(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._optimizers.append(optimizer)
         for module in self._net.modules() if self._net is not None else ():
             if isinstance(module, ParallelModule):
-                adopt_part(optimizer, module)
+                adopt_parameters_of_model(optimizer, module)
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -93,16 +93,16 @@ class FabricStrategy(StrategyOfParts, FabricDDPStrategy):  # type: ignore[misc]
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
         # None is the order of one process: `process_dataloader` makes it equal on all ranks.
-        return None if self._planned_parts.shards.count == 1 else self._sampler_of_parts
+        return None if self._planned_models.shards.count == 1 else self._sampler_arguments
 
     # Metrics
 
     def count_once(self, metric: nn.Module) -> None:
         """Make a `torchmetrics` metric count each sample once, not once per replica."""
-        self._planned_parts.count_once(metric)
+        self._planned_models.count_once(metric)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduce_over_parts(tensor, reduce_op)
+        return self._reduce_over_data_shards(tensor, reduce_op)
 
     # Checkpoints
 

@@ -34,7 +34,7 @@ def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
             state |= {prefix + name: value for name, value in original.state_dict().items()}
     if not is_rank_0():
         return OrderedDict()
-    # Tied tensors share memory in the result too, by which formats without ties leave one out.
+    # Tied tensors share memory in the result too, so that formats without ties save them once.
     copies: dict[Any, Tensor] = {}
 
     def copied(value: Any) -> Any:
@@ -73,13 +73,13 @@ def has_stages(net: nn.Module) -> bool:
     )
 
 
-def check_one_stage(net: nn.Module, what: str) -> None:
+def check_one_stage(net: nn.Module, call_name: str) -> None:
     """Check that no planned module of `net` has several pipeline stages.
 
     Args:
         net: the model.
-        what: the call that needs all parameters on one rank, such as `fabric.save`; first words of
-            the error message.
+        call_name: the call that needs all parameters on one rank, such as `fabric.save`; first
+            words of the error message.
 
     Raises:
         CheckpointError: if a planned module has several pipeline stages.
@@ -87,8 +87,8 @@ def check_one_stage(net: nn.Module, what: str) -> None:
     for module in net.modules():
         if isinstance(module, ParallelModule) and module.execution.devices.stages > 1:
             raise CheckpointError(
-                f"{what}: {type(module).__name__} has {module.execution.devices.stages} pipeline"
-                " stages, whose optimizers have different parameters, so there is no optimizer"
-                " state of one process\nsave with `sw.save_checkpoint`, which any plan loads, and"
-                " weights for one process with `sw.save_state_dict`"
+                f"{call_name}: {type(module).__name__} has {module.execution.devices.stages} "
+                "pipeline stages, whose optimizers have different parameters, so there is no "
+                "optimizer state of one process\nsave with `sw.save_checkpoint`, which any plan "
+                "loads, and weights for one process with `sw.save_state_dict`"
             )

@@ -31,13 +31,13 @@ from lightning.pytorch import strategies  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-from shardwright.integrations.lightning_common import StrategyOfParts  # noqa: E402
+from shardwright.integrations.lightning_common import PlannedModelsStrategy  # noqa: E402
 
 DDPStrategy: Any = strategies.DDPStrategy
 """Lightning's `DDPStrategy`, untyped because its types differ between versions."""
 
 
-class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
+class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[misc]
     """Trainer strategy that plans the models of a `LightningModule` and shards them over all ranks.
 
     Losses, gradient clipping, accumulation and metrics have the results of a one-process run.
@@ -64,10 +64,10 @@ class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         with self.precision_plugin.forward_context():
-            self._planned_parts.shard(self.model, self.root_device, self._unwrapped_optimizers)
+            self._planned_models.shard(self.model, self.root_device, self._unwrapped_optimizers)
         self.model_to_device()
-        self._planned_parts.count_once(self.model)
-        if self._planned_parts.shards.count == 1:
+        self._planned_models.count_once(self.model)
+        if self._planned_models.shards.count == 1:
             # The order of one process: `process_dataloader` makes it equal on all ranks.
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == TrainerFn.FITTING:
@@ -78,14 +78,14 @@ class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
 
     def model_to_device(self) -> None:
         """Move modules without parameters; `parallelize` moves the shards of planned modules."""
-        self._planned_parts.move_others(self.model, self.root_device)
+        self._planned_models.move_modules_without_parameters(self.model, self.root_device)
 
     def _unwrapped_optimizers(self) -> list[Optimizer]:
         return [_unwrap_optimizer(optimizer) for optimizer in self.optimizers]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return self._sampler_of_parts
+        return self._sampler_arguments
 
     def teardown(self) -> None:
         """Tear down the strategy as `ModelParallelStrategy` does: shards stay on their devices."""
@@ -96,7 +96,7 @@ class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
     # Metrics
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._reduce_over_parts(tensor, reduce_op)
+        return self._reduce_over_data_shards(tensor, reduce_op)
 
     # Checkpoints
 
@@ -132,7 +132,7 @@ class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else {}
-        metadata = {k: v for k, v in checkpoint.items() if k not in _FROM_SHARDS}
+        metadata = {k: v for k, v in checkpoint.items() if k not in _SHARDED_KEYS}
         save_folder(path, self.lightning_module, "state_dict", optimizers, metadata)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -158,7 +158,7 @@ class ShardwrightStrategy(StrategyOfParts, DDPStrategy):  # type: ignore[misc]
         return {f"optimizer_{n}": each for n, each in enumerate(self._unwrapped_optimizers())}
 
 
-_FROM_SHARDS = {"state_dict", "optimizer_states"}
+_SHARDED_KEYS = {"state_dict", "optimizer_states"}
 """Checkpoint keys whose tensors are saved as shards, not in the metadata file."""
 
 

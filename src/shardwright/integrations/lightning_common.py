@@ -13,10 +13,10 @@ from lightning.fabric.utilities.distributed import (
 from torch import Tensor
 
 from shardwright.core.plan import Plan
-from shardwright.integrations.planned_parts import PlannedParts
+from shardwright.integrations.planned_parts import PlannedModels
 
 
-class StrategyOfParts:
+class PlannedModelsStrategy:
     """Mixin of a `DDPStrategy` of Lightning whose models are planned.
 
     Args:
@@ -39,23 +39,23 @@ class StrategyOfParts:
         **options: Any,
     ) -> None:
         super().__init__()
-        self._planned_parts = PlannedParts(plan, options)
+        self._planned_models = PlannedModels(plan, options)
         self._distributed_checkpoints = save_distributed_checkpoint
 
     @property
-    def _sampler_of_parts(self) -> dict[str, Any]:
+    def _sampler_arguments(self) -> dict[str, Any]:
         """The arguments of a `DistributedSampler` of this rank's samples."""
-        shards = self._planned_parts.shards
+        shards = self._planned_models.shards
         return {"num_replicas": shards.count, "rank": shards.index}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return self._planned_parts.check_loader(dataloader)
+        return self._planned_models.check_loader(dataloader)
 
-    def _reduce_over_parts(self, tensor: Any, reduce_op: Any) -> Any:
-        return self._planned_parts.reduce(tensor, reduce_op, _sync_ddp_if_available)
+    def _reduce_over_data_shards(self, tensor: Any, reduce_op: Any) -> Any:
+        return self._planned_models.reduce(tensor, reduce_op, _sync_ddp_if_available)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self._planned_parts.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
+        return self._planned_models.all_gather(tensor, _all_gather_ddp_if_available, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device=self.root_device)

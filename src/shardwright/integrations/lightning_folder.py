@@ -92,7 +92,7 @@ def load_folder(
     state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())
     net.load_state_dict(model_state[key], strict=strict)
     saved_names = FileSystemReader(path).read_metadata().state_dict_metadata
-    # One after the other, as optimizers without state get one here that is loaded into.
+    # One after the other: an optimizer without state first gets a state to load into.
     for name, optimizer in optimizers.items():
         has_groups = any(saved.startswith(f"{name}.param_groups.0.") for saved in saved_names)
         options = StateDictOptions(flatten_optimizer_state_dict=not has_groups)

@@ -1,6 +1,7 @@
 """The output layer of a planned model, for losses that call it themselves.
 
-Losses in chunks of tokens never hold the logits of a whole batch: for each chunk they call the
+Losses in chunks of tokens never materialize the logits of a full batch: for each chunk they call
+    the
 output layer, the loss, and its backward pass. The layer runs on the samples of this rank with full
 parameters, which are gathered once per forward pass; their gradients are reduced once.
 """

@@ -62,7 +62,7 @@ def plan_on_first_call(
     module: nn.Module,
     options: Mapping[str, Any],
     device: torch.device,
-    planned: Callable[[ParallelModule], None],
+    on_planned: Callable[[ParallelModule], None],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Make the first call of `module` plan it for the shapes of that call and shard it in place.
@@ -71,7 +71,7 @@ def plan_on_first_call(
         module: the model, not yet planned.
         options: options of `sw.plan`; `devices` defaults to the number of ranks.
         device: the device of this rank.
-        planned: called with the sharded model before its first forward pass.
+        on_planned: called with the sharded model before its first forward pass.
         context: returns the context in which the model is planned, such as autocast.
 
     Raises:
@@ -85,9 +85,11 @@ def plan_on_first_call(
         if any(isinstance(submodule, ParallelModule) for submodule in self.modules()):
             # A submodule was called before, by itself, and is planned by itself.
             return self(*args, **kwargs)
-        waiting = [submodule for submodule in self.modules() if USER_CLASS in vars(type(submodule))]
-        unplanned_classes = [type(submodule) for submodule in waiting]
-        for submodule in waiting:
+        unplanned_submodules = [
+            submodule for submodule in self.modules() if USER_CLASS in vars(type(submodule))
+        ]
+        unplanned_classes = [type(submodule) for submodule in unplanned_submodules]
+        for submodule in unplanned_submodules:
             set_class(submodule, vars(type(submodule))[USER_CLASS])
         try:
             # A loop may evaluate first, without gradients.
@@ -97,12 +99,14 @@ def plan_on_first_call(
                 log.info("planned %s:\n%s", user_class.__name__, plan)
                 parallel = parallelize(self, plan, device)
         except BaseException:
-            for submodule, unplanned_class in zip(waiting, unplanned_classes, strict=True):
+            for submodule, unplanned_class in zip(
+                unplanned_submodules, unplanned_classes, strict=True
+            ):
                 set_class(submodule, unplanned_class)
             set_class(self, unplanned)
             raise
         assert isinstance(parallel, ParallelModule)
-        planned(parallel)
+        on_planned(parallel)
         return self(*args, **kwargs)
 
     names = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
@@ -163,7 +167,7 @@ def train_stages_in_calls(net: ParallelModule) -> None:
     planned_class.forward = forward
 
 
-def call_in(net: ParallelModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
+def run_forward_in(net: ParallelModule, context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Make `forward` of `net` run in a context such as autocast, and return float32 outputs."""
     planned_class: Any = type(net)
     forward_as_planned = planned_class.forward

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
-from shardwright.core.runtime.adopt_optimizer import adopt_part
+from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
 from shardwright.errors import PlanError
 from shardwright.integrations.plan_on_call import (
     USER_CLASS,
@@ -30,7 +30,7 @@ from shardwright.integrations.plan_on_call import (
 from shardwright.integrations.rank_data import DataShards, share_order
 
 
-class PlannedParts:
+class PlannedModels:
     """The planned models of a Lightning strategy, and how batches are divided over the ranks.
 
     Args:
@@ -45,7 +45,7 @@ class PlannedParts:
 
     @property
     def shards(self) -> DataShards:
-        """How a batch is divided over the ranks; needs the process group."""
+        """The division of a batch over the ranks; needs the process group."""
         if self._shards is None:
             if self._plan is not None:
                 self._shards = DataShards.of_plan(self._plan)
@@ -79,7 +79,7 @@ class PlannedParts:
 
         def adopted(parallel: ParallelModule) -> None:
             for optimizer in optimizers():
-                adopt_part(optimizer, parallel)
+                adopt_parameters_of_model(optimizer, parallel)
             train_stages_in_calls(parallel)
 
         if self._plan is not None:
@@ -93,17 +93,18 @@ class PlannedParts:
             if has_parameters and USER_CLASS not in vars(type(candidate)):
                 plan_on_first_call(candidate, self._options, device, adopted)
 
-    def move_others(self, net: nn.Module, device: torch.device) -> None:
+    def move_modules_without_parameters(self, net: nn.Module, device: torch.device) -> None:
         """Move modules without parameters, such as metrics, to the device of this rank."""
         if any(True for _ in net.parameters()):
             for child in net.children():
-                self.move_others(child, device)
+                self.move_modules_without_parameters(child, device)
         else:
             net.to(device)
 
     def check_loader(self, loader: Any) -> Any:
-        """Check that a loader gives each rank its samples of the plan, all ranks in one order."""
-        self.shards.check_whole_loader(loader)
+        """Check that a loader gives each rank its planned samples, in the same order on all
+        ranks."""
+        self.shards.check_divided_loader(loader)
         if self.shards.count == 1:
             share_order(loader)
         return loader

@@ -1,4 +1,4 @@
-"""How a plan divides a batch over the ranks, for the loaders and metrics of other libraries.
+"""Division of a batch over the ranks by a plan, for the loaders and metrics of other libraries.
 
 With `dataset_strategy='full_batch'` every rank loads all samples of a batch; with other strategies
 a rank loads one shard of the batch, and several ranks may load the same shard.
@@ -25,7 +25,7 @@ from shardwright.errors import DataError, PlanError
 CPU = torch.device("cpu")
 """Device of PyTorch's default random generator, from which samplers draw their order."""
 
-WHOLE_BATCHES, LOCAL_BATCHES = "full_batch", "data_parallel"
+FULL_BATCHES, LOCAL_BATCHES = "full_batch", "data_parallel"
 """Values of `dataset_strategy` that determine the samples of each rank without a plan."""
 
 
@@ -45,25 +45,26 @@ class DataShards:
 
     @staticmethod
     def of_model(net: ParallelModule) -> DataShards:
-        """Return how the inputs of a planned model are divided over the ranks."""
+        """Return the shards into which a planned model divides its inputs over the ranks."""
         return _data_shards(
             net.execution.devices.matrix, net.execution.partitioned.decisions.arrivals
         )
 
     @staticmethod
     def of_plan(plan: Plan) -> DataShards:
-        """Return how `plan` divides the inputs of its model over the ranks."""
+        """Return the shards into which `plan` divides the inputs of its model over the ranks."""
         return _data_shards(plan.mesh, plan.arrivals)
 
     @staticmethod
     def of_options(options: Mapping[str, Any]) -> DataShards:
-        """Return how the option `dataset_strategy` divides a batch, before the model is planned.
+        """Return the shards into which the option `dataset_strategy` divides a batch, before the
+        model is planned.
 
         Raises:
             PlanError: if the division depends on the plan.
         """
-        strategy = options.get("dataset_strategy", WHOLE_BATCHES)
-        if strategy == WHOLE_BATCHES:
+        strategy = options.get("dataset_strategy", FULL_BATCHES)
+        if strategy == FULL_BATCHES:
             return _unsharded_batch()
         if strategy == LOCAL_BATCHES and options.get("stages", 1) == 1:
             ranks = tuple((rank,) for rank in range(_world_size()))
@@ -111,7 +112,7 @@ class DataShards:
                 f" {sampler}: the framework divides the loader as planned"
             )
 
-    def check_whole_loader(self, loader: Any) -> None:
+    def check_divided_loader(self, loader: Any) -> None:
         """Check that a loader gives each rank exactly its samples of the plan.
 
         Raises:

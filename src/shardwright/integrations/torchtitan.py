@@ -61,7 +61,7 @@ def parallelize_fn(
         PlanError: when the model is sharded, if the configuration asks for pipeline stages, context
             or expert parallelism of torchtitan, CPU offload, or attention without a plan.
     """
-    made = read_plan(plan, options)
+    user_plan = read_plan(plan, options)
 
     def shard(
         model: nn.Module,
@@ -78,25 +78,27 @@ def parallelize_fn(
             settings.spmd_backend = ORDINARY_TENSORS
         set_spmd_backend(ORDINARY_TENSORS)
         world = dist.get_world_size()
-        wanted = _shards_of_loader(world, parallel_dims.dp_replicate * parallel_dims.dp_shard)
-        if made is None:
+        loader_shards = _shards_of_loader(
+            world, parallel_dims.dp_replicate * parallel_dims.dp_shard
+        )
+        if user_plan is None:
             _mark_recomputed(model, ac_config)
-            chosen = _options(wanted, training) | options
-            planned = plan_model(model, *_example(model, wanted, training), **chosen)
+            plan_options = _options(loader_shards, training) | options
+            planned = plan_model(model, *_example(model, loader_shards, training), **plan_options)
         else:
-            planned = made
+            planned = user_plan
         log.info("planned %s:\n%s", type(model).__name__, planned)
         net = parallelize(model, planned)
         assert isinstance(net, ParallelModule)
         shards = DataShards.of_model(net)
-        if shards.owners != wanted.owners:
+        if shards.owners != loader_shards.owners:
             raise PlanError(
-                f"the plan expects {shards.count} parts of each batch, with part {shards.index} on"
-                f" this rank, but torchtitan's loader gives it part {wanted.index} of"
-                f" {wanted.count}\nplan with the `dataset_strategy` of the loader, or set"
-                " `data_parallel_shard_degree` and `tensor_parallel_degree` to what is planned"
+                f"the plan expects {shards.count} shards of each batch, with shard {shards.index} "
+                f"on this rank, but torchtitan's loader gives it shard {loader_shards.index} of "
+                f"{loader_shards.count}\nplan with the `dataset_strategy` of the loader, or set "
+                "`data_parallel_shard_degree` and `tensor_parallel_degree` to what is planned"
             )
-        _sum_over_ranks(net, wanted)
+        _sum_over_ranks(net, loader_shards)
         if compile_config.enable and "model" in compile_config.components:
             net.compile(backend=compile_config.backend)
         return net
@@ -108,18 +110,18 @@ def _check_supported(training: Any, parallelism: Any) -> None:
     """Raise if the configuration shards the model in ways that `parallelize_fn` cannot follow.
 
     Raises:
-        PlanError: for the first such setting.
+        PlanError: for the first unsupported setting.
     """
     remedies = {
         "pipeline_parallel_degree": "torchtitan runs the stages itself",
         "context_parallel_degree": "a plan shards the sequence of whole samples",
         "expert_parallel_degree": "a plan shards experts by itself",
     }
-    for name, why in remedies.items():
+    for name, reason in remedies.items():
         if (degree := getattr(parallelism, name)) > 1:
             raise PlanError(
-                f"`parallelism.{name}={degree}`: {why}\nset it to 1; the plan chooses how to shard"
-                " the model over all ranks"
+                f"`parallelism.{name}={degree}`: {reason}\nset it to 1; the plan chooses how to "
+                "shard the model over all ranks"
             )
     if training.enable_cpu_offload:
         raise PlanError(

@@ -8,13 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from shardwright.errors import ConfigError
 
 
-def require_version(package: str, oldest: str, what: str) -> None:
+def require_version(package: str, oldest: str, feature: str) -> None:
     """Check that `package` is installed in version `oldest` or a newer one.
 
     Args:
         package: name of the package, as in the package index.
         oldest: the oldest version that is supported, such as `2.4`.
-        what: the feature that needs the package; first words of the error message.
+        feature: the feature that needs the package; first words of the error message.
 
     Raises:
         ConfigError: if the package is missing or older.
@@ -23,11 +23,12 @@ def require_version(package: str, oldest: str, what: str) -> None:
         installed = version(package)
     except PackageNotFoundError:
         raise ConfigError(
-            f"{what} needs `{package}`, which is not installed\npip install '{package}>={oldest}'"
+            f"{feature} needs `{package}`, which is not installed\npip install "
+            f"'{package}>={oldest}'"
         ) from None
     if _release_numbers(installed) < _release_numbers(oldest):
         raise ConfigError(
-            f"{what} needs `{package}` {oldest} or newer, but {installed} is installed\n"
+            f"{feature} needs `{package}` {oldest} or newer, but {installed} is installed\n"
             f"pip install -U '{package}>={oldest}'"
         )
 

@@ -23,8 +23,8 @@ class Dimensions:
         family: a key of `FAMILIES` in `models/build.py`. `llama`, `telechat` (biases in the output
             projections of attention and MLP), `qwen` (biases in the QKV projections), `qwen3`,
             `glm`, `mixtral`, `qwen_moe`, `qwen3_moe`, `deepseek_v2` and `deepseek_v3` are built on
-            `transformers`; `baichuan1`,
-            `baichuan` (Baichuan 2), `pangualpha` and `gpt` (GPT-2) are modules of this package.
+            `transformers`; `baichuan1`, `baichuan` (Baichuan 2), `pangualpha` and `gpt` (GPT-2) are
+            modules of this package.
         hidden_size: width of the residual stream.
         num_layers: number of blocks; in PanguAlpha the last one is the query layer.
         num_heads: number of query heads.

@@ -161,7 +161,7 @@ CASES: dict[str, Callable[[Lone], None]] = {
 
 def main(case: str, folder: Path) -> None:
     # Seconds would pass in each case.
-    for name, value in (("PATIENCE", 1.0), ("POLL", 0.1), ("FAREWELL", 1.0)):
+    for name, value in (("IDLE_SECONDS", 1.0), ("POLL_INTERVAL", 0.1), ("ERROR_DELAY", 1.0)):
         setattr(rank_calls, name, value)
     seconds = 5 if case == "outlasts_the_others" else 120
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))

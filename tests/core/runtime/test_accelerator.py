@@ -84,7 +84,7 @@ def test_such_names_are_seen() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in accelerator.VISIBLE:
+    for name in accelerator.VISIBLE_DEVICES_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 

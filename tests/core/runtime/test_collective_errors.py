@@ -16,7 +16,7 @@ from shardwright.core.runtime.collective_errors import (
 )
 from shardwright.errors import CommunicationError
 
-TEXT = """def program(parameters, buffers, inputs, seed):
+SOURCE_VARIABLE = """def program(parameters, buffers, inputs, seed):
     x_1 = all_gather_dim0_a(x); del x
     # net.first: b over a; with net.first.bias
     net_first = aten.linear.default(x_1, w); del x_1, w
@@ -43,7 +43,7 @@ class Loss(nn.Module):
     ],
 )
 def test_a_place_is_told_by_its_line_and_its_operator(line: int, said: str) -> None:
-    assert str(ProgramLine(TEXT, line)) == said
+    assert str(ProgramLine(SOURCE_VARIABLE, line)) == said
 
 
 def test_a_long_line_is_cut() -> None:

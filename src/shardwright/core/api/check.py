@@ -57,8 +57,8 @@ from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.micro_batches import (
     SPLIT_NOTE,
+    empty_full_batch,
     micro_batch,
-    of_micro_batches,
 )
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError, PlanError
@@ -418,7 +418,7 @@ def _capture_micro_batch(
     return with_whole_batch(
         graph,
         count,
-        lambda n: captured(of_micro_batches(piece, n, dims)),
+        lambda n: captured(empty_full_batch(piece, n, dims)),
         plan.pipeline.batch_norm,
     )
 

@@ -15,9 +15,9 @@ from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.runtime.micro_batches import (
     SPLIT_NOTE,
     SampleDims,
+    empty_full_batch,
     first_dims,
     micro_batch,
-    of_micro_batches,
 )
 from shardwright.errors import (
     CaptureError,
@@ -139,7 +139,7 @@ class MicroBatchCapture:
         def captured(number: int) -> Graph:
             if number == self.count:
                 return self._global_batch_graph
-            return self.capture(of_micro_batches(piece, number, dims))
+            return self.capture(empty_full_batch(piece, number, dims))
 
         return with_whole_batch(graph, self.count, captured, self.batch_norm)
 

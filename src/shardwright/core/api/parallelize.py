@@ -26,7 +26,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
 from shardwright.core.runtime.accelerator import device_of_group, use_device
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import of_micro_batches
+from shardwright.core.runtime.micro_batches import empty_full_batch
 from shardwright.core.runtime.rank_calls import WARN_AFTER, rank_calls
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError, ShardwrightError
@@ -148,7 +148,7 @@ def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) ->
         def of_batch(number: int) -> Graph:
             return captured_for(
                 *pytree.tree_unflatten(
-                    of_micro_batches(leaves, number, plan.pipeline.batch_dims), spec
+                    empty_full_batch(leaves, number, plan.pipeline.batch_dims), spec
                 )
             )
 

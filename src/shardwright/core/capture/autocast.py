@@ -20,12 +20,12 @@ from torch.library import fallthrough_kernel
 
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import (
-    Region,
+    AutocastState,
     autocast_kernels,
+    autocast_state_of,
     below_autocast,
-    names_with_autocast,
-    region_of,
-    set_region,
+    operators_with_autocast,
+    set_autocast_state,
 )
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import CaptureError
@@ -137,7 +137,7 @@ class TracedRegions:
     def __init__(self, device_type: str | None) -> None:
         self._device_type = device_type
         self._any_enabled = False
-        self._entered: list[tuple[Region, ExitStack]] = []
+        self._entered: list[tuple[AutocastState, ExitStack]] = []
 
     @property
     def device_type(self) -> str | None:
@@ -155,8 +155,8 @@ class TracedRegions:
         Raises:
             CaptureError: for an accelerator whose operator lists differ from the lists of CUDA.
         """
-        (named, _), stack = region_of(region), ExitStack()
-        self._entered.append((region_of(region), stack))
+        (named, _), stack = autocast_state_of(region), ExitStack()
+        self._entered.append((autocast_state_of(region), stack))
         self._any_enabled |= enabled
         if self._device_type is None and enabled and named != CPU:
             self._device_type = named
@@ -171,7 +171,7 @@ class TracedRegions:
                     "convert the model to the lower precision"
                 )
             stack.enter_context(autocast_kernels(kernels_like_cuda()))
-        set_region(region, (CPU, enabled))
+        set_autocast_state(region, (CPU, enabled))
         result = enter(region)
         if on != CPU:
             stack.enter_context(_report_autocast_state(on, enabled, region.fast_dtype))
@@ -181,7 +181,7 @@ class TracedRegions:
         asked, stack = self._entered.pop()
         stack.close()
         result = leave(region)
-        set_region(region, asked)
+        set_autocast_state(region, asked)
         return result
 
 
@@ -213,7 +213,7 @@ def traced_autocast(autocast: Autocast) -> Iterator[TracedRegions]:
         region.asked = args[1] if len(args) > 1 else kwargs.get("enabled", True)
 
     def entered(region: Any) -> Any:
-        return regions.enter(region, getattr(region, "asked", region_of(region)[1]), enter)
+        return regions.enter(region, getattr(region, "asked", autocast_state_of(region)[1]), enter)
 
     def exited(region: Any, *error: Any) -> Any:
         return regions.exit(region, lambda region: leave(region, *error))
@@ -246,7 +246,7 @@ def _report_autocast_state(device_type: str, enabled: bool, dtype: torch.dtype) 
 @cache
 def kernels_like_cuda() -> dict[str, Callable[..., Any]]:
     """Return kernels by operator name that give CPU autocast the behavior of CUDA autocast."""
-    kernels = dict.fromkeys(names_with_autocast("AutocastCPU"), fallthrough_kernel)
+    kernels = dict.fromkeys(operators_with_autocast("AutocastCPU"), fallthrough_kernel)
     for names, cast in (
         (LOWER, _cast_to_lower_precision),
         (SINGLE, _cast_to_float32),

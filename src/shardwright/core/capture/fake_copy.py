@@ -40,7 +40,7 @@ from shardwright.core.deferred import copies_of_attributes
 from shardwright.core.graph.float64 import grouped_product
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import checkpointed_calls_in
-from shardwright.core.torch_internals.modules import process_groups
+from shardwright.core.torch_internals.modules import memo_of_process_groups
 from shardwright.core.torch_internals.tensors import (
     FakeTensorMode,
     copied_results,
@@ -77,7 +77,7 @@ def fake_copy(
                 "code to capture\nuse the module that it was made from"
             )
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {**process_groups(module)}
+    memo: dict[int, Any] = {**memo_of_process_groups(module)}
     cast = cast_parameters(module, compute_dtype)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):

@@ -12,10 +12,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from shardwright.core.torch_internals.hooks import (
-    any_global_hook,
     backward_hooks,
     forward_hooks,
     grad_fn_getter,
+    has_global_hook,
 )
 from shardwright.errors import CaptureError
 
@@ -30,7 +30,7 @@ def check_hooks(module: nn.Module) -> None:
     Raises:
         CaptureError: for backward hooks and hooks registered for all modules.
     """
-    if any_global_hook():
+    if has_global_hook():
         raise CaptureError(
             "a global module hook is registered (as by `register_module_forward_hook`), which a "
             "captured model would not call\nremove the hook, or register it on each module by "

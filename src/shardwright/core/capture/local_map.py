@@ -27,7 +27,7 @@ from shardwright.core.graph.local_declaration import Declaration, Partial
 from shardwright.core.graph.local_map import FunctionBody, ModuleBody, function_text
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dynamo import ModuleCall, as_one_call
-from shardwright.core.torch_internals.modules import own_buffers, process_groups
+from shardwright.core.torch_internals.modules import memo_of_process_groups, own_buffers
 from shardwright.errors import StrategyError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -266,7 +266,7 @@ def _collect_tensor_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def _copy_to_meta_device(module: nn.Module) -> nn.Module:
     """Copy a module with its parameters and buffers on the meta device."""
-    memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
+    memo: dict[int, Any] = {**copies_of_attributes(module), **memo_of_process_groups(module)}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),

@@ -17,7 +17,7 @@ from shardwright.core.graph.graph import Graph, Op, Value, WholeBatch
 from shardwright.core.graph.segment_matmul import segment_matmul
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode
-from shardwright.core.torch_internals.modules import process_groups
+from shardwright.core.torch_internals.modules import memo_of_process_groups
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 SEGMENT_MATMUL = torch.ops.shardwright.segment_matmul.default
@@ -155,7 +155,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
         module: the module to copy; its parameters may be on the meta device.
         values: the values of parameters and buffers, by name.
     """
-    memo: dict[int, Any] = {**process_groups(module)}
+    memo: dict[int, Any] = {**memo_of_process_groups(module)}
     for name, parameter in module.named_parameters():
         double = in_float64(values[name])
         memo[id(parameter)] = nn.Parameter(double, requires_grad=parameter.requires_grad)

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardwright.core.torch_internals.local_tensors import (
-    by_rank,
     on_simulated_rank,
     tensor_of_ranks,
+    tensors_by_rank,
 )
 from shardwright.core.torch_internals.tensors import requires_grad, storage_id
 
@@ -182,7 +182,7 @@ class _OnEachRankFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: RunLocally, *tensors: Tensor) -> tuple[Tensor, ...]:
-        local = [by_rank(tensor) for tensor in tensors]
+        local = [tensors_by_rank(tensor) for tensor in tensors]
         ranks = sorted(next(shards for shards in local if shards is not None))
         ctx.runs = {}
         saved: set[int] = set()
@@ -211,7 +211,7 @@ class _OnEachRankFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        local, _ = [by_rank(gradient) for gradient in gradients], ctx.saved_tensors
+        local, _ = [tensors_by_rank(gradient) for gradient in gradients], ctx.saved_tensors
         gradients_of_rank: dict[int, list[Tensor | None]] = {}
         for rank, (inputs, results) in ctx.runs.items():
             with on_simulated_rank(rank):

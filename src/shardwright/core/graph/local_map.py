@@ -27,7 +27,7 @@ from shardwright.core.graph.local_declaration import Declaration
 from shardwright.core.graph.local_gradients import empty_results, on_each_rank
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.activation_checkpoint import recomputed_in
-from shardwright.core.torch_internals.local_tensors import by_rank
+from shardwright.core.torch_internals.local_tensors import tensors_by_rank
 from shardwright.core.torch_internals.modules import TensorSlots
 from shardwright.core.torch_internals.tensors import FakeTensor, version
 from shardwright.errors import CaptureError, PlanError
@@ -304,7 +304,7 @@ class LocalCall:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the code on local shards, and return a tuple of results even for a single tensor."""
-        if any(by_rank(tensor) is not None for tensor in tensors):
+        if any(tensors_by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._run_on_meta(tensors)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwright.core.graph.graph import Value
-from shardwright.core.runtime.collective_errors import TEXT
+from shardwright.core.runtime.collective_errors import SOURCE_VARIABLE
 
 NAMED_RANGE = "named_range"
 """Name, in generated source, of the context manager that labels a line in profiler traces."""
@@ -101,9 +101,9 @@ class Source:
 
     def compile(self, source: str, name: str) -> Callable[..., Any]:
         """Compile generated source, and return the function `name` that the source defines."""
-        scope = {**self.scope, TEXT: source}
+        scope = {**self.scope, SOURCE_VARIABLE: source}
         # `runtime/collective_errors.py` recognizes frames of programs by this file name, and reads
-        # their lines from `TEXT`.
+        # their lines from `SOURCE_VARIABLE`.
         exec(compile(source, f"<{name}>", "exec"), scope)
         function: Callable[..., Any] = scope[name]
         return function

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shardwright.core.misuse.caller import is_called_by, user_line
 from shardwright.core.runtime.devices import stages_of_plan
-from shardwright.core.torch_internals.dtensor import refuse_pickling
+from shardwright.core.torch_internals.dtensor import check_before_pickling
 from shardwright.core.torch_internals.modules import state_names
 from shardwright.errors import PlanError
 
@@ -34,7 +34,7 @@ SHARD, STAGE = "shard of each tensor", "pipeline stage"
 
 def refuse_to_save_shards() -> None:
     """Make DTensors of planned models reject pickling, unless every rank has the full model."""
-    refuse_pickling(_check_rank_has_full_state)
+    check_before_pickling(_check_rank_has_full_state)
 
 
 def _check_rank_has_full_state(tensor: DTensor) -> None:

@@ -45,7 +45,7 @@ from shardwright.core.torch_internals.dtensor_dispatch import (
     run_unless_mixed,
     set_operator_handler,
 )
-from shardwright.core.torch_internals.local_tensors import by_rank
+from shardwright.core.torch_internals.local_tensors import tensors_by_rank
 from shardwright.core.torch_internals.operators import (
     OpOverload,
     operator_name,
@@ -183,7 +183,9 @@ def _tensors_written_by_operator(
 
 def _is_real_tensor(tensor: Tensor) -> bool:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return not (local.is_meta or isinstance(local, FakeTensor) or by_rank(local) is not None)
+    return not (
+        local.is_meta or isinstance(local, FakeTensor) or tensors_by_rank(local) is not None
+    )
 
 
 def _run_operator_on_mixed_tensors(

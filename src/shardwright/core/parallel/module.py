@@ -37,7 +37,7 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.rank_calls import model_call
 from shardwright.core.runtime.total_norms import extend_total_norms
-from shardwright.core.torch_internals.distributed import on_data_parallel
+from shardwright.core.torch_internals.distributed import before_data_parallel
 from shardwright.core.torch_internals.hooks import hooks_of_modules, swap_forward_hooks
 from shardwright.errors import CaptureError, MixedTensorsError, PlanError
 
@@ -102,7 +102,7 @@ def _refuse_distributed_data_parallel(net: ParallelModule) -> tuple[str, ...]:
 
 
 # Of a base class, so that it is not among the names that a user's model may not have.
-on_data_parallel(Copyable, _refuse_distributed_data_parallel)
+before_data_parallel(Copyable, _refuse_distributed_data_parallel)
 
 
 class ParallelModule(Copyable, nn.Module):

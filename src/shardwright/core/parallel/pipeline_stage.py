@@ -42,7 +42,7 @@ from shardwright.core.partition.decisions import CutAxes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.named_ranges import PASSES, SCHEDULE, in_range
+from shardwright.core.runtime.named_ranges import PASSES, SCHEDULE, wrap_pass
 from shardwright.core.runtime.random import micro_batch_seed
 from shardwright.core.torch_internals.pipelining import (
     SENDS_ONLY_GRADIENTS,
@@ -346,7 +346,7 @@ class RankStages:
         for method_name, pass_name in PASSES.items():
             method = self.devices.waits.exclude(getattr(stage, method_name))
             if self.devices.named_ranges:
-                method = in_range(f"{pass_name} of chunk {chunk.number}", method)
+                method = wrap_pass(f"{pass_name} of chunk {chunk.number}", method)
             setattr(stage, method_name, method)
         return stage
 

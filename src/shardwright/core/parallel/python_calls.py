@@ -101,7 +101,7 @@ class PythonCalls:
         Raises:
             PlanError: if there are already `MAX_PROGRAMS` programs.
         """
-        guard = failed.guards.failing(self._module, *call).strip()
+        guard = failed.guards.first_failing_guard(self._module, *call).strip()
         if num_programs == MAX_PROGRAMS:
             raise PlanError(
                 f"`forward` of {type(self._module).__name__} depends on Python state that differs"

@@ -32,9 +32,9 @@ from shardwright.core.misuse.calls_of_parts import explains_calls
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
     HooksOfModules,
-    any_global_hook,
     backward_hooks,
     forward_hooks,
+    has_global_hook,
     num_registered_hooks,
 )
 from shardwright.core.torch_internals.modules import own_buffers, own_modules
@@ -359,7 +359,7 @@ class PythonState:
         Raises:
             PlanError: if a hook was registered that programs cannot call.
         """
-        if any_global_hook():
+        if has_global_hook():
             raise PlanError(
                 "a global module hook is registered, which a planned model would not run\nremove "
                 "it, or register the hook on the model before `plan`"

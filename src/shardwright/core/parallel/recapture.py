@@ -29,7 +29,7 @@ from shardwright.core.partition.fold_axes import fold_axes, split_axes
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.runtime.devices import Devices
-from shardwright.core.runtime.micro_batches import SampleDims, of_micro_batches
+from shardwright.core.runtime.micro_batches import SampleDims, empty_full_batch
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.hooks import (
     HooksOfModules,
@@ -161,7 +161,7 @@ class Recapture:
         leaves, spec = pytree.tree_flatten((args, kwargs))
 
         def captured(count: int) -> Graph:
-            batch = pytree.tree_unflatten(of_micro_batches(leaves, count, batch_dims), spec)
+            batch = pytree.tree_unflatten(empty_full_batch(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
             return self._capture_with_or_without_guards(
                 CapturedCall.of(template, of_args, of_kwargs, self._autocast_of_caller, self.module)

@@ -26,7 +26,11 @@ from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices, Index
 from shardwright.core.torch_internals.dispatch import TorchDispatchMode, in_backward_pass
 from shardwright.core.torch_internals.distributed import FakeStore, group_named, is_collective
-from shardwright.core.torch_internals.local_tensors import LocalTensorMode, by_rank, int_by_rank
+from shardwright.core.torch_internals.local_tensors import (
+    LocalTensorMode,
+    int_by_rank,
+    tensors_by_rank,
+)
 from shardwright.errors import PlanError
 
 
@@ -158,7 +162,7 @@ class Ranks:
         """Assemble the full tensor of `shape` from `tensor`, which holds the shards of all ranks in
         `layout`; partial sums are added up."""
         with _without_local_tensor_mode(self.mode):
-            blocks = by_rank(tensor) or {0: tensor}
+            blocks = tensors_by_rank(tensor) or {0: tensor}
             count = self.partitioned.mesh.num_devices
             # A tensor that depends on no rank is one ordinary tensor for all ranks.
             if len(blocks) < count:

@@ -30,9 +30,9 @@ from shardwright.core.runtime.dtensor import (
     local_shard,
     shard_full_tensors,
 )
-from shardwright.core.runtime.dtensor_results import correct_results
+from shardwright.core.runtime.dtensor_results import correct_dtensor_results
 from shardwright.core.runtime.muon import orthogonalize_full_matrices
-from shardwright.core.runtime.parameter_hooks import has_hooks, take_hooks
+from shardwright.core.runtime.parameter_hooks import has_hooks, move_hooks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import (
     local_tensor,
@@ -41,9 +41,9 @@ from shardwright.core.torch_internals.dtensor import (
     with_spec,
 )
 from shardwright.core.torch_internals.modules import (
+    memo_of_process_groups,
     own_buffers,
     own_parameters,
-    process_groups,
     restore_flat_weights,
 )
 
@@ -141,10 +141,10 @@ class StoragePlan:
             else:
                 unset = UninitializedTensor.of(local, pending)
             if has_hooks(given):
-                unset.take_hooks = partial(take_hooks, parameter=given, shard=shard)
+                unset.move_hooks = partial(move_hooks, parameter=given, shard=shard)
             return nn.Parameter(unset, requires_grad=given.requires_grad)
         parameter = as_parameter(local, given)
-        take_hooks(parameter, given, shard)
+        move_hooks(parameter, given, shard)
         return parameter
 
 
@@ -187,7 +187,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     """
     _install_dtensor_extensions()
     tensors = _parameters_and_buffers(module)
-    memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
+    memo: dict[int, Any] = {**copies_of_attributes(module), **memo_of_process_groups(module)}
     parameters: dict[str, nn.Parameter] = {}
     for name, shard in plan.shards(dict(tensors)):
         given, stored = tensors[name], shard
@@ -259,7 +259,7 @@ class _ReferencesToTensors:
 
 
 def _install_dtensor_extensions() -> None:
-    correct_results()
+    correct_dtensor_results()
     accept_full_optimizer_states()
     orthogonalize_full_matrices()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.deferred import copies_of_attributes
-from shardwright.core.torch_internals.modules import process_groups
+from shardwright.core.torch_internals.modules import memo_of_process_groups
 
 
 def template_of(module: nn.Module) -> nn.Module:
@@ -20,7 +20,7 @@ def template_of(module: nn.Module) -> nn.Module:
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
 
     # Through the memo of `deepcopy` tied parameters stay tied, and no values are copied.
-    memo: dict[int, Any] = {**copies_of_attributes(module), **process_groups(module)}
+    memo: dict[int, Any] = {**copies_of_attributes(module), **memo_of_process_groups(module)}
     memo.update(
         (id(p), nn.Parameter(to_meta(p), requires_grad=p.requires_grad))
         for p in module.parameters()

@@ -72,7 +72,7 @@ class Uninitialized(Tensor):
     """Deferred tensor that records the initialization of the full tensor; None before
     `to_empty`."""
 
-    take_hooks: Callable[[Tensor], object] | None = None
+    move_hooks: Callable[[Tensor], object] | None = None
     """Function that registers the hooks of the user's parameter on the ordinary parameter."""
 
     records_in_its_place = True
@@ -126,8 +126,8 @@ class Uninitialized(Tensor):
         raise NotImplementedError
 
     def _register_user_hooks(self) -> None:
-        if take_hooks := vars(self).pop("take_hooks", None):
-            take_hooks(self)
+        if move_hooks := vars(self).pop("move_hooks", None):
+            move_hooks(self)
 
     def _attach_initialization(self, pending: PendingInit, full: Deferred | None) -> Self:
         self.pending, self.full = pending, full

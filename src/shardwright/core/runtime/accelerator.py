@@ -39,7 +39,7 @@ COLLECTIVE_KERNEL = re.compile("[nrhox]ccl", re.IGNORECASE)
 
 LOOPBACK = "127.0.0.1"
 
-VISIBLE = (
+VISIBLE_DEVICES_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     *("ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
 )
@@ -129,7 +129,7 @@ def device_of_group() -> torch.device:
     return torch.device(accelerator.type, index if chosen else local_rank)
 
 
-def device_of_few_numbers() -> torch.device:
+def device_of_host_values() -> torch.device:
     """Return the device for collectives of a few host values: the CPU if the process group has a
     backend for CPU tensors, otherwise the device of the group.
 
@@ -253,17 +253,17 @@ def device_memory(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
-def restart_peak(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Reset PyTorch's peak memory statistics of `device`; no effect on the CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak memory allocated by PyTorch since `restart_peak`, in bytes; None for the CPU,
-    which has no statistics."""
-    counted = device.type not in ("cpu", "meta")
-    return torch.accelerator.max_memory_allocated(device) if counted else None
+    """Return the peak memory allocated by PyTorch since `reset_peak_memory`, in bytes; None for the
+    CPU, which has no statistics."""
+    has_statistics = device.type not in ("cpu", "meta")
+    return torch.accelerator.max_memory_allocated(device) if has_statistics else None
 
 
 class AllocatedPeak:
@@ -282,7 +282,7 @@ class AllocatedPeak:
         return None if device.type in ("cpu", "meta") else cls(device)
 
     def restart(self) -> None:
-        restart_peak(self._device)
+        reset_peak_memory(self._device)
 
     def bytes(self) -> int:
         return torch.accelerator.max_memory_allocated(self._device) - self._before
@@ -322,4 +322,4 @@ def _has_communication_backend(accelerator: torch.device) -> bool:
 
 
 def _visible_devices_of_environment() -> str:
-    return ",".join(os.environ[name] for name in VISIBLE if name in os.environ)
+    return ",".join(os.environ[name] for name in VISIBLE_DEVICES_VARIABLES if name in os.environ)

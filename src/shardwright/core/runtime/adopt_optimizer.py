@@ -137,7 +137,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     return optimizer
 
 
-def adopt_part(optimizer: Optimizer, net: nn.Module) -> None:
+def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
     """Replace the parameters of one planned model in an optimizer, and keep all other parameters.
 
     Unlike `adopt`, supports optimizers over several models, of which some may not be planned, and
@@ -203,14 +203,16 @@ def _refuse_steps_without_gradients() -> None:
 
 
 def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
-    with_origin = [(p, origin) for p in parameters if (origin := _origin_of_parameter(p))]
-    is_planned = _is_planned_parameter(with_origin[0][0])
+    parameters_with_origin = [
+        (p, origin) for p in parameters if (origin := _origin_of_parameter(p))
+    ]
+    is_planned = _is_planned_parameter(parameters_with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.
-    if any(parameter.grad is not None for parameter, _ in with_origin):
-        for parameter, origin in with_origin if not is_planned else ():
+    if any(parameter.grad is not None for parameter, _ in parameters_with_origin):
+        for parameter, origin in parameters_with_origin if not is_planned else ():
             origin.trained_in_original = origin.trained_in_original or parameter.grad is not None
         return
-    for _, origin in with_origin:
+    for _, origin in parameters_with_origin:
         counterparts = (
             p for p in origin.parameters_of_models() if _is_planned_parameter(p) != is_planned
         )

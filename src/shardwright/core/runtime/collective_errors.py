@@ -22,13 +22,13 @@ from shardwright.errors import CommunicationError
 PROGRAM = "<program>"
 """File name of compiled programs, by which their stack frames are recognized."""
 
-TEXT = "__program__"
+SOURCE_VARIABLE = "__program__"
 """Name of the global variable that holds the generated source of a compiled program."""
 
 MAX_NAMES = 4
 """Maximum number of a bucket's parameters that an error lists."""
 
-MAX_LENGTH = 120
+MAX_LINE_LENGTH = 120
 """Maximum number of characters of a program line in an error."""
 
 MAX_FRAMES = 6
@@ -49,7 +49,9 @@ class ProgramLine:
 
     def __str__(self) -> str:
         lines = [line.strip() for line in self.source.splitlines()]
-        shown = shorten(lines[self.line - 1].partition("; del ")[0], MAX_LENGTH, placeholder=" …")
+        shown = shorten(
+            lines[self.line - 1].partition("; del ")[0], MAX_LINE_LENGTH, placeholder=" …"
+        )
         return f"`{shown}` (line {self.line} of the program{self._describe_operator(lines)})"
 
     @property
@@ -87,7 +89,7 @@ def program_line() -> ProgramLine | None:
         if frame is None:
             return None
         if frame.f_code.co_filename == PROGRAM:
-            return ProgramLine(frame.f_globals[TEXT], frame.f_lineno)
+            return ProgramLine(frame.f_globals[SOURCE_VARIABLE], frame.f_lineno)
         frame = frame.f_back
     return None
 
@@ -145,7 +147,7 @@ def _describe_failed_collective(error: BaseException, call: str) -> str | None:
         if isinstance(call_site, ProgramLine) and frame.f_code.co_name == "backward":
             descriptions.append(f"the gradient of {call_site}")
         elif frame.f_code.co_filename == PROGRAM:
-            descriptions.append(str(ProgramLine(frame.f_globals[TEXT], line)))
+            descriptions.append(str(ProgramLine(frame.f_globals[SOURCE_VARIABLE], line)))
         bound = frame.f_locals.get("self")
         if frame.f_globals.get("__name__") == _BUCKETS_MODULE and bound is not None:
             descriptions.append(_describe_bucket(bound.bucket))

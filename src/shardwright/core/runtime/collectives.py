@@ -1,6 +1,6 @@
 """Redistribution steps as functions on local tensors, with their gradients.
 
-Each kind of step is a pair of plain functions, forward and backward, over PyTorch's functional
+Each type of step is a pair of plain functions, forward and backward, over PyTorch's functional
 collectives; one autograd function combines any pair. The gradient of each step is another step:
 
 | step | forward | backward |

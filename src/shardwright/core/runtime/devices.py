@@ -99,9 +99,11 @@ class Devices:
     model: int = 1
     waits: WaitTimer = field(default_factory=WaitTimer)
     _subgroups: Subgroups = field(default_factory=dict)
-    _names: dict[Axes, str] = field(default_factory=dict)
-    _by_matrix: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(default_factory=dict)
-    _by_stages: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
+    _group_names: dict[Axes, str] = field(default_factory=dict)
+    _devices_by_matrix: dict[tuple[DeviceMatrix, tuple[Axes, ...]], Devices] = field(
+        default_factory=dict
+    )
+    _groups_by_stages: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict)
 
     @classmethod
     def of_process(
@@ -178,8 +180,8 @@ class Devices:
         key = matrix, mesh_axes
         if key == (self.matrix, self.mesh_axes) or not self.connected:
             return self
-        if key not in self._by_matrix:
-            self._by_matrix[key] = (
+        if key not in self._devices_by_matrix:
+            self._devices_by_matrix[key] = (
                 self._copy_with_mesh(mesh_axes)
                 if matrix == self.matrix
                 else replace(
@@ -194,7 +196,7 @@ class Devices:
                     waits=self.waits,
                 )
             )
-        return self._by_matrix[key]
+        return self._devices_by_matrix[key]
 
     def _copy_with_mesh(self, mesh_axes: tuple[Axes, ...]) -> Devices:
         """Return a copy with a `DeviceMesh` of `mesh_axes`; both share their process groups."""
@@ -221,13 +223,13 @@ class Devices:
         the same order.
         """
         key = tuple(sorted(axes))
-        if key not in self._names:
-            self._names[key] = self._create_process_group_over_axes(key)
+        if key not in self._group_names:
+            self._group_names[key] = self._create_process_group_over_axes(key)
         # Groups over the same axes in any order share a process group; only block indices differ.
         order, sizes = [0] * self.matrix.size(axes), self.matrix.device_matrix
         for coordinates in all_coordinates(self.matrix):
             order[shard_index(axes, sizes, coordinates)] = shard_index(key, sizes, coordinates)
-        return Group(axes, self._names[key], len(order), tuple(order), self.waits)
+        return Group(axes, self._group_names[key], len(order), tuple(order), self.waits)
 
     def index(self, axes: Axes) -> Index:
         """Return the index of this rank's shard along the flattened `axes`."""
@@ -252,7 +254,7 @@ class Devices:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The sets of axes of all groups requested so far, in the same order on all ranks."""
-        return tuple(sorted(self._names, key=lambda axes: (len(axes), axes)))
+        return tuple(sorted(self._group_names, key=lambda axes: (len(axes), axes)))
 
     def peers_of_stages(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the process group of this rank's peers in `stages`, the ranks with equal
@@ -261,11 +263,11 @@ class Devices:
         The first call for given stages is collective, so every rank must make the same calls in the
         same order.
         """
-        if stages not in self._by_stages:
+        if stages not in self._groups_by_stages:
             size = self.matrix.num_devices
             peers = [[stage * size + rank for stage in stages] for rank in range(size)]
-            self._by_stages[stages] = self._find_or_create_subgroup(peers)
-        return self._by_stages[stages]
+            self._groups_by_stages[stages] = self._find_or_create_subgroup(peers)
+        return self._groups_by_stages[stages]
 
     @property
     def peers_of_all_stages(self) -> dist.ProcessGroup | None:

@@ -37,7 +37,7 @@ DRAWS_FROM_VALUES = (
 """Random operators whose result depends on the values of an argument, and that DTensor supports."""
 
 
-def correct_results() -> None:
+def correct_dtensor_results() -> None:
     """Correct `item()` of partial sums, and random numbers on CPUs, for all DTensors of this
     process."""
     set_operator_handler(aten._local_scalar_dense.default, _item_of_full_tensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwright.core.runtime.devices import Group
 from shardwright.core.torch_internals.distributed import group_named
-from shardwright.core.torch_internals.local_tensors import by_rank
+from shardwright.core.torch_internals.local_tensors import tensors_by_rank
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
@@ -52,7 +52,7 @@ class EqualReplicas:
             CaptureError: on every rank of the group, if results differ.
         """
         # A dry run has no values, and simulated ranks run the function once for each rank.
-        if any(r.is_meta or by_rank(r) is not None for r in results):
+        if any(r.is_meta or tensors_by_rank(r) is not None for r in results):
             return
         digests = torch.stack([result_digest(result.detach()) for result in results])
         gathered = [torch.empty_like(digests) for _ in range(self.group.size)]

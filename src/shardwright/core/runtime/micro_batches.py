@@ -71,7 +71,7 @@ def micro_batch(
     return result
 
 
-def of_micro_batches(
+def empty_full_batch(
     leaves: Sequence[Any], count: int, dims: SampleDims | None = None
 ) -> list[Any]:
     """Return uninitialized leaves with the shapes of a batch of `count` micro-batches.

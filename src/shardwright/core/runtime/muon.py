@@ -134,17 +134,17 @@ def _update_shards_of_matrices(
             param.device_mesh, _placements_of_tensor(param), tuple(param.shape)
         )
         by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
-    for group, of_group in by_group.items():
+    for group, group_matrices in by_group.items():
         # Matrices of similar sizes take equally long.
-        of_group.sort(key=lambda each: -each[0].numel())
+        group_matrices.sort(key=lambda each: -each[0].numel())
         size = dist.get_world_size(group)
-        for first in range(0, len(of_group), size):
-            taken = of_group[first : first + size]
+        for first in range(0, len(group_matrices), size):
+            concurrent = group_matrices[first : first + size]
             shards = _orthogonalize_shards(
-                [(update, owners) for _, update, owners in taken],
+                [(update, owners) for _, update, owners in concurrent],
                 (ns_coefficients, ns_steps, eps),
             )
-            for (param, *_state), shard in zip(taken, shards, strict=True):
+            for (param, *_state), shard in zip(concurrent, shards, strict=True):
                 local = detached_local(param)
                 local.mul_(1 - rate * weight_decay)
                 local.add_(shard, alpha=-adjusted_rate(rate, adjust_lr_fn, param.shape))

@@ -58,11 +58,15 @@ class MuonAdamW(Optimizer):
         eps: float = 1e-8,
         tables: Collection[Shape] = (),
     ) -> None:
-        given = list(params)
-        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        chosen: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        param_list = list(params)
+        groups = (
+            param_list
+            if param_list and isinstance(param_list[0], dict)
+            else [{"params": param_list}]
+        )
+        groups_by_method: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for group in groups:
-            for is_muon, groups_of_method in chosen.items():
+            for is_muon, groups_of_method in groups_by_method.items():
                 selected = [
                     p
                     for p in group["params"]  # type: ignore[index]
@@ -72,15 +76,17 @@ class MuonAdamW(Optimizer):
                 options = {"params": selected, ORTHOGONALIZED: is_muon}
                 groups_of_method.append({**group, **options})  # type: ignore[dict-item]
         self._muon = Muon(
-            chosen[True],
+            groups_by_method[True],
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        self._adamw = AdamW(chosen[False], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
-        of_both = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        defaults = {**of_both, "betas": betas, "eps": eps, "tables": frozenset(tables)}
+        self._adamw = AdamW(
+            groups_by_method[False], lr=lr, weight_decay=weight_decay, betas=betas, eps=eps
+        )
+        shared_options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        defaults = {**shared_options, "betas": betas, "eps": eps, "tables": frozenset(tables)}
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults)
         for group in self.param_groups:
             group.pop("tables", None)

@@ -103,7 +103,7 @@ def wrap_step(
 
     Args:
         bound: the redistribution step.
-        forward, backward: kinds of the collectives in the forward and in the backward pass; None
+        forward, backward: names of the collectives in the forward and in the backward pass; None
             for a pass without communication.
         axes: the mesh axes over which the step communicates.
         matrix: the device matrix.
@@ -139,7 +139,7 @@ def wrap_reduction(
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 
-def in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_pass(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a pipeline stage wrapped in a named range.
 
     Args:

@@ -109,7 +109,7 @@ class DelayedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class DelayGradient:
-    """Call to whose backward pass the gradient of a linear layer's weight is delayed.
+    """Call whose backward pass computes the delayed weight gradient of a linear layer.
 
     Args:
         x_shape, shape: local shapes of the layer's input and output.

@@ -21,7 +21,7 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
 
 
-def take_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
+def move_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
     """Register the hooks of the user's `parameter` on the sharded parameter that replaces it.
 
     Gradient hooks receive the full gradient, and their result is sharded; post-accumulation hooks

@@ -23,7 +23,7 @@ LIBRARIES = re.compile(r"(torch|shardwright|contextlib|functools|threading|runpy
 """Pattern of names of modules that do not belong to the user's program."""
 
 
-def place_of(frame: FrameType | None) -> tuple[str, str]:
+def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
     """Return the collective over all ranks in which a thread waits, and the thread's line of the
     user's program; each is empty if not found."""
     waits_in = ""

@@ -1,11 +1,11 @@
 """Detect ranks that wait for each other in different calls, and raise one error on all ranks.
 
-Every rank counts its collective calls. If a rank begins and ends no call for `PATIENCE` seconds, a
-thread writes the state of the rank to the store of the process group, and rank 0 compares the
-states. If the ranks are deadlocked, all raise the same error within seconds; each closes its
-connections to other ranks, so that ranks blocked in a collective wake. Other calls do not access
-the store, except calls that wait for all ranks before they communicate: calls that one rank might
-make alone by mistake, and calls that differ from those predicted by `ExpectedCalls`.
+Every rank counts its collective calls. If a rank begins and ends no call for `IDLE_SECONDS`
+seconds, a thread writes the state of the rank to the store of the process group, and rank 0
+compares the states. If the ranks are deadlocked, all raise the same error within seconds; each
+closes its connections to other ranks, so that ranks blocked in a collective wake. Other calls do
+not access the store, except calls that wait for all ranks before they communicate: calls that one
+rank might make alone by mistake, and calls that differ from those predicted by `ExpectedCalls`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shardwright.core.agreement.rank_states import (
 from shardwright.core.runtime.collective_errors import PEER_FAILURE, naming_redistributions
 from shardwright.core.runtime.connections import close_connections
 from shardwright.core.runtime.devices import Devices, stages_of_plan
-from shardwright.core.runtime.place_in_program import last_exception, place_of
+from shardwright.core.runtime.place_in_program import last_exception, waiting_call_and_line
 from shardwright.core.torch_internals.autograd import around_backward
 from shardwright.core.torch_internals.distributed import (
     around_world_collectives,
@@ -56,10 +56,10 @@ log = logging.getLogger(__name__)
 Params = ParamSpec("Params")
 CallResult = TypeVar("CallResult")
 
-PATIENCE = 3.0
+IDLE_SECONDS = 3.0
 """Seconds without a call after which a rank writes its state to the store."""
 
-POLL = 0.5
+POLL_INTERVAL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
 
 MAX_WAIT = 15.0
@@ -69,7 +69,7 @@ a source rank, which this rank may finish before other ranks begin the call."""
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
 
-FAREWELL = 4 * POLL
+ERROR_DELAY = 4 * POLL_INTERVAL
 """Seconds for which a rank delays raising the common error, so that other ranks can read it."""
 
 MAX_CALLS = 64
@@ -94,7 +94,7 @@ class RankCalls:
         self._rank, self._world_size = world.rank(), world.size()
         self._longest_wait = group_timeout(world)
         # A connection for each thread, as both may block in it.
-        self._store, self._meetings = (
+        self._store, self._barrier_store = (
             PrefixStore(f"calls of ranks {number}", own_connection(world)) for _ in range(2)
         )
         self._calls = deque[str](maxlen=MAX_CALLS)
@@ -102,7 +102,7 @@ class RankCalls:
         self._depth, self._changed = 0, time.monotonic()
         self._in_backward = False
         self._expected = ExpectedCalls()
-        self._last_meeting = ""
+        self._last_barrier = ""
         self._has_differed = self._is_retry = False
         """Whether the last call, and the call before it, raised an error on this rank while other
         ranks may still wait in it."""
@@ -122,7 +122,7 @@ class RankCalls:
     def end(self) -> None:
         """Stop the watching thread, and report to other ranks that this rank ends."""
         self._ended.set()
-        self._thread.join(FAREWELL)
+        self._thread.join(ERROR_DELAY)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             if not self.error:
                 state = replace(
@@ -133,14 +133,14 @@ class RankCalls:
 
     @contextmanager
     def call(
-        self, name: str, *, always_meets: bool = False, max_wait: float = math.inf
+        self, name: str, *, always_synchronizes: bool = False, max_wait: float = math.inf
     ) -> Iterator[None]:
         """Context of a collective call; nested calls are not counted.
 
         Args:
             name: name of the call, equal on all ranks.
-            always_meets: whether ranks always synchronize before the call communicates; otherwise
-                only if the call is unexpected.
+            always_synchronizes: whether ranks always synchronize before the call communicates;
+                otherwise only if the call is unexpected.
             max_wait: maximum seconds to wait until all ranks have begun the call.
 
         Raises:
@@ -154,7 +154,7 @@ class RankCalls:
         is_expected = self._count_call(name)
         try:
             with self.explaining_errors():
-                if always_meets or not is_expected:
+                if always_synchronizes or not is_expected:
                     self._wait_until_all_begin_call(max_wait)
                 yield
         except BaseException as error:
@@ -216,21 +216,21 @@ class RankCalls:
         """Report that this rank has begun the current call, and wait until all ranks have begun the
         call."""
         key = f"begun {self._count} {self._calls[-1]}"
-        if self._meetings.add(key, 1) >= self._world_size:
-            self._meetings.set(f"all have {key}", "")
-            if self._last_meeting not in ("", key):  # Else a call that was refused on all ranks.
-                self._meetings.delete_key(self._last_meeting)
-                self._meetings.delete_key(f"all have {self._last_meeting}")
-        self._last_meeting = key
+        if self._barrier_store.add(key, 1) >= self._world_size:
+            self._barrier_store.set(f"all have {key}", "")
+            if self._last_barrier not in ("", key):  # Else a call that was refused on all ranks.
+                self._barrier_store.delete_key(self._last_barrier)
+                self._barrier_store.delete_key(f"all have {self._last_barrier}")
+        self._last_barrier = key
         self._wait_for_store_key(key, max_wait)
 
     def _wait_for_store_key(self, key: str, max_wait: float) -> None:
-        pause, begun = POLL / 512, time.monotonic()
+        pause, begun = POLL_INTERVAL / 512, time.monotonic()
         warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
-            if self._meetings.check([f"all have {key}"]):
+            if self._barrier_store.check([f"all have {key}"]):
                 return
             if time.monotonic() - begun > timeout:
                 raise CommunicationError(
@@ -238,7 +238,7 @@ class RankCalls:
                     f" {self._calls[-1]}, the time-out of the process group\nmake this call on all"
                     " ranks, or pass a longer `timeout` to `init_process_group`"
                 )
-            if pause == POLL:
+            if pause == POLL_INTERVAL:
                 self._read_or_set_common_error()
             if warns_at is not None and time.monotonic() > warns_at:
                 log.warning(
@@ -249,7 +249,7 @@ class RankCalls:
             if time.monotonic() - begun > max_wait:
                 return
             time.sleep(pause)
-            pause = min(2 * pause, POLL)
+            pause = min(2 * pause, POLL_INTERVAL)
         raise self._make_exception_from_error()
 
     @contextmanager
@@ -260,46 +260,50 @@ class RankCalls:
             yield
         except (ShardwrightError, CommunicationError):
             if self.error:
-                time.sleep(FAREWELL)
+                time.sleep(ERROR_DELAY)
             raise
         except RuntimeError as error:
             if not PEER_FAILURE.search(str(error)):
                 raise
-            deadline = time.monotonic() + FAREWELL
+            deadline = time.monotonic() + ERROR_DELAY
             while not self.error and time.monotonic() < deadline:
                 # Another rank may have closed the connection first, knowing the reason.
                 with suppress(RuntimeError):  # The store may be gone.
                     self._read_or_set_common_error()
-                self._ended.wait(POLL / 8)
+                self._ended.wait(POLL_INTERVAL / 8)
             if not self.error and isinstance(error, dist.DistNetworkError):
                 raise CommunicationError(store_has_ended(self._state_of_this_rank())) from error
             if not self.error:
                 with naming_redistributions(self._state_of_this_rank().call_with_line):
                     raise
-            time.sleep(FAREWELL)
+            time.sleep(ERROR_DELAY)
             raise self._make_exception_from_error() from error
 
     def _read_or_set_common_error(self) -> None:
         """Read the error that all ranks raise, or set the error if a rank exited before the call
         that this rank waits in."""
-        if self._meetings.check(["error"]):
-            self.error = self._meetings.get("error").decode()
-        elif self._meetings.check(["a rank has ended"]):
+        if self._barrier_store.check(["error"]):
+            self.error = self._barrier_store.get("error").decode()
+        elif self._barrier_store.check(["a rank has ended"]):
             keys = [f"ended {rank}" for rank in range(self._world_size)]
-            ended = [self._meetings.get(key) for key in keys if self._meetings.check([key])]
+            ended = [
+                self._barrier_store.get(key) for key in keys if self._barrier_store.check([key])
+            ]
             states = [RankState.from_json(content.decode()) for content in ended]
             self.error = exited_too_early(self._state_of_this_rank(), states)
             if self.error:
-                self._meetings.set("error", self.error)
+                self._barrier_store.set("error", self.error)
 
     def _exchange_states_until_end(self, world: ref[dist.ProcessGroup]) -> None:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
-            while not (self._ended.wait(POLL) or self.error) and world() is dist.group.WORLD:
+            while (
+                not (self._ended.wait(POLL_INTERVAL) or self.error) and world() is dist.group.WORLD
+            ):
                 self._exchange_states_with_store()
 
     def _exchange_states_with_store(self) -> None:
         """Write the state of an idle rank to the store, and read the common error of all ranks."""
-        is_idle = time.monotonic() - self._changed > PATIENCE
+        is_idle = time.monotonic() - self._changed > IDLE_SECONDS
         request = self._store.add("requests", 0) if is_idle else 0
         content = f"{request} {self._state_of_this_rank().to_json()}" if is_idle else ""
         if content != self._written:
@@ -337,7 +341,7 @@ class RankCalls:
 
     def _state_of_this_rank(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
-        waits_in, line = place_of(frame)
+        waits_in, line = waiting_call_and_line(frame)
         is_inside = self._depth > 0
         line = line if is_inside or waits_in else ""
         waits_in = "" if is_inside else waits_in
@@ -385,7 +389,7 @@ def collective_call(name: str, devices: Devices | None = None) -> AbstractContex
         DataError: on all ranks, if they wait for each other in different calls.
     """
     calls = rank_calls() if devices is None or devices.is_distributed else None
-    return nullcontext() if calls is None else calls.call(name, always_meets=True)
+    return nullcontext() if calls is None else calls.call(name, always_synchronizes=True)
 
 
 def by_all_ranks(

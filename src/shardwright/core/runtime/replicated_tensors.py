@@ -11,8 +11,8 @@ from shardwright.core.runtime.equal_replicas import TOLERANCE, result_digest
 
 
 def differs_between_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether the digests of `tensor` differ between ranks of the mesh; equal on all ranks.
-    Collective."""
+    """Whether the digests of `tensor` differ between ranks of the mesh. Collective; all ranks
+    return the same answer."""
     digest = result_digest(tensor.detach())
     # One reduction per mesh dimension reaches all ranks.
     bounds = torch.stack([digest, -digest])

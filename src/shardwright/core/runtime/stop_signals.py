@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.core.agreement.collective import has_other_ranks
-from shardwright.core.runtime.accelerator import device_of_few_numbers
+from shardwright.core.runtime.accelerator import device_of_host_values
 from shardwright.core.runtime.rank_calls import counted_call
 
 REPEAT_SECONDS = 2.0
@@ -54,7 +54,8 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
-                # A shell makes background jobs ignore Ctrl-C, which is for others then.
+                # A shell makes background jobs ignore Ctrl-C, which is meant for the foreground
+                # job.
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._earlier_handlers[number] = signal.signal(number, self._record_signal)
         return self
@@ -71,7 +72,7 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def requested(self) -> bool:
-        """Whether any rank has received a signal; equal on all ranks.
+        """Whether any rank has received a signal; all ranks return the same answer.
 
         Collective: every rank must call this method after the same steps. The method all-reduces
         one number, on the CPU if the process group has a backend for CPU tensors.
@@ -87,7 +88,7 @@ class StopSignals:
             return None if self._received is None else (0, signal.Signals(self._received))
         rank, base = dist.get_rank(), signal.NSIG
         code = 0 if self._received is None else (rank + 1) * base + self._received
-        box = torch.tensor(code, device=device_of_few_numbers())
+        box = torch.tensor(code, device=device_of_host_values())
         with counted_call("StopSignals.requested"):
             dist.all_reduce(box, dist.ReduceOp.MAX)
         rank_plus_1, number = divmod(int(box), base)

@@ -64,7 +64,7 @@ class StageParameters:
         dtype = reduce(torch.promote_types, dtypes, torch.bfloat16)
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
-    def own_memory(self) -> dict[Hashable, bool]:
+    def counted_memory(self) -> dict[Hashable, bool]:
         """Return whether this stage includes each parameter and gradient in norms, by key of its
         memory.
 
@@ -137,23 +137,27 @@ class TotalNorms:
                 "models in pipeline stages, or for several models\nuse a positive `norm_type`, or "
                 "`math.inf`"
             )
-        counts = {key: n for model in models for key, n in model.own_memory().items()}
-        in_stages = [tensor for tensor in measured if _memory_key_of_tensor(tensor) in counts]
-        for tensor in in_stages:
+        counts = {key: n for model in models for key, n in model.counted_memory().items()}
+        stage_tensors = [tensor for tensor in measured if _memory_key_of_tensor(tensor) in counts]
+        for tensor in stage_tensors:
             if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
                 raise PlanError(
                     f"`torch.nn.utils.{function}` was called with local shards of a model in"
                     " pipeline stages\npass the DTensors of parameters or gradients, whose norm is"
                     " computed over all devices and stages"
                 )
-        others = [tensor for tensor in measured if _memory_key_of_tensor(tensor) not in counts]
-        norms = [_norm_of_tensors_on_one_mesh(group, norm_type) for group in self.groups(others)]
+        other_tensors = [
+            tensor for tensor in measured if _memory_key_of_tensor(tensor) not in counts
+        ]
+        norms = [
+            _norm_of_tensors_on_one_mesh(group, norm_type) for group in self.groups(other_tensors)
+        ]
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
-            counted = [tensor for tensor in in_stages if counts[_memory_key_of_tensor(tensor)]]
+            counted = [tensor for tensor in stage_tensors if counts[_memory_key_of_tensor(tensor)]]
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
-        joined = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
-        norm: Tensor = torch.linalg.vector_norm(joined, norm_type)
+        stacked_norms = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
+        norm: Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
         return norm.to(reduce(torch.promote_types, dtypes))
 
     def groups(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -185,7 +189,7 @@ def _models_in_norm_call(
     if not listed:
         return list(models.values())[:1]
     memory = {_memory_key_of_tensor(tensor) for tensor in listed}
-    return [model for model in models.values() if not memory.isdisjoint(model.own_memory())]
+    return [model for model in models.values() if not memory.isdisjoint(model.counted_memory())]
 
 
 def _norm_of_tensors_on_one_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Record what a rank does with a planned model between two calls: clipping and optimizer steps.
+"""Record the clipping and optimizer steps of a rank between two calls of a planned model.
 
 `core/misuse/training_guard.py` compares the records of all ranks.
 """
@@ -95,7 +95,9 @@ def training_record() -> TrainingRecord:
     record = TrainingRecord()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
-        groups = [group for group in optimizer.param_groups if _has_planned(group["params"])]
+        groups = [
+            group for group in optimizer.param_groups if _are_planned_parameters(group["params"])
+        ]
         if groups:
             record.add_step(groups)
 
@@ -103,7 +105,7 @@ def training_record() -> TrainingRecord:
     return record
 
 
-def _has_planned(parameters: Sequence[Tensor]) -> bool:
+def _are_planned_parameters(parameters: Sequence[Tensor]) -> bool:
     """Whether the first parameter belongs to a model that is planned for all ranks, without
     pipeline stages; with stages, ranks have different parameters."""
     first = next(iter(parameters), None)

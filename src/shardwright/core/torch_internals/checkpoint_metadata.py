@@ -1,8 +1,9 @@
 """Read the pickled metadata of torch.distributed.checkpoint (DCP) as data, without calling it.
 
 The unpickler supports only the opcodes that DCP writes. Where `pickle` would create or change an
-object, it fills a `_PickledObject`, so that a file from an unknown source neither runs code nor
-changes a class of this process. These objects are then converted to DCP's classes field by field.
+object, the unpickler fills a `_PickledObject`, so that a file from an unknown source neither runs
+code nor changes a class of this process. These objects are then converted to DCP's classes field by
+field.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def loads_metadata(content: bytes) -> Metadata:
     try:
         root = _DataUnpickler(io.BytesIO(content)).load()
     except (KeyError, IndexError, EOFError):
-        raise ValueError("it is not a pickle as DCP writes it") from None
+        raise ValueError("the file is not a pickle that DCP has written") from None
     except Exception as error:  # malformed bytes may cause any error
         raise ValueError(str(error) or type(error).__name__) from error
     if not isinstance(root, _PickledObject) or root.name != "Metadata":
@@ -108,7 +109,7 @@ def _to_chunk_locations(
             None if number is None else _check_size_or_position(number),
         )
         if _field_or_none(info, "transform_descriptors"):
-            raise ValueError(f"{name!r} is compressed, which is not supported")
+            raise ValueError(f"tensor {name!r} is compressed, which is not supported")
         start, length = (
             _check_size_or_position(_required_field(info, field, int))
             for field in ("offset", "length")

@@ -1,4 +1,4 @@
-"""A check whether `torch.compile` traces the running code."""
+"""Detect whether `torch.compile` traces the running code."""
 
 from __future__ import annotations
 

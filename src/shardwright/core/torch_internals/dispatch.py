@@ -68,7 +68,7 @@ def autograd_in_operators() -> Iterator[None]:
         yield
 
 
-def names_with_autocast(key: str) -> list[str]:
+def operators_with_autocast(key: str) -> list[str]:
     """Return the names of the operators that have a kernel for an autocast dispatch key.
 
     Args:
@@ -96,16 +96,16 @@ def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[N
         unregister(library)
 
 
-Region = tuple[str, bool]
+AutocastState = tuple[str, bool]
 """Device type of an autocast context, and whether autocast is enabled."""
 
 
-def region_of(autocast: torch.autocast) -> Region:
+def autocast_state_of(autocast: torch.autocast) -> AutocastState:
     """Return the device type of an autocast context, and whether autocast is enabled."""
     return autocast.device, autocast._enabled
 
 
-def set_region(autocast: torch.autocast, region: Region) -> None:
+def set_autocast_state(autocast: torch.autocast, region: AutocastState) -> None:
     """Set the device type of an autocast context, and whether autocast is enabled.
 
     Args:

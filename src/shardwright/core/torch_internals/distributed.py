@@ -34,7 +34,7 @@ def is_group_call(operator: Any) -> bool:
     return bool(operator.namespace == "c10d")
 
 
-def on_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str]]) -> None:
+def before_data_parallel(module_class: Any, called: Callable[[Any], Iterable[str]]) -> None:
     """Register a function to call before `DistributedDataParallel` wraps a module of a class.
 
     Args:

@@ -105,7 +105,7 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
 
 
 def dtensor_of_class(tensor_class: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Make a `tensor_class`, a subclass of `DTensor`, from a local tensor and a spec."""
+    """Make a DTensor of the subclass `tensor_class` from a local tensor and a spec."""
     result = with_spec(local, spec)
     result.__class__ = tensor_class
     return result
@@ -157,7 +157,7 @@ def before_fully_shard(check: Callable[[Tensor], None]) -> None:
         setattr(FSDPParam, initialize.__name__, check_and_initialize)
 
 
-def refuse_pickling(check: Callable[[DTensor], None]) -> None:
+def check_before_pickling(check: Callable[[DTensor], None]) -> None:
     """Call `check` before a DTensor is pickled or saved as safetensors.
 
     `copy.copy` and `copy.deepcopy` do not call `check`. The change is permanent for the process; a

@@ -363,7 +363,7 @@ class DynamoCapture:
         scope = self.scope(owner, args, kwargs)
         captured.output_graph.local_scope.update(scope)
         for guard in captured.output_graph.guards:
-            # They were built before for other objects, such as the traced copy.
+            # Reset guards that were built for other objects, such as the traced copy.
             guard.guard_types = guard.code_list = None
             guard.guarded_class_weakref = guard.obj_weakref = None
         constants: dict[str, Any] = {}
@@ -378,7 +378,7 @@ class DynamoCapture:
             manager = captured.build_guards(
                 self.function.__code__, hooks=Hooks(guard_filter_fn=keep)
             )
-        captured.output_graph.local_scope.clear()  # It would keep the batch.
+        captured.output_graph.local_scope.clear()  # Otherwise the scope would keep the batch alive.
         return Guards(self, manager, constants)
 
 
@@ -412,7 +412,8 @@ def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObje
         elif attributes is None:
             yield ChangedObject(existing[key], None)
         else:
-            # The object has its attributes of before the trace, which the code has yet to set.
+            # The object still has its attributes from before the trace; the bytecode sets the new
+            # ones.
             before = getattr(existing[key], "__dict__", {})
             changed = [
                 name for name, end in attributes.items() if not _is_restored(before, name, end)
@@ -422,8 +423,8 @@ def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObje
 
 
 def _is_restored(before: Mapping[str, Any], name: str, end: VariableTracker) -> bool:
-    """Whether the trace ends with the constant that an attribute had before, as code does that sets
-    a flag for the time of a call."""
+    """Whether an attribute has the same constant value before and after the trace, as a flag that
+    code sets for the duration of a call."""
     if name not in before or not isinstance(end, ConstantVariable):
         return False
     return type(before[name]) is type(end.value) and bool(before[name] == end.value)
@@ -453,7 +454,7 @@ def _is_needed_guard(entry: Any, unguarded: frozenset[int]) -> bool:
     guards that the caller checks."""
     if isinstance(entry.value, Tensor) and id(entry.value) in unguarded:
         return False
-    # `module.to(x.device)` looks at gradients, which the traced copy has not, and moves nothing.
+    # `module.to(x.device)` looks at gradients, which the traced copy lacks, and moves nothing.
     stack = entry.orig_guard.user_stack
     if entry.name.endswith(".grad") and stack and stack[-1].name == "_apply":
         return False
@@ -477,7 +478,9 @@ class Guards:
         scope = self.capture.scope(owner, args, kwargs)
         return bool(self.manager.guard_manager.check(scope))
 
-    def failing(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def first_failing_guard(
+        self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str:
         """Return the first guard that fails for a call, as Python code; empty if all guards
         hold."""
         scope = self.capture.scope(owner, args, kwargs)

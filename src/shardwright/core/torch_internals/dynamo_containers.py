@@ -24,13 +24,13 @@ from torch._dynamo.variables.lists import DequeVariable, ListVariable, TupleVari
 class ExistingListVariable(ListVariable):
     """List of the user whose length is guarded only if traced code reads the list.
 
-    To append or to extend it does not read it.
+    Appending and extending do not read the list.
 
     Args:
         items: the elements.
         num_existing: number of elements before the trace.
         is_guarded: whether the length is guarded.
-        is_traced: whether the trace has ended. What reads the elements then only writes bytecode.
+        is_traced: whether the trace has ended; later reads of the elements only write bytecode.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ExistingListVariable(ListVariable):
         if self.is_guarded:
             super().reconstruct(codegen)
             return
-        # The existing elements by the list itself, of which later calls have more.
+        # Load the existing elements from the list itself, as later calls have more of them.
         added = vars(self)["items"][self.num_existing :]
         codegen.append_output(create_instruction("BUILD_LIST", arg=0))
         codegen(self.source)

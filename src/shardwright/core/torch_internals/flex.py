@@ -97,9 +97,9 @@ def register_block_masks(value: Any) -> None:
 
 def _flatten_block_mask(mask: BlockMask) -> tuple[list[Any], MaskContext]:
     if not vars(mask):
-        # A copy that `deepcopy` has just begun.
+        # `deepcopy` has just created this copy.
         return [], MaskContext("", mask)
-    # During a trace PyTorch leaves the tensors of the function in it, where they are constants.
+    # During a trace PyTorch leaves the mask function's tensors in the context, as constants.
     with patch.object(torch.compiler, "is_compiling", lambda: False):
         leaves, context = mask._flatten()
     name = getattr(mask.mask_mod, "__qualname__", type(mask.mask_mod).__qualname__)

@@ -79,7 +79,7 @@ def backward_hooks(module: nn.Module) -> tuple[Hooks, Hooks]:
     return module._backward_pre_hooks, module._backward_hooks
 
 
-def any_global_hook() -> bool:
+def has_global_hook() -> bool:
     """Whether a hook is registered for all modules, as by `register_module_forward_hook`."""
     return bool(global_hooks._has_any_global_hook())  # type: ignore[no-untyped-call]
 

@@ -42,7 +42,7 @@ def is_simulating_ranks() -> bool:
 class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
     """PyTorch's `LocalTensorMode`, with a faster path for most operators.
 
-    PyTorch's mode keeps random generators and aliases of storages for every operator, which takes
+    PyTorch's mode updates random generators and aliases of storages for every operator, which takes
     most of its time. Only random operators need the former, and only code that compares storages
     the latter.
     """
@@ -56,7 +56,7 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
         if args and isinstance(args[0], complex):
             with self.disable():
                 return func(*args, **kwargs)
-        # Asked for each tensor that is made: the search of all arguments would take longer.
+        # Sizes are read for each new tensor: searching all arguments would take longer.
         if func is aten.sym_size.default and isinstance(args[0], LocalTensor):
             return tuple(args[0]._size)
         if func is aten.dim.default and isinstance(args[0], LocalTensor):
@@ -67,7 +67,7 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
         if subclass is LocalTensor and _computes_by_rank(func):
             result = _call_on_each_rank(func, self.ranks, args, kwargs)
             if func.is_view:
-                # With this mode, as PyTorch's would be entered anew for each size that is read.
+                # With this mode, as PyTorch would enter its own mode for each size that is read.
                 with _on_dispatch_stack(self):
                     _share_storage(result, args[0])
             return result
@@ -76,7 +76,7 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
-    """Context manager in which `mode` handles operators, as in a call from outside of it."""
+    """Context manager in which `mode` handles operators, as in a call from outside of the mode."""
     _push_mode(mode)
     try:
         yield
@@ -85,7 +85,8 @@ def _on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
 
 
 def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
-    """Set the storage of a `LocalTensor` on its views, by which code recognizes its memory."""
+    """Set the storage of a `LocalTensor` on its views, so that code recognizes the shared
+    memory."""
     for view in [views] if isinstance(views, Tensor) else views:
         torch._functionalize_unsafe_set(view, tensor)
 
@@ -93,12 +94,12 @@ def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
 def _call_on_each_rank(
     func: Any, ranks: Iterable[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    # Modes for functions would be called for each attribute of a tensor that is read.
+    # Function modes would be called for each attribute of a tensor that is read.
     with torch._C.DisableTorchFunction():
         results = {
             rank: func(
-                *(_of_rank(arg, rank) for arg in args),
-                **{key: _of_rank(arg, rank) for key, arg in kwargs.items()},
+                *(_argument_of_rank(arg, rank) for arg in args),
+                **{key: _argument_of_rank(arg, rank) for key, arg in kwargs.items()},
             )
             for rank in sorted(ranks)
         }
@@ -128,8 +129,8 @@ def _computes_by_rank(func: Any) -> bool:
 
 
 def _tensor_subclass(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type | None:
-    """Return `LocalTensor` if an argument is one, else `Tensor` if one is a tensor; None if there
-    is no tensor, or one of another subclass."""
+    """Return `LocalTensor` if an argument is a `LocalTensor`, else `Tensor` if an argument is a
+    tensor; None without tensors, or if an argument is of another subclass."""
     common: type | None = None
     stack: list[Any] = [*args, *kwargs.values()]
     while stack:
@@ -145,13 +146,13 @@ def _tensor_subclass(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type |
     return common
 
 
-def _of_rank(arg: Any, rank: int) -> Any:
+def _argument_of_rank(arg: Any, rank: int) -> Any:
     if isinstance(arg, list | tuple):
-        return [_of_rank(each, rank) for each in arg]
+        return [_argument_of_rank(each, rank) for each in arg]
     return _map_to_rank_local_val(arg, rank)
 
 
-def by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
+def tensors_by_rank(tensor: Tensor) -> dict[int, Tensor] | None:
     """Return the tensor of each simulated rank; None for a tensor that all ranks share."""
     return dict(tensor._local_tensors) if isinstance(tensor, LocalTensor) else None
 
@@ -169,8 +170,8 @@ def tensor_of_ranks(tensors: Mapping[int, Tensor]) -> Tensor:
 
 @contextmanager
 def on_simulated_rank(rank: int) -> Iterator[None]:
-    """Context manager in which code runs as one simulated rank: on ordinary tensors, with random
-    generator of the rank."""
+    """Context manager in which code runs as one simulated rank: on ordinary tensors, with the
+    random generator of the rank."""
     mode = get_local_tensor_mode_list()[-1]
     with mode.disable():
         states, generator = mode._per_rank_rng_states, torch.default_generator

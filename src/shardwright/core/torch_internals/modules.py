@@ -196,7 +196,7 @@ def set_log_level(level: int) -> None:
     torch._logging.set_logs(all=level)  # type: ignore[attr-defined]
 
 
-def process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
+def memo_of_process_groups(module: nn.Module) -> dict[int, dist.ProcessGroup]:
     """Return a memo with which `copy.deepcopy` shares a model's process groups, for example in
     `SyncBatchNorm`, as these cannot be copied."""
     return {

@@ -157,7 +157,7 @@ def _wrap_implementation(
             running.reset(token)
 
     def extended(tensors: Iterable[Tensor], args: Any, kwargs: Any) -> Any:
-        # Before it is listed: a generator that has ended has no variables.
+        # Before the generator is listed: an exhausted generator has no local variables.
         source, was_generator = module_of_parameters(tensors), isgenerator(tensors)
         bound = signature_.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -165,9 +165,9 @@ def _wrap_implementation(
 
         def original(**arguments: Any) -> Any:
             # Pass a generator if it was one: PyTorch warns about empty generators only.
-            given = arguments[first]
-            given = (tensor for tensor in given) if was_generator else given
-            return implementation(**{**arguments, first: given})
+            passed = arguments[first]
+            passed = (tensor for tensor in passed) if was_generator else passed
+            return implementation(**{**arguments, first: passed})
 
         return extension(norms, bound.arguments, source, original)
 

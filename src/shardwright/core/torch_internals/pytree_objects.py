@@ -3,8 +3,8 @@ from built-in containers.
 
 An object with tensors is flattened by fields, and rebuilt by setting its fields without calling
 `__init__`. Fields that are numbers, strings, tensors, or containers of these are children. Other
-fields are constants of the structure if their value cannot change; of all others the structure has
-only the class, and the rebuilt object raises an error where such a field is used. An object without
+fields are constants of the structure if their value cannot change; otherwise the structure has only
+the field's class, and the rebuilt object raises an error where the field is used. An object without
 tensors, such as a configuration, is a constant.
 """
 
@@ -31,11 +31,11 @@ _LIBRARIES = {*sys.stdlib_module_names, "numpy", "shardwright", "torch"} - {"__m
 _WITH_OBJECTS = ("argparse", "collections", "types", "torch.distributions")
 """Modules of libraries whose objects contain the user's data."""
 
-_BASES = (OrderedDict, dict, list, tuple, SimpleNamespace, object)
+_BASE_CLASSES = (OrderedDict, dict, list, tuple, SimpleNamespace, object)
 """Base classes whose objects can be created without `__init__`, subclasses before their bases."""
 
-_LEAVES = (Tensor, bool, int, float, complex, str, type(None), np.ndarray)
-_VALUES = (
+_LEAF_TYPES = (Tensor, bool, int, float, complex, str, type(None), np.ndarray)
+_CONSTANT_TYPES = (
     enum.Enum,
     torch.dtype,
     torch.device,
@@ -44,7 +44,7 @@ _VALUES = (
     torch.Size,
     bytes,
 )
-_TRACERS = ("torch", "shardwright")
+_TRACER_MODULES = ("torch", "shardwright")
 _MAX_DEPTH = 8
 _MAX_STRUCTURES = 64
 
@@ -107,14 +107,14 @@ def _class_names_in_structure(structure: Any) -> Iterator[str]:
 def _builtin_base_of_user_class(cls: type) -> Any:
     """Return the built-in class with which objects of the user's class `cls` are created; None if
     objects of `cls` are not flattened by fields."""
-    if cls in _BASES[1:4] or cls is object or cls is OrderedDict:
+    if cls in _BASE_CLASSES[1:4] or cls is object or cls is OrderedDict:
         return None
     if issubclass(cls, (Tensor, nn.Module, enum.Enum, type, torch.Size, BaseException)):
         return None
     module = str(cls.__module__)
     if module.partition(".")[0] in _LIBRARIES and not module.startswith(_WITH_OBJECTS):
         return None
-    base = next(base for base in _BASES if issubclass(cls, base))
+    base = next(base for base in _BASE_CLASSES if issubclass(cls, base))
     derived = (each for each in cls.__mro__ if each not in base.__mro__)
     # Classes of extensions have contents besides their fields.
     return base if all(each.__flags__ & _HEAP_TYPE for each in derived) else None
@@ -136,12 +136,14 @@ def _is_unregistered_object(value: Any) -> bool:
 
 
 def _has_items_or_attributes(value: Any) -> bool:
-    # `forward` may compare an object without any by identity, as a sentinel.
-    return bool(_items_by_key(value) or _attributes_by_name(value)) or isinstance(value, _BASES[:4])
+    # `forward` may compare an object without items and attributes by identity, as a sentinel.
+    return bool(_items_by_key(value) or _attributes_by_name(value)) or isinstance(
+        value, _BASE_CLASSES[:4]
+    )
 
 
 def is_registered_object(value: Any) -> bool:
-    """Return whether the class of an object was registered by `register_objects`."""
+    """Whether the class of an object was registered by `register_objects`."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
     return node is not None and node.flatten_fn is _flatten_object
 
@@ -233,18 +235,18 @@ class _ObjectStructure:
     def rebuild(self, cls: type, base: Any, children: list[Any]) -> Any:
         count = len(self.items)
         items = children[:count]
-        made = base.__new__(cls, items) if base is tuple else base.__new__(cls)
+        rebuilt = base.__new__(cls, items) if base is tuple else base.__new__(cls)
         if issubclass(base, dict):
             for key, item in zip(self.items, items, strict=True):
-                base.__setitem__(made, key, item)
+                base.__setitem__(rebuilt, key, item)
         elif base is list:
-            list.extend(made, items)
+            list.extend(rebuilt, items)
         if self.is_own_dict:
-            object.__setattr__(made, "__dict__", made)
+            object.__setattr__(rebuilt, "__dict__", rebuilt)
         named = zip(self.attributes, children[count:], strict=True)
-        for name, value in (*named, *((name, held.value) for name, held in self.constants)):
-            _set_attribute_or_slot(made, name, value)
-        return made
+        for name, value in (*named, *((name, constant.value) for name, constant in self.constants)):
+            _set_attribute_or_slot(rebuilt, name, value)
+        return rebuilt
 
 
 class _ConstantObject:
@@ -277,7 +279,8 @@ class _ConstantObject:
 
 
 class _UnknownField:
-    """A field whose contents are not captured; equal to all fields of its class that are not."""
+    """A field whose contents are not captured; equal to other uncaptured fields of the same
+    class."""
 
     def __init__(self, value: Any) -> None:
         is_placeholder = isinstance(value, UnreadField)
@@ -394,38 +397,38 @@ def _items_by_key(value: Any) -> dict[Hashable, Any]:
 
 def _attributes_by_name(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, including attributes in slots."""
-    held: dict[str, Any] = {}
+    slot_values: dict[str, Any] = {}
     for base in type(value).__mro__:
         for name, slot in vars(base).items():
             if type(slot) is MemberDescriptorType and not name.startswith("__"):
                 try:
-                    held[name] = slot.__get__(value)
+                    slot_values[name] = slot.__get__(value)
                 except AttributeError:  # Not set yet.
                     continue
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return held
-    return held if attributes is value else {**held, **attributes}
+        return slot_values
+    return slot_values if attributes is value else {**slot_values, **attributes}
 
 
-def _set_attribute_or_slot(made: Any, name: str, value: Any) -> None:
-    for base in type(made).__mro__:
+def _set_attribute_or_slot(rebuilt: Any, name: str, value: Any) -> None:
+    for base in type(rebuilt).__mro__:
         slot = vars(base).get(name)
         if type(slot) is MemberDescriptorType:
-            slot.__set__(made, value)
+            slot.__set__(rebuilt, value)
             return
-    object.__getattribute__(made, "__dict__")[name] = value
+    object.__getattribute__(rebuilt, "__dict__")[name] = value
 
 
 def _is_child_of_structure(value: Any) -> bool:
     cls = type(value)
-    if cls in _LEAVES or isinstance(value, (Tensor, np.ndarray)):
+    if cls in _LEAF_TYPES or isinstance(value, (Tensor, np.ndarray)):
         return True
-    if isinstance(value, (*_VALUES, nn.Module, UnreadField)):
+    if isinstance(value, (*_CONSTANT_TYPES, nn.Module, UnreadField)):
         return False
     # Tracers replace numbers and tensors by objects of their own.
-    if cls is object or cls.__module__.partition(".")[0] in _TRACERS:
+    if cls is object or cls.__module__.partition(".")[0] in _TRACER_MODULES:
         return True
     if _pytree.is_namedtuple_class(cls) or cls in _pytree.SUPPORTED_NODES:
         return True
@@ -434,7 +437,7 @@ def _is_child_of_structure(value: Any) -> bool:
 
 def _is_constant_field(value: Any) -> bool:
     """Whether the value of a field, which is not a child, cannot change."""
-    if isinstance(value, (*_VALUES, *_LEAVES, type, range, slice, frozenset)):
+    if isinstance(value, (*_CONSTANT_TYPES, *_LEAF_TYPES, type, range, slice, frozenset)):
         return True
     return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__")
 
@@ -442,7 +445,7 @@ def _is_constant_field(value: Any) -> bool:
 def _has_tensor(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         return True
-    if depth > _MAX_DEPTH or type(value) in _LEAVES:
+    if depth > _MAX_DEPTH or type(value) in _LEAF_TYPES:
         return False
     contents: Iterable[Any] = ()
     if (
@@ -457,7 +460,7 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
 
 def _has_only_tensors(value: Any, depth: int = 0) -> bool:
     """Whether a value contains only tensors, numbers and strings, in any containers and objects."""
-    if isinstance(value, Tensor) or type(value) in _LEAVES:
+    if isinstance(value, Tensor) or type(value) in _LEAF_TYPES:
         return True
     cls = type(value)
     builtin = cls in (dict, list, tuple, OrderedDict)
@@ -476,7 +479,7 @@ def _describe_contents(value: Any, depth: int = 0) -> str:
     """Describe the contents of an object as text, equal on all ranks for equal contents."""
     cls = type(value)
     name = f"{cls.__module__}.{cls.__qualname__}"
-    if cls in _LEAVES or isinstance(value, _VALUES):
+    if cls in _LEAF_TYPES or isinstance(value, _CONSTANT_TYPES):
         return repr(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"

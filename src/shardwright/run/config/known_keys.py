@@ -1,4 +1,4 @@
-"""Finds unknown keys of a configuration file without importing its schema.
+"""Find unknown keys of a configuration file without importing its schema.
 
 The schema needs torch, whose import takes seconds. So the keys of each section are read from the
 source of the schema: the annotated fields of its classes.

@@ -308,7 +308,7 @@ def _fused_kernel_option(
     long on an H100 (docs/gpu.md).
     """
     kernel = f"aten::_fused_{constructor.__name__.lower()}_"
-    # With the CPU, a rank whose stage has no parameters decides as the others.
+    # The CPU is added so that a rank whose stage has no parameters decides like the others.
     device_types = {"cpu", *(p.device.type for p in parameters)}
     # The meta device has kernels too, but PyTorch refuses its parameters.
     if "meta" in device_types or not all(p.is_floating_point() for p in parameters):

@@ -34,8 +34,8 @@ from shardwright.core.planner.choose_micro_batches import with_best_micro_batche
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import (
+    empty_full_batch,
     micro_batch,
-    of_micro_batches,
     valid_num_micro_batches,
 )
 from shardwright.errors import ConfigError, DataError, ShardwrightError
@@ -345,7 +345,7 @@ class Run:
         return with_whole_batch(
             graph,
             self.config.parallel.num_micro_batches,
-            lambda count: graph_of(of_micro_batches(batch, count)),
+            lambda count: graph_of(empty_full_batch(batch, count)),
             self.config.parallel.batch_norm,
         )
 

@@ -208,7 +208,8 @@ class RankTraining:
         rank, number = stop.stopped_by
         return StoppedError(
             number,
-            f"rank {rank} received it, and all ranks saved a checkpoint after step {end.step}\n"
+            f"rank {rank} received the signal, and all ranks saved a checkpoint after step"
+            f" {end.step}\n"
             "use --resume to continue from this checkpoint",
         )
 

@@ -34,7 +34,10 @@ class PadToMultiple:
 
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
-            raise DataError(f"PadToMultiple: multiple={self.multiple!r}\nuse an int of at least 1")
+            raise DataError(
+                f"PadToMultiple: multiple={self.multiple!r} is not a positive int\n"
+                "use for example 64"
+            )
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate `samples`, dicts with the same fields, into one batch."""

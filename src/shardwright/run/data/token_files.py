@@ -33,7 +33,7 @@ class TokenArray:
         source: name of the file or folder, for error messages.
         values: token ids, integers [tokens].
         first: index within `source` of the array's first token.
-        checked: the file, if it has checksums.
+        checked: the file with its checksums; None without checksums.
     """
 
     source: str

@@ -15,7 +15,7 @@ from torch.profiler import profile, schedule, supported_activities
 
 from shardwright.core.agreement.collective import values_of_ranks
 from shardwright.core.plan.measured import MeasuredRank
-from shardwright.core.runtime.accelerator import peak_bytes, restart_peak
+from shardwright.core.runtime.accelerator import peak_bytes, reset_peak_memory
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.run.loop.step_summary import StepSummary, peak_allocated
 
@@ -65,7 +65,7 @@ class StepProfile:
         self._profile.step()
         # The warm-up step allocates optimizer state and compiles kernels: measure after it.
         if self._num_done == 1:
-            restart_peak(self._device)
+            reset_peak_memory(self._device)
             self._start_time = perf_counter()
         return last
 
