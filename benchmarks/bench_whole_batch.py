@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from benchmarks.size import Size
 from benchmarks.table import Table
-from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole_batch_of
+from shardwright.core.parallel.whole_batch_values import GlobalBatchValues, batch_reduction
 from shardwright.core.runtime.devices import Devices
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -106,9 +106,9 @@ def cost(loss: Loss) -> float:
     net.first = nn.Sequential(net.first, nn.Tanh(), nn.Linear(1024, 1024))
     plan = sw.plan(net, call, devices=1, micro_batches=4)
     assert plan.graph is not None
-    if whole_batch_of(plan.graph).prologue is None:
+    if batch_reduction(plan.graph).prologue is None:
         return 0.0
-    values = WholeBatchValues(plan.partitioned, Devices.of_rank(plan.mesh, 0))
+    values = GlobalBatchValues(plan.partitioned, Devices.of_rank(plan.mesh, 0))
     step = sw.parallelize(net, plan, "cpu", copy=True).train_step
     return seconds(lambda: values(call, {})) / seconds(lambda: step(*call))
 

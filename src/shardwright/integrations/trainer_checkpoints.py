@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from shardwright.core.checkpoint.parameter_names import trained_but_not_in
+from shardwright.core.checkpoint.parameter_names import unsaved_trained_names
 from shardwright.core.checkpoint.position import Position
 from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import full_optimizer_state
@@ -41,7 +41,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
         optimizer: optimizer of the model, without wrappers.
         step: number of optimizer steps before the checkpoint.
     """
-    names = trained_but_not_in(model, _saved_tensor_names(folder))
+    names = unsaved_trained_names(model, _saved_tensor_names(folder))
     position = Position(step=step)
     save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
     full_state = full_optimizer_state(optimizer)

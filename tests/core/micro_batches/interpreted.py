@@ -11,7 +11,7 @@ import shardwright as sw
 from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.graph.interpreter import interpret
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
-from shardwright.core.parallel.whole_batch_values import WholeBatchValues
+from shardwright.core.parallel.whole_batch_values import GlobalBatchValues
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -61,7 +61,7 @@ def in_micro_batches(graph: Graph, model: nn.Module, leaves: list[Tensor], count
     layout = sw.Layout((1,), ("d",))
     pipeline = PipelineSpec(micro_batches=count)
     partitioned = Partitioned(graph, layout, Decisions({}, {}), pipeline)
-    of_batch = WholeBatchValues(partitioned, Devices.of_rank(layout, 0))(leaves, {})
+    of_batch = GlobalBatchValues(partitioned, Devices.of_rank(layout, 0))(leaves, {})
     parameters, total = dict(model.named_parameters()), torch.zeros(1, dtype=torch.float64)
     assert isinstance(graph.whole_batch, WholeBatch)
     weight = 1 / count if graph.whole_batch.reduction == "mean" else 1.0

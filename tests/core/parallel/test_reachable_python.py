@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.core.parallel.reachable_python import MAX_UNREAD
+from shardwright.core.parallel.reachable_python import MAX_EQUAL_GRAPHS
 
 
 class Tracker:
@@ -49,7 +49,7 @@ def planned_and_eager(make: type[Tracked], **options: Any) -> tuple[Any, Tracked
 
 def test_state_that_is_not_read_is_captured_with_its_guards_once() -> None:
     planned, _, x = planned_and_eager(Tracked)
-    for _ in range(2 * MAX_UNREAD):
+    for _ in range(2 * MAX_EQUAL_GRAPHS):
         planned.tracker.losses.append(float(planned(x).detach()))
     assert len(planned.execution._forwards) == 2
 
@@ -76,7 +76,7 @@ def test_what_changes_all_the_time_and_is_not_read_is_ignored_with_a_warning(
 ) -> None:
     planned, _, x = planned_and_eager(Untraceable, micro_batches=micro_batches)
     with caplog.at_level(logging.WARNING):
-        for _ in range(MAX_UNREAD + 4):
+        for _ in range(MAX_EQUAL_GRAPHS + 4):
             planned.train_step(x)
             planned.tracker.losses.append(0.0)
     (warning,) = [r.getMessage() for r in caplog.records if "are ignored" in r.getMessage()]
@@ -85,7 +85,7 @@ def test_what_changes_all_the_time_and_is_not_read_is_ignored_with_a_warning(
 
 def test_what_is_read_takes_effect_as_often_as_it_changes() -> None:
     planned, eager, x = planned_and_eager(Untraceable)
-    for step in range(MAX_UNREAD + 4):
+    for step in range(MAX_EQUAL_GRAPHS + 4):
         for each in (planned, eager):
             each.tracker.scales.append(float(step))
         torch.testing.assert_close(planned(x), eager(x))

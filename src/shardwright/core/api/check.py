@@ -43,9 +43,9 @@ from shardwright.core.micro_batches.batch_norms import PER_MICRO_BATCH
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.parallel.simulate_pipeline import simulate_stages
 from shardwright.core.parallel.simulate_ranks import Outcome, simulate, simulate_step
-from shardwright.core.parallel.train_step import check_whole_batch, loss_of, loss_weight
+from shardwright.core.parallel.train_step import check_loss_of_batch, loss_of, loss_weight
 from shardwright.core.parallel.whole_batch_values import (
-    WholeBatchValues,
+    GlobalBatchValues,
     count_local_batches,
     micro_batches_of_ranks,
     prologue_bytes,
@@ -197,7 +197,7 @@ def check(
         captured = _capture_micro_batch(net, args, kwargs, plan, plan.computed_in)
     plan.check_fits(captured)
     if means:
-        check_whole_batch(captured, plan.pipeline.micro_batches)
+        check_loss_of_batch(captured, plan.pipeline.micro_batches)
     values, call = _initialized_tensors(net), (args, kwargs)
     # In float32, rounding in reductions over ranks would hide a missing term.
     # Leaves that require a gradient keep it: without parameters, nothing else has a backward pass.
@@ -337,7 +337,7 @@ def _compare_training(
             "numbers\ndefine the operator with `tags=torch.Tag.nondeterministic_seeded`"
         )
     alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
-    whole_batch_values = WholeBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
+    whole_batch_values = GlobalBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
         leaves, state
     )
     one_device = interpreted(

@@ -20,7 +20,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.python_call import ONCE_PER_BATCH
 from shardwright.core.micro_batches.batch_dims import other_sample_dims
 from shardwright.core.micro_batches.interpolated_graph import GraphsBySize
-from shardwright.core.parallel.train_step import check_whole_batch
+from shardwright.core.parallel.train_step import check_loss_of_batch
 from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate, raised_gc_threshold
@@ -183,7 +183,7 @@ def plan_task(
         options = replace(options, stages=1)
     if averages:
         try:
-            check_whole_batch(graph, options.num_micro_batches)
+            check_loss_of_batch(graph, options.num_micro_batches)
         except StrategyError:
             if ranking is not None:
                 reason = LeftOut.because("the loss of the batch does not follow from micro-batches")

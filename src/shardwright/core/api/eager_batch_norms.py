@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardwright.core.parallel.whole_batch_values import parts_of_ranks
+from shardwright.core.parallel.whole_batch_values import micro_batches_of_tensor
 
 FUNCTIONS = (F.batch_norm, torch.batch_norm)
 
@@ -54,7 +54,7 @@ class SplitBatchNorms(TorchFunctionMode):
         if remainder or (rows, *x.shape[1:]) not in self._shapes:
             return func(*args, **kwargs)
         others = {name: value for name, value in kwargs.items() if name != "input"}
-        shards = parts_of_ranks(x, 0, self._shards, self._count)
+        shards = micro_batches_of_tensor(x, 0, self._shards, self._count)
         normalized = [func(shard, *args[1:], **others) for shard in shards]
         of_ranks = [shard.unflatten(0, (self._shards, -1)) for shard in normalized]
         return torch.stack(of_ranks, 1).reshape(x.shape)

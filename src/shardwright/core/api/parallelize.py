@@ -20,7 +20,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.misuse.original import OriginalModel
 from shardwright.core.parallel.module import parallel_module
-from shardwright.core.parallel.train_step import check_whole_batch
+from shardwright.core.parallel.train_step import check_loss_of_batch
 from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.plan import Plan
 from shardwright.core.planner.pipeline import Pipeline
@@ -178,7 +178,7 @@ def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) ->
             graph = captured()
         plan.check_fits(graph)
         if means:
-            check_whole_batch(graph, plan.pipeline.micro_batches)
+            check_loss_of_batch(graph, plan.pipeline.micro_batches)
         _check_parameters(net, plan)
     except ShardwrightError as error:
         if not without_other_ranks:

@@ -46,7 +46,7 @@ from shardwright.core.checkpoint.storage import (
     complete_steps,
 )
 from shardwright.core.parallel.module import ParallelModule
-from shardwright.core.parallel.uninitialized import give_memory
+from shardwright.core.parallel.uninitialized import allocate_memory
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.accelerator import HOST_BACKEND
 from shardwright.core.runtime.devices import world_timeout
@@ -147,7 +147,8 @@ class Checkpoints:
             _warn_about_checkpoint(f"{'; '.join(problems)}: {folder} is used instead")
         elif not info.files:
             _warn_about_checkpoint(
-                f"{folder} has no checksums (checkpoint version 1): damage is not detected"
+                f"{folder} has no checksums (checkpoint version 1): damage is not detected\nsave a "
+                "new checkpoint, which has checksums"
             )
         return candidate, info
 
@@ -328,7 +329,7 @@ class Checkpoints:
         names = match_saved_names(
             net, shapes, str(folder), new_adapters=optimizer is None, strict=strict
         )
-        give_memory(net)
+        allocate_memory(net)
         # A pipeline stage has only some of the model's tensors, and reads only those.
         local, optimizer_state = checkpoint_state.model_tensors(net), dict[str, Tensor]()
         model_state = {

@@ -92,10 +92,10 @@ class CheckedFile:
         Raises:
             error_type: if the checksums cannot be read, or the file has another size.
         """
-        beside = checksum_file(path)
-        if not beside.is_file():
+        checksum_path = checksum_file(path)
+        if not checksum_path.is_file():
             return None
-        content = parse_json(read_text(beside, error_type), str(beside), error_type)
+        content = parse_json(read_text(checksum_path, error_type), str(checksum_path), error_type)
         try:
             # Only strict JSON refuses strings as integers, which may have any number of digits.
             checksums = TypeAdapter(FileChecksums).validate_json(json.dumps(content), strict=True)
@@ -103,7 +103,8 @@ class CheckedFile:
             checksums = None
         if checksums is None or len(checksums.crc32) != len(checksums.starts):
             raise error_type(
-                f"the checksum file {beside} is damaged\ndelete it to read {path.name} unverified"
+                f"the checksum file {checksum_path} is damaged\ndelete it to read {path.name} "
+                "unverified"
             )
         file = CheckedFile(path, checksums, error_type)
         if path.stat().st_size != checksums.size:
@@ -139,8 +140,8 @@ class CheckedFile:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _checksum_error(self, reason: str) -> Exception:
-        beside = checksum_file(self.path).name
+        checksum_path = checksum_file(self.path).name
         return self.error_type(
             f"{self.path} is damaged: {reason}\n"
-            f"copy it again; if it was written anew on purpose, delete {beside}"
+            f"copy it again; if it was written anew on purpose, delete {checksum_path}"
         )

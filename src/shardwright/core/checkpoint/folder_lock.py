@@ -68,8 +68,8 @@ def _lock_folder(folder: Path) -> Iterator[list[int]]:
         yield [lock]
     finally:
         # The file is removed before the lock is released: the next process that acquires the lock
-        # detects by `_is_open_file_at` that its file is gone. An error here would replace the one
-        # that ends the run, and a file that stays locks nothing.
+        # detects by `_is_open_file_at` that its file is gone. An error here would replace the error
+        # that ends the run, and a leftover file locks nothing.
         with suppress(OSError):
             path.unlink(missing_ok=True)
         if is_new:

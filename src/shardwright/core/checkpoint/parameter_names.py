@@ -81,7 +81,7 @@ def match_saved_names(
     return {name: saved_name_of[name] for name in required}
 
 
-def trained_but_not_in(net: nn.Module, saved: Iterable[str]) -> set[str]:
+def unsaved_trained_names(net: nn.Module, saved: Iterable[str]) -> set[str]:
     """Return the names of trained parameters and buffers of the model that are not in `saved`.
 
     Args:

@@ -14,7 +14,7 @@ from shardwright.core.agreement.collective import (
 )
 from shardwright.errors import CheckpointError
 
-PATIENCE = 10.0
+MAX_VISIBILITY_SECONDS = 10.0
 """Maximum seconds until a file of rank 0 is visible on other ranks, in a network file system."""
 
 
@@ -38,7 +38,7 @@ def check_shared_folder(folder: Path) -> None:
     own_path = str(folder.absolute())
     path = value_of_rank(own_path)
     # With equal paths, the file may exist but not be visible yet.
-    sees = _wait_until_visible(folder / marker, PATIENCE if own_path == path else 0.0)
+    sees = _wait_until_visible(folder / marker, MAX_VISIBILITY_SECONDS if own_path == path else 0.0)
     seen = values_of_ranks((own_path, sees))
     if is_rank_0():
         (folder / marker).unlink()

@@ -35,7 +35,7 @@ from shardwright.core.checkpoint.storage import (
 )
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
-from shardwright.core.parallel.uninitialized import give_memory
+from shardwright.core.parallel.uninitialized import allocate_memory
 from shardwright.core.runtime.dtensor import detached_local
 from shardwright.core.runtime.rank_calls import by_all_ranks
 from shardwright.core.torch_internals.dtensor import local_part_of
@@ -175,7 +175,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     saved = {name: value for file in files for name, value in _read_tensors(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
-    give_memory(net)
+    allocate_memory(net)
     with torch.no_grad():
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")

@@ -32,7 +32,7 @@ from shardwright.errors import DeferredError
 
 aten = torch.ops.aten
 
-RECORDS_IN_ITS_PLACE = "records_in_its_place"
+RECORDS_OPERATORS = "records_in_its_place"
 """Name of the attribute that marks tensor classes, such as `UninitializedShard`, which record
 operators themselves even if an argument is a deferred tensor."""
 
@@ -52,7 +52,7 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(hasattr(tensor_type, RECORDS_IN_ITS_PLACE) for tensor_type in types):
+        if any(hasattr(tensor_type, RECORDS_OPERATORS) for tensor_type in types):
             return NotImplemented
         leaves = pytree.tree_leaves((args, kwargs))
         record = next(leaf._record for leaf in leaves if isinstance(leaf, Deferred))
@@ -141,7 +141,7 @@ class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if any(hasattr(tensor_type, RECORDS_IN_ITS_PLACE) for tensor_type in types):
+        if any(hasattr(tensor_type, RECORDS_OPERATORS) for tensor_type in types):
             return NotImplemented
         return _record_or_run(self.record, function, args, kwargs or {})
 

@@ -193,8 +193,8 @@ def nest_segments(
 ) -> list[Line]:
     """Return `lines` with each recomputed segment replaced by a line that calls an inner function.
 
-    Where lines without a segment stand between lines of a segment, they move before the segment or,
-    if they depend on its results, after the segment.
+    Lines without a segment between lines of a segment move before the segment or, if they depend on
+    its results, after the segment.
 
     Args:
         lines: the lines of a function.

@@ -53,9 +53,9 @@ class BucketLines:
     source: Source
     bound: tuple[BoundBucket, ...] = ()
     regather: BackwardRegather | None = None
-    _entered: dict[Bucket, str] = field(default_factory=dict)
-    _started: dict[Bucket, str] = field(default_factory=dict)
-    _members: dict[Member, str] = field(default_factory=dict)
+    _entry_variables: dict[Bucket, str] = field(default_factory=dict)
+    _gather_variables: dict[Bucket, str] = field(default_factory=dict)
+    _member_variables: dict[Member, str] = field(default_factory=dict)
     _bucket_of: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, Member]] = field(
         default_factory=dict
     )
@@ -97,7 +97,7 @@ class BucketLines:
 
     def _emit_bucket_entry(self, bound: BoundBucket) -> str:
         number = bound.bucket.number
-        name = self._entered[bound.bucket] = self.source.name(f"bucket_{number}")
+        name = self._entry_variables[bound.bucket] = self.source.name(f"bucket_{number}")
         function = self.source.refer(f"enter_{number}", EnterBucket(bound))
         shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bound.bucket.members)
         self.source.add([name], f"{function}({shards})", [], _bucket_comment(bound))
@@ -110,21 +110,23 @@ class BucketLines:
         if not num_bucketed:
             return None
         bucket, member = self._bucket_of[value, _transfer_ids(route[:num_bucketed])]
-        if member not in self._members:
+        if member not in self._member_variables:
             if self._is_bucket_in_program(bucket):
                 self._emit_bucket_members(bucket)
             else:
-                name = self._members[member] = self.source.name(member.name)
+                name = self._member_variables[member] = self.source.name(member.name)
                 self.source.add([name], f"parameters[{used_member_key(member)!r}]", [])
-        return self._members[member]
+        return self._member_variables[member]
 
     def _emit_gather_start(self, bucket: Bucket) -> None:
-        if bucket in self._started:
+        if bucket in self._gather_variables:
             return
         # Buckets without all-reduce enter just before their gather; see the class docstring.
-        entered = self._entered.get(bucket) or self._emit_bucket_entry(self.bound[bucket.number])
+        entered = self._entry_variables.get(bucket) or self._emit_bucket_entry(
+            self.bound[bucket.number]
+        )
         bound, number = self.bound[bucket.number], bucket.number
-        name = self._started[bucket] = self.source.name(f"bucket_{number}")
+        name = self._gather_variables[bucket] = self.source.name(f"bucket_{number}")
         # `UnshardedParameters` gathers once per step; the bucket only reduces gradients.
         if self.unsharded and bucket.level == "level2":
             function = self.source.refer(f"reuse_{number}", ReuseGathered(bound))
@@ -142,7 +144,7 @@ class BucketLines:
             following = self._next_bucket_to_prefetch(bucket)
             if following is not None:
                 self._emit_gather_start(following)
-        bucket_variable = self._started.get(bucket) or self._entered[bucket]
+        bucket_variable = self._gather_variables.get(bucket) or self._entry_variables[bucket]
         if bucket.gathers and not is_cached:
             # Recomputing a segment gathers its buckets again anyway.
             regather = self.regather if bucket.regathers and bucket.segment is None else None
@@ -153,7 +155,7 @@ class BucketLines:
         call = f"{function}({bucket_variable})"
         self.source.add(names, call, [bucket_variable], unpack=True, segment=bucket.segment)
         # All members at once, so that later uses of any of them emit nothing.
-        self._members.update(zip(bucket.members, names, strict=True))
+        self._member_variables.update(zip(bucket.members, names, strict=True))
 
     def _next_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:
         """Return the bucket to prefetch before `bucket` is used, or None."""

@@ -39,9 +39,9 @@ class TransferLines:
     pending: Transfer | None
     weight_of: Callable[[Op], str]
     delayed: dict[Op, str] = field(default_factory=dict)
-    _started: dict[Transfer, str] = field(default_factory=dict)
-    _variables: dict[Transfer, str] = field(default_factory=dict)
-    _bound: dict[Any, Any] = field(default_factory=dict)
+    _started_variables: dict[Transfer, str] = field(default_factory=dict)
+    _result_variables: dict[Transfer, str] = field(default_factory=dict)
+    _bound_functions: dict[Any, Any] = field(default_factory=dict)
     _starts_after: dict[Value, list[Transfer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,29 +61,29 @@ class TransferLines:
         for transfer in route:
             # Consumers of a value in the same layout share its transfers: `q`, `k` and `v` read the
             # result of one `vary`, and their gradients are all-reduced once.
-            if transfer not in self._variables:
-                self._variables[transfer] = self._emit_transfer(transfer, name)
-            name = self._variables[transfer]
+            if transfer not in self._result_variables:
+                self._result_variables[transfer] = self._emit_transfer(transfer, name)
+            name = self._result_variables[transfer]
         return name
 
     def _emit_transfer(self, transfer: Transfer, variable: str) -> str:
         if transfer not in self.overlaps or transfer is self.pending:
             prefix = "start" if transfer is self.pending else ""
             return self._emit_step(transfer, prefix, self._transfer_function(transfer), variable)
-        if transfer not in self._started:
+        if transfer not in self._started_variables:
             self._emit_transfer_start(transfer, variable)
         # Emitted between start and finish, so that the backward pass, in reverse order, computes
         # weight gradients while it communicates the gradient of the input.
         for op in self.overlaps[transfer].delayed_linears:
             self._emit_gradient_delay(op, transfer)
-        pending = self._started[transfer]
+        pending = self._started_variables[transfer]
         return self._emit_step(
             transfer, "finish", self._overlap_function(transfer, FinishCollective), pending
         )
 
     def _emit_transfer_start(self, transfer: Transfer, variable: str) -> None:
         function = self._overlap_function(transfer, StartCollective)
-        self._started[transfer] = self._emit_step(transfer, "start", function, variable)
+        self._started_variables[transfer] = self._emit_step(transfer, "start", function, variable)
 
     def _emit_gradient_delay(self, op: Op, transfer: Transfer) -> None:
         """Emit the line at which the backward pass computes the delayed weight gradient of `op`."""
@@ -91,7 +91,7 @@ class TransferLines:
         shape = self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
         x_shape = self.communication.input_layouts[op.name][0].shard_shape(op.inputs[0].shape)
         # Shared by layers of equal shapes, so that repeated blocks have equal text.
-        function = self._bound.setdefault((x_shape, shape), DelayGradient(x_shape, shape))
+        function = self._bound_functions.setdefault((x_shape, shape), DelayGradient(x_shape, shape))
         call = f"{self.source.refer('delay_gradient', function)}({weight})"
         name = self.delayed[op] = self.source.name(weight)
         self.source.add([name], call, [weight], segment=transfer.segment)
@@ -111,10 +111,12 @@ class TransferLines:
         return name
 
     def _overlap_function(
-        self, transfer: Transfer, half: type[StartCollective] | type[FinishCollective]
+        self, transfer: Transfer, collective_half: type[StartCollective] | type[FinishCollective]
     ) -> Any:
         function = self._transfer_function(transfer)
-        return self._bound.setdefault((half, id(function)), half(function))
+        return self._bound_functions.setdefault(
+            (collective_half, id(function)), collective_half(function)
+        )
 
     def _transfer_function(self, transfer: Transfer) -> BoundCollective:
         """Return the function that executes a transfer; transfers with equal steps share it."""
@@ -124,12 +126,12 @@ class TransferLines:
         # A permutation depends on both layouts, other steps only on their dimensions.
         if step.spec.pattern == "point_to_point":
             key = (*key, step.source.axes, step.target.axes)
-        if key not in self._bound:
+        if key not in self._bound_functions:
             binding = start_all_reduce if pending else bind
             bound = binding(step, self.devices)
             if self.devices.named_ranges:
                 layout, backward = self.devices.matrix, None if pending else step.backward
                 bound = wrap_step(bound, step.forward, backward, step.axes, layout)
-            self._bound[key] = bound
-        function: BoundCollective = self._bound[key]
+            self._bound_functions[key] = bound
+        function: BoundCollective = self._bound_functions[key]
         return function

@@ -51,8 +51,8 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
     remaining: list[Line] = []
     available: set[str] = set()
     for line in lines:
-        # Names of parameters are literals in the text, so that blocks would differ; as arguments of
-        # the function they are variables.
+        # Names of parameters are literals in the source, so that blocks would differ; as arguments
+        # of the function they are variables.
         if _READS_PARAMETERS.match(line.expression) and available.issuperset(line.reads):
             moved_before.setdefault(len(remaining), []).append(line)
             available.update(line.names)
@@ -86,7 +86,7 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
 
 
 def compile_regions(
-    source: Source, lines: Sequence[Line], ends: tuple[str, str], compiler: Compiler
+    source: Source, lines: Sequence[Line], header_and_result: tuple[str, str], compiler: Compiler
 ) -> Callable[..., Any] | None:
     """Return the function of a program whose repeated blocks are one function that is compiled
     once; None if no blocks repeat.
@@ -94,10 +94,10 @@ def compile_regions(
     Args:
         source: source of the program, with the objects that its lines refer to.
         lines: lines of the program.
-        ends: header of the program, and the expression that it returns.
+        header_and_result: header of the program, and the expression that it returns.
         compiler: compiles the function of the repeated blocks.
     """
-    header, returns = ends
+    header, returns = header_and_result
     regions = find_regions(lines, set(_VARIABLE.findall(returns)))
     if regions is None:
         return None

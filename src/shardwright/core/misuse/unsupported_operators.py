@@ -27,7 +27,7 @@ from shardwright.core.runtime.full_tensors import (
 from shardwright.core.runtime.replicated_tensors import differs_between_ranks
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import (
-    become,
+    assign_dtensor,
     before_fully_shard,
     local_tensor,
     share_local_memory,
@@ -163,7 +163,7 @@ def _apply_view_in_place(
     """Apply an in-place view to a DTensor. DTensor does not implement `x.transpose_(0, 1)`, and
     `x.squeeze_()` does not change `x.shape` if `x` is replicated."""
     tensor: DTensor = args[0]
-    become(tensor, view(*args, **kwargs))
+    assign_dtensor(tensor, view(*args, **kwargs))
     return tensor
 
 

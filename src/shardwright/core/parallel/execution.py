@@ -176,7 +176,7 @@ class Execution(Recapture):
         self._reachable.update()
         state_key = self._reachable.key(specialization)
         with renumbered_forward_hooks(self._state.modules_with_added_hooks):
-            key = self._python.matching(self._forwards, state_key, call)
+            key = self._python.matching_program_key(self._forwards, state_key, call)
         if key not in self._forwards:
             # Tensors made in inference mode cannot be saved for backward, and a later call may
             # train this program.
@@ -345,8 +345,8 @@ class Execution(Recapture):
             return
         graph = self.partitioned.graph
         used = {value.name for value in (*graph.parameters, *graph.module_buffers)}
-        self.initialization.check_has_values(self.module, used)
-        self.initialization.take_values(self.module)
+        self.initialization.check_initialized(self.module, used)
+        self.initialization.replay_record(self.module)
         self.initialization.end(self.module)
         self.initialization = None
         self._bind_programs_to_tensors()  # `to_empty` may have replaced parameters and buffers.
@@ -446,12 +446,12 @@ class Execution(Recapture):
         key = (*specialization, micro_batches)
         inputs = self._leaves.on_device(leaves, planned_indices)
         self._guard.begin(key, inputs, planned_indices)
-        key = self._python.matching(self._train_steps, self._reachable.key(key), call)
+        key = self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)
         if key not in self._train_steps:
             partitioned = self.partitioned
             is_planned = key == (*self._planned_specialization, micro_batches)
             is_planned &= micro_batches == partitioned.pipeline.micro_batches
-            if not (is_planned and self._python.holds(partitioned.graph.python, call)):
+            if not (is_planned and self._python.guards_hold(partitioned.graph.python, call)):
                 of_args, of_kwargs = pytree.tree_unflatten(micro_batch_leaves, spec)
                 partitioned = self._capture_specialization(of_args, of_kwargs, micro_batches, dims)
             self._evict_least_recently_used(self._train_steps)

@@ -32,7 +32,7 @@ from shardwright.core.parallel.stored_tensors import (
     stored_copy,
 )
 from shardwright.core.parallel.template import template_of
-from shardwright.core.parallel.uninitialized import Initialization, tie_like
+from shardwright.core.parallel.uninitialized import Initialization, tie_parameters_like
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.rank_calls import model_call
@@ -61,7 +61,7 @@ class Copyable:
         """Copy the model with its shards; the copy runs the same programs. Not collective."""
         assert isinstance(self, ParallelModule)
         if self.execution.initialization is not None:
-            self.execution.initialization.take_values(self, only_this_rank=True)
+            self.execution.initialization.replay_record(self, only_this_rank=True)
             # The copy has None in place of other stages' tensors.
             memo |= self.execution.initialization.memo_of_copy()
         # A parameter shares the version counter of its local shard, which `deepcopy` would lose.
@@ -176,8 +176,8 @@ class ParallelModule(Copyable, nn.Module):
         """
         super().to_empty(device=device, recurse=recurse)
         if self.execution.initialization is not None:
-            self.execution.initialization.mark_memory(self)
-            tie_like(self, self.execution.template)
+            self.execution.initialization.mark_allocated_memory(self)
+            tie_parameters_like(self, self.execution.template)
         return self
 
     def compile(self, *args: Any, regional: bool = False, **kwargs: Any) -> None:

@@ -122,12 +122,12 @@ def _run_backward_of_outputs(func: Any, args: tuple[Any, ...], kwargs: dict[str,
     not gathered, since autograd accumulates into their `.grad`.
     """
     inputs = {key: kwargs[key] for key in ("inputs",) if key in kwargs}
-    given = args, {key: value for key, value in kwargs.items() if key not in inputs}
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    arguments = args, {key: value for key, value in kwargs.items() if key not in inputs}
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     if not all(isinstance(tensor, DTensor) for tensor in tensors):
-        given = pytree.tree_map_only(OutputTensor, OutputTensor.full_tensor, given)
+        arguments = pytree.tree_map_only(OutputTensor, OutputTensor.full_tensor, arguments)
     with without_torch_function_of_subclasses():
-        return func(*given[0], **given[1], **inputs)
+        return func(*arguments[0], **arguments[1], **inputs)
 
 
 def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:

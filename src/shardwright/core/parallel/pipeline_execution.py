@@ -199,7 +199,7 @@ class PipelineExecution(Execution):
         """
         partitioned = stages.partitioned
         chunk = next(c for c in partitioned.chunks if value.name in {v.name for v in c.returned})
-        dim, shape = stages.sample_dim_of(value), list(value.shape)
+        dim, shape = stages.concatenation_dim(value), list(value.shape)
         if dim is not None:
             shape[dim] *= stages.micro_batches
         # Gathered over the devices of the output's stage, then broadcast to peers in other stages.
@@ -208,7 +208,7 @@ class PipelineExecution(Execution):
                 self._gather_output(stages, chunk, value, tensor)
                 for tensor in local_outputs[value.name]
             ]
-            weight = stages.reduction_of(value)
+            weight = stages.micro_batch_weight(value)
             if weight is not None:
                 output = torch.stack(tensors).sum(0) * weight
             elif dim is not None:

@@ -33,9 +33,9 @@ from shardwright.core.lower.program import Program, lower
 from shardwright.core.parallel.train_step import StepInputs, StepResults, loss_weight
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
 from shardwright.core.parallel.whole_batch_values import (
-    WholeBatchValues,
+    GlobalBatchValues,
+    batch_reduction,
     prologue_axes,
-    whole_batch_of,
 )
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.decisions import CutAxes
@@ -76,7 +76,7 @@ class StepContext:
 
     @classmethod
     def of(
-        cls, inputs: StepInputs, micro_batches: int, whole_batch: WholeBatchValues
+        cls, inputs: StepInputs, micro_batches: int, whole_batch: GlobalBatchValues
     ) -> StepContext:
         global_batch_values = whole_batch(inputs.leaves, inputs.buffers)
         micro_batch_leaves = inputs.micro_batches(micro_batches)
@@ -189,7 +189,7 @@ class RankStages:
             for chunk in self.partitioned.chunks_of(self.devices.stage)
         )
         read = (v for module in self.modules for v in module.chunk.graph.buffers)
-        self._whole_batch = WholeBatchValues(self.partitioned, self.devices, read)
+        self._whole_batch = GlobalBatchValues(self.partitioned, self.devices, read)
         self._loss_weight = loss_weight(self.partitioned)
         self._stages: list[PipelineStageBase] = [self._make_pipeline_stage(m) for m in self.modules]
 
@@ -260,19 +260,19 @@ class RankStages:
                 module.unsharded.end_step()
         return step.evaluated, inputs.changed(step.buffers)
 
-    def reduction_of(self, value: Value) -> float | None:
+    def micro_batch_weight(self, value: Value) -> float | None:
         """Return the weight of each micro-batch's tensor in the output `value` of the global batch;
         None if the output is neither a mean nor a sum over samples."""
         if value is self.partitioned.graph.loss:
             return self._loss_weight
-        match dict(whole_batch_of(self.partitioned.graph).outputs).get(value.name):
+        match dict(batch_reduction(self.partitioned.graph).outputs).get(value.name):
             case "mean":
                 return 1 / self.micro_batches
             case "sum":
                 return 1.0
         return None
 
-    def sample_dim_of(self, value: Value) -> int | None:
+    def concatenation_dim(self, value: Value) -> int | None:
         """Return the dimension in which the micro-batches of output `value` are concatenated; None
         if the output is not concatenated.
 
@@ -280,7 +280,7 @@ class RankStages:
         size of dimension 0 of the first input.
         """
         graph = self.partitioned.graph
-        outputs = dict(whole_batch_of(graph).outputs)
+        outputs = dict(batch_reduction(graph).outputs)
         if value.name in outputs:
             dim = outputs[value.name]
             return dim if isinstance(dim, int) else None

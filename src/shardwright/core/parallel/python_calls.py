@@ -60,11 +60,11 @@ class PythonCalls:
         result._changing_numbers = self._changing_numbers
         return result
 
-    def holds(self, python: PythonCall | None, call: Call) -> bool:
+    def guards_hold(self, python: PythonCall | None, call: Call) -> bool:
         """Whether the guards of `python` hold for `call`; True without captured Python."""
         return python is None or python.guards.hold(self._module, *call)
 
-    def matching(
+    def matching_program_key(
         self,
         programs: Mapping[tuple[Any, ...], BoundProgram | BoundStep],
         specialization: tuple[Any, ...],
@@ -87,7 +87,7 @@ class PythonCalls:
             if key not in programs:
                 break
             python = programs[key].python
-            if python is None or self.holds(python, call):
+            if python is None or self.guards_hold(python, call):
                 return key
             failed = python
         if failed is not None:

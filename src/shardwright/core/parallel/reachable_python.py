@@ -1,7 +1,7 @@
 """Watch Python state that `forward` can reach through attributes: contents of containers and
 objects, enclosing scopes, class attributes, context variables, arguments of `partial`.
 
-Whether `forward` reads this state is unknown. After a change, the model is captured by
+It is unknown whether `forward` reads this state. After a change, the model is captured by
 TorchDynamo, whose guards cover the state that `forward` reads. If that fails, the graphs of two
 states are compared: if they differ, `forward` reads the changed state.
 """
@@ -19,14 +19,14 @@ from shardwright.core.graph.graph import Graph
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 8
+MAX_EQUAL_GRAPHS = 8
 """Number of states with equal graphs after which further changes are ignored, as each change takes
 a capture."""
 
-MAX_SITUATIONS = 8
+MAX_CACHED_GRAPHS = 8
 """Maximum number of specializations (modes, shapes, batch sizes) whose last graph is cached."""
 
-MAX_PARTS = 2_000
+MAX_COMPARED_OBJECTS = 2_000
 """Maximum number of objects compared in each call, as an attribute may be a data set."""
 
 
@@ -45,7 +45,7 @@ class ReachablePython:
 
     def __init__(self, user_module: nn.Module, module: nn.Module) -> None:
         self._aliases = user_module, module
-        self._state = ReachableState(*self._aliases, max_parts=MAX_PARTS)
+        self._state = ReachableState(*self._aliases, max_parts=MAX_COMPARED_OBJECTS)
         self.version, self.is_guarded = 0, False
         self._changed: StateLocation | None = None
         self._captured: dict[Hashable, tuple[int, Graph]] = {}
@@ -74,7 +74,7 @@ class ReachablePython:
         """
         version, before = self._captured.pop(specialization, (self.version, graph))
         self._captured[specialization] = self.version, graph
-        for oldest in list(self._captured)[:-MAX_SITUATIONS]:
+        for oldest in list(self._captured)[:-MAX_CACHED_GRAPHS]:
             del self._captured[oldest]
         if version == self.version:
             return
@@ -91,7 +91,7 @@ class ReachablePython:
 
     @property
     def _ignores_further_changes(self) -> bool:
-        return len(self._unread_versions) >= MAX_UNREAD and not self._is_read
+        return len(self._unread_versions) >= MAX_EQUAL_GRAPHS and not self._is_read
 
     def update(self) -> None:
         """Increment `version` if the watched Python state has changed since the last call."""
@@ -101,7 +101,7 @@ class ReachablePython:
         if change is None:
             return
         self.version, self._changed = self.version + 1, change.location
-        self._state = ReachableState(*self._aliases, max_parts=MAX_PARTS)
+        self._state = ReachableState(*self._aliases, max_parts=MAX_COMPARED_OBJECTS)
         log.info("%s has changed since the capture", change.location)
 
 

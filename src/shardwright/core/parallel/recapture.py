@@ -23,7 +23,7 @@ from shardwright.core.parallel.call import PlannedCall, argument_key
 from shardwright.core.parallel.python_calls import PythonCalls
 from shardwright.core.parallel.python_state import PythonState
 from shardwright.core.parallel.reachable_python import ReachablePython
-from shardwright.core.parallel.train_step import check_whole_batch
+from shardwright.core.parallel.train_step import check_loss_of_batch
 from shardwright.core.partition.decisions import adapt_decisions
 from shardwright.core.partition.fold_axes import fold_axes, split_axes
 from shardwright.core.partition.partitioned import Partitioned
@@ -171,7 +171,7 @@ class Recapture:
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)
         if pipeline.averages_micro_batches:
             graph = with_whole_batch(graph, micro_batches, captured, pipeline.batch_norm)
-            check_whole_batch(graph, micro_batches)
+            check_loss_of_batch(graph, micro_batches)
         self._state.watch(graph.attributes)
         log.info(
             "captured the model for %s, training=%s, in %.1f s",

@@ -19,7 +19,7 @@ from shardwright.core.lower.program import lower
 from shardwright.core.parallel.pipeline_stage import StageModule, StepContext
 from shardwright.core.parallel.simulate_ranks import ByteCounter, Outcome, simulated_ranks
 from shardwright.core.parallel.train_step import StepInputs, StepResults, loss_weight
-from shardwright.core.parallel.whole_batch_values import WholeBatchValues
+from shardwright.core.parallel.whole_batch_values import GlobalBatchValues
 from shardwright.core.partition.chunk import Chunk
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.devices import Devices
@@ -79,7 +79,7 @@ class _ChunkSequence:
             for chunk in partitioned.chunks
         ]
         self.sent = [[0, 0] for _ in range(pipeline.stages)]
-        self._whole_batch = WholeBatchValues(partitioned, devices)
+        self._whole_batch = GlobalBatchValues(partitioned, devices)
 
     def train(self, inputs: StepInputs) -> StepResults:
         """Run forward and backward over all micro-batches."""

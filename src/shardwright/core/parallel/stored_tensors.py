@@ -62,14 +62,15 @@ class StoragePlan:
         storage: the axes that shard each dimension of each parameter, by the parameter's name.
         devices: this rank's view of the devices.
         initialization: pending initialization of the parameters on the meta device.
-        left_out: names of parameters and buffers that this rank's pipeline stage does not own.
+        other_stage_names: names of parameters and buffers that this rank's pipeline stage does not
+            own.
         release: whether to free the memory of each full parameter after its shard is copied.
     """
 
     storage: Storage
     devices: Devices
     initialization: Initialization
-    left_out: Collection[str] = frozenset()
+    other_stage_names: Collection[str] = frozenset()
     release: bool = False
 
     def shard(self, name: str, full: Tensor, *, is_parameter: bool) -> Tensor:
@@ -80,7 +81,7 @@ class StoragePlan:
             full: the full tensor.
             is_parameter: whether `full` is a parameter; buffers are replicated.
         """
-        if name in self.left_out:
+        if name in self.other_stage_names:
             return full.new_empty(0)
         if full.is_meta and self.devices.device.type != "meta":
             return self._make_meta_shard(name, full, is_parameter=is_parameter)
@@ -129,9 +130,9 @@ class StoragePlan:
             del tensor, full
             yield name, shard
 
-    def parameter(self, name: str, local: Tensor, given: nn.Parameter) -> nn.Parameter:
+    def parameter(self, name: str, local: Tensor, original: nn.Parameter) -> nn.Parameter:
         """Return the parameter that stores `local`, this rank's shard, with the hooks of the user's
-        parameter `given`."""
+        parameter `original`."""
         shard = partial(self.shard, name, is_parameter=True)
         if name in self.initialization.names and self.devices.is_distributed:
             pending = self.initialization.pending
@@ -140,11 +141,11 @@ class StoragePlan:
                 unset = UninitializedShard.of(local_tensor(local), local, pending)
             else:
                 unset = UninitializedTensor.of(local, pending)
-            if has_hooks(given):
-                unset.move_hooks = partial(move_hooks, parameter=given, shard=shard)
-            return nn.Parameter(unset, requires_grad=given.requires_grad)
-        parameter = as_parameter(local, given)
-        move_hooks(parameter, given, shard)
+            if has_hooks(original):
+                unset.move_hooks = partial(move_hooks, parameter=original, shard=shard)
+            return nn.Parameter(unset, requires_grad=original.requires_grad)
+        parameter = as_parameter(local, original)
+        move_hooks(parameter, original, shard)
         return parameter
 
 
@@ -164,13 +165,13 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
     origins, parameters = mark_origins(module, module), _pop_unreplaced_tensors(tensors, plan)
     references = _ReferencesToTensors(module, tensors)
     for name, shard in plan.shards(dict(tensors)):
-        given = tensors.pop(name)
+        original = tensors.pop(name)
         stored: Tensor | None = shard
-        if name in plan.left_out:
+        if name in plan.other_stage_names:
             stored = None
-        elif isinstance(given, nn.Parameter):
-            stored = parameters[name] = plan.parameter(name, shard, given)
-        references.replace(given, stored)
+        elif isinstance(original, nn.Parameter):
+            stored = parameters[name] = plan.parameter(name, shard, original)
+        references.replace(original, stored)
     references.finish(module)
     materialize_attributes(module)
     mark_planned(parameters, origins)
@@ -190,11 +191,11 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
     memo: dict[int, Any] = {**copies_of_attributes(module), **memo_of_process_groups(module)}
     parameters: dict[str, nn.Parameter] = {}
     for name, shard in plan.shards(dict(tensors)):
-        given, stored = tensors[name], shard
-        if isinstance(given, nn.Parameter) and name not in plan.left_out:
-            stored = parameters[name] = plan.parameter(name, shard, given)
+        original, stored = tensors[name], shard
+        if isinstance(original, nn.Parameter) and name not in plan.other_stage_names:
+            stored = parameters[name] = plan.parameter(name, shard, original)
         # `deepcopy` puts the stored tensor wherever the model refers to the given tensor.
-        memo[id(given)] = None if name in plan.left_out else stored
+        memo[id(original)] = None if name in plan.other_stage_names else stored
     result = copy.deepcopy(module, memo)
     mark_planned(parameters, mark_origins(module, result))
     _register_state_hooks(result, plan)
@@ -278,7 +279,7 @@ def _pop_unreplaced_tensors(
     """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):
-        if isinstance(tensor, Deferred) or name in plan.left_out:
+        if isinstance(tensor, Deferred) or name in plan.other_stage_names:
             continue
         if not isinstance(tensor, nn.Parameter):
             if tensor.device == device:
@@ -306,7 +307,7 @@ def _allocate_before_loading_state(module: nn.Module, *_: object) -> None:
     """Pre-hook of `load_state_dict` that allocates parameters on the meta device."""
     initialization = initialization_of(module)
     if initialization is not None:
-        initialization.give_memory(module)
+        initialization.allocate_memory(module)
 
 
 def _replay_initialization_before_saving(module: nn.Module, *_: object) -> None:
@@ -314,7 +315,7 @@ def _replay_initialization_before_saving(module: nn.Module, *_: object) -> None:
     values."""
     initialization = initialization_of(module)
     if initialization is not None:
-        initialization.take_values(module, only_this_rank=True)
+        initialization.replay_record(module, only_this_rank=True)
 
 
 def as_parameter(stored: Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 `TrainStep` is the interface. `GradientAccumulation` implements it for a model in one stage, one
 micro-batch after another, and `RankStages` (`pipeline_stage.py`) for several stages. In both,
-micro-batches read values that `WholeBatchValues` computes from the global batch
+micro-batches read values that `GlobalBatchValues` computes from the global batch
 (`whole_batch_values.py`).
 """
 
@@ -20,7 +20,7 @@ from shardwright.core.lower.program import Program, lower
 from shardwright.core.micro_batches.batch_norms import AVERAGES_ALL, NORMALIZES_ALL, UPDATED
 from shardwright.core.micro_batches.paired_graphs import DEPENDENCES_ON_SIZE
 from shardwright.core.parallel.unsharded_parameters import UnshardedParameters
-from shardwright.core.parallel.whole_batch_values import WholeBatchValues, whole_batch_of
+from shardwright.core.parallel.whole_batch_values import GlobalBatchValues, batch_reduction
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.runtime.collectives import wait
 from shardwright.core.runtime.devices import Devices
@@ -103,7 +103,7 @@ def loss_of(graph: Graph) -> Value:
     return graph.loss
 
 
-def check_whole_batch(graph: Graph, micro_batches: int) -> None:
+def check_loss_of_batch(graph: Graph, micro_batches: int) -> None:
     """Check that the loss of the global batch is a sum or mean of the micro-batches' losses.
 
     Args:
@@ -155,7 +155,7 @@ def check_whole_batch(graph: Graph, micro_batches: int) -> None:
 def loss_weight(partitioned: Partitioned) -> float:
     """Return the weight of each micro-batch's loss in the loss of the global batch."""
     pipeline = partitioned.pipeline
-    averages = whole_batch_of(partitioned.graph).reduction == "mean"
+    averages = batch_reduction(partitioned.graph).reduction == "mean"
     return 1 / pipeline.micro_batches if averages and pipeline.averages_micro_batches else 1.0
 
 
@@ -187,7 +187,7 @@ class GradientAccumulation:
         unsharded = self.micro_batches > 1
         self.program = lower(chunk, devices, unsharded, pending_loss=True, current=current)
         self.unsharded = UnshardedParameters(self.program)
-        self._whole_batch = WholeBatchValues(partitioned, devices)
+        self._whole_batch = GlobalBatchValues(partitioned, devices)
         self._waits = devices.waits
         self._weight = loss_weight(partitioned)
         self._loss_index = next(i for i, value in enumerate(graph.outputs) if value is loss)

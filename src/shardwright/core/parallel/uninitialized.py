@@ -85,7 +85,7 @@ class Initialization:
         self._placeholders: list[Placeholder] = []
 
     def add_placeholders(
-        self, module: nn.Module, template: nn.Module, left_out: Mapping[str, Tensor]
+        self, module: nn.Module, template: nn.Module, other_stage_tensors: Mapping[str, Tensor]
     ) -> None:
         """Register placeholders for the tensors of other pipeline stages, until `module` is
         initialized.
@@ -93,12 +93,14 @@ class Initialization:
         Args:
             module: the planned model, whose tensors of other stages are None.
             template: the model with the tensors of all stages, on the meta device.
-            left_out: the user's tensors of other stages, by name; tied tensors by their first name.
+            other_stage_tensors: the user's tensors of other stages, by name; tied tensors by their
+                first name.
         """
         planned: dict[str, Tensor] = dict(template.named_parameters())
         planned |= dict(template.named_buffers())
         placeholders = {
-            id(planned[name]): self._make_placeholder(given) for name, given in left_out.items()
+            id(planned[name]): self._make_placeholder(original)
+            for name, original in other_stage_tensors.items()
         }
         for path, child in template.named_modules():
             submodule = module.get_submodule(path)
@@ -114,11 +116,11 @@ class Initialization:
                         self._placeholders.append((registry, leaf, full_name))
         module.register_state_dict_post_hook(_remove_placeholders_from_state)  # type: ignore[no-untyped-call]
 
-    def _make_placeholder(self, given: Tensor) -> Tensor:
-        if not isinstance(given, nn.Parameter):
-            return given if given.is_meta else given.to(self.pending.device)
-        placeholder = UninitializedTensor.of(given, self.pending)
-        return nn.Parameter(placeholder, requires_grad=given.requires_grad)
+    def _make_placeholder(self, original: Tensor) -> Tensor:
+        if not isinstance(original, nn.Parameter):
+            return original if original.is_meta else original.to(self.pending.device)
+        placeholder = UninitializedTensor.of(original, self.pending)
+        return nn.Parameter(placeholder, requires_grad=original.requires_grad)
 
     @property
     def placeholder_names(self) -> set[str]:
@@ -130,7 +132,7 @@ class Initialization:
             placeholder, registry[leaf] = registry[leaf], None
             if isinstance(placeholder, UninitializedTensor):
                 # An optimizer may already refer to the placeholder.
-                placeholder.become(torch.empty(0, device=self._devices.device))
+                placeholder.set_value(torch.empty(0, device=self._devices.device))
                 vars(placeholder)[OF_OTHER_STAGE] = True
         self._placeholders.clear()
 
@@ -157,13 +159,13 @@ class Initialization:
         finally:
             self._depth -= 1
         if not self._depth and self._are_parameters_initialized(module):
-            self.take_values(module)
+            self.replay_record(module)
 
     def _are_parameters_initialized(self, module: nn.Module) -> bool:
         tensors = _uninitialized_parameters(module)
         return all(tensors[name].is_initialized() for name in tensors.keys() & self.names)
 
-    def take_values(self, module: nn.Module, *, only_this_rank: bool = False) -> None:
+    def replay_record(self, module: nn.Module, *, only_this_rank: bool = False) -> None:
         """Replay the record one parameter at a time; each rank keeps its shards. Collective.
 
         Random numbers are drawn from the state of rank 0's generator.
@@ -185,7 +187,7 @@ class Initialization:
             else:
                 self._check_ranks_recorded_equally()
         elsewhere = self.placeholder_names
-        wholes = {name: t.full for name, t in tensors.items() if t.is_initialized()}
+        full_tensors = {name: t.full for name, t in tensors.items() if t.is_initialized()}
         complete = self._are_parameters_initialized(module)
 
         def keep(name: str, value: Tensor) -> Tensor:
@@ -196,14 +198,14 @@ class Initialization:
                 return value.to(self._devices.device, copy=True)
             return value.new_empty(0)
 
-        values = values_of(wholes, keep)  # type: ignore[arg-type]
+        values = values_of(full_tensors, keep)  # type: ignore[arg-type]
         with _without_weak_references(module):
             for name, value in values.items():
                 tensor = tensors[name]
                 if isinstance(tensor, UninitializedShard):
-                    tensor.become_ordinary()
+                    tensor.make_ordinary()
                 elif name not in elsewhere:
-                    tensor.become(value)
+                    tensor.set_value(value)
             if complete:
                 self._remove_placeholders()
         for child in module.modules():
@@ -227,7 +229,7 @@ class Initialization:
             [self._recorded_tensor], lambda states: take_values_of_rank_0(states, device)
         )
 
-    def give_memory(self, module: nn.Module) -> None:
+    def allocate_memory(self, module: nn.Module) -> None:
         """Allocate parameters and buffers that are still on the meta device, before a checkpoint is
         loaded.
 
@@ -237,7 +239,7 @@ class Initialization:
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _uninitialized_parameters(module).values():
-                tensor.give_memory()
+                tensor.allocate_memory()
             for parameter in module.parameters():
                 if parameter.is_meta:
                     memory = torch.empty_like(parameter, device=device)
@@ -261,9 +263,9 @@ class Initialization:
         with _without_weak_references(module):
             self._remove_placeholders()
             for tensor in _uninitialized_parameters(module).values():
-                tensor.become_ordinary()
+                tensor.make_ordinary()
 
-    def mark_memory(self, module: nn.Module) -> None:
+    def mark_allocated_memory(self, module: nn.Module) -> None:
         """Mark buffers, and parameters that are not DTensors, as uninitialized after `to_empty`."""
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
         for name in self.names:
@@ -273,7 +275,7 @@ class Initialization:
             if not isinstance(tensor, DTensor | UninitializedTensor):
                 mark_uninitialized(tensor)
 
-    def check_has_values(self, module: nn.Module, used: set[str]) -> None:
+    def check_initialized(self, module: nn.Module, used: set[str]) -> None:
         """Check that all tensors that the program reads are initialized. Collective.
 
         Args:
@@ -284,14 +286,18 @@ class Initialization:
             PlanError: on all ranks, if a tensor is uninitialized on any rank.
         """
         tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-        lacking = [n for n, t in tensors.items() if n in self.names & used and _is_uninitialized(t)]
+        uninitialized_names = [
+            n for n, t in tensors.items() if n in self.names & used and _is_uninitialized(t)
+        ]
         if self._devices.is_distributed:
             # The longest list of all ranks: another rank's shard may have no values.
-            lacking = max(values_of_ranks(lacking), key=len)
-        if not lacking:
+            uninitialized_names = max(values_of_ranks(uninitialized_names), key=len)
+        if not uninitialized_names:
             return
-        more = len(lacking) - MAX_LISTED_NAMES
-        names = ", ".join(lacking[:MAX_LISTED_NAMES]) + (f" and {more} more" if more > 0 else "")
+        more = len(uninitialized_names) - MAX_LISTED_NAMES
+        names = ", ".join(uninitialized_names[:MAX_LISTED_NAMES]) + (
+            f" and {more} more" if more > 0 else ""
+        )
         raise PlanError(
             f"the {type(module).__name__} was built on the meta device, and these parameters or "
             f"buffers are uninitialized: {names}\ninitialize the model with "
@@ -313,7 +319,7 @@ def is_of_other_stage(parameter: nn.Parameter) -> bool:
     return OF_OTHER_STAGE in vars(parameter)
 
 
-def give_memory(net: nn.Module) -> None:
+def allocate_memory(net: nn.Module) -> None:
     """Allocate the parameters and buffers of `net` that are on the meta device, before a checkpoint
     is loaded.
 
@@ -323,10 +329,10 @@ def give_memory(net: nn.Module) -> None:
     net = wrapped_model(net)
     initialization = initialization_of(net)
     if initialization is not None:
-        initialization.give_memory(net)
+        initialization.allocate_memory(net)
 
 
-def tie_like(module: nn.Module, template: nn.Module) -> None:
+def tie_parameters_like(module: nn.Module, template: nn.Module) -> None:
     """Tie the parameters of `module` that are tied in `template`.
 
     `nn.Module.to_empty` replaces ordinary parameters one by one, which unties them.

@@ -147,29 +147,29 @@ class UninitializedShard(Uninitialized, DTensor):
     def to_local(self, **kwargs: Any) -> Tensor:
         """Return this rank's shard with its recorded values, or uninitialized if no values are
         recorded."""
-        self.take_value()
+        self.make_ordinary_with_value()
         return self.to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
-        self.take_value()
+        self.make_ordinary_with_value()
         return self.full_tensor(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        self.take_value()
+        self.make_ordinary_with_value()
         return self.redistribute(*args, **kwargs)
 
-    def take_value(self) -> None:
+    def make_ordinary_with_value(self) -> None:
         """Make this shard an ordinary DTensor, with recorded values if values were recorded."""
         if self.full is not None and is_initialized(self.full):
             self.store(value_of(self.full))
-        self.become_ordinary()
+        self.make_ordinary()
 
     def store(self, value: Tensor) -> None:
         """Copy this rank's shard of the full tensor `value` into the memory of this tensor."""
         with torch.no_grad():
             local_tensor(self).copy_(local_part_of(value, self))
 
-    def become_ordinary(self) -> None:
+    def make_ordinary(self) -> None:
         del self.pending, self.full
         self.__class__ = DTensor  # type: ignore[assignment]
         # A parameter with hooks is already a leaf of autograd, and cannot be swapped.
@@ -180,13 +180,13 @@ class UninitializedShard(Uninitialized, DTensor):
             torch.utils.swap_tensors(self, counting)  # type: ignore[no-untyped-call]
         Uninitialized._register_user_hooks(self)
 
-    def give_memory(self) -> None:
+    def allocate_memory(self) -> None:
         """Make this shard an ordinary DTensor with recorded values, or with uninitialized
         memory."""
         if local_tensor(self).is_meta:
             new = nn.Parameter(self.with_memory(self.pending.device), self.requires_grad)
             torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
-        self.take_value()
+        self.make_ordinary_with_value()
 
     def view_with(self, full: Deferred | None) -> UninitializedShard:
         return self._copy_with_local_tensor(local_tensor(self), full)
@@ -230,16 +230,16 @@ class UninitializedTensor(Uninitialized, Tensor):
         on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return as_subclass(cls, on_meta)._attach_initialization(pending, None)
 
-    def give_memory(self) -> None:
+    def allocate_memory(self) -> None:
         """Make this tensor an ordinary parameter with recorded values, or uninitialized memory."""
         if self.full is not None and is_initialized(self.full):
-            self.become(value_of(self.full).to(self.pending.device))
+            self.set_value(value_of(self.full).to(self.pending.device))
         else:
-            self.become(self.new_memory(self.pending.device))
+            self.set_value(self.new_memory(self.pending.device))
 
-    def become_ordinary(self) -> None:
+    def make_ordinary(self) -> None:
         """Make this tensor an ordinary parameter on the meta device, which no program reads."""
-        self.become(self.on_meta())
+        self.set_value(self.on_meta())
 
     def new_memory(self, device: torch.device) -> Tensor:
         """Return uninitialized memory on `device` with the shape, strides and dtype of this
@@ -249,7 +249,7 @@ class UninitializedTensor(Uninitialized, Tensor):
             mark_uninitialized(memory)
         return memory
 
-    def become(self, value: Tensor) -> None:
+    def set_value(self, value: Tensor) -> None:
         """Make this object an ordinary parameter with the values of `value`."""
         new = nn.Parameter(value, requires_grad=self.requires_grad)
         del self.pending, self.full

@@ -27,13 +27,13 @@ from shardwright.errors import PlanError
 Buffers = dict[str, Tensor]
 
 
-def whole_batch_of(graph: Graph) -> WholeBatch:
-    """Return how the losses of micro-batches combine into the loss of the batch; a mean if the
-    graph was not analyzed."""
+def batch_reduction(graph: Graph) -> WholeBatch:
+    """Return the analysis by which losses of micro-batches combine into the loss of the batch; a
+    mean if the graph was not analyzed."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 
-class WholeBatchValues:
+class GlobalBatchValues:
     """Computation of the prologue's outputs, on each rank that reads these outputs.
 
     Args:
@@ -48,7 +48,7 @@ class WholeBatchValues:
         self._devices, self._mesh = devices, partitioned.mesh
         self._arrivals = partitioned.decisions.arrivals
         self._num_micro_batches = partitioned.pipeline.micro_batches
-        whole_batch = whole_batch_of(partitioned.graph)
+        whole_batch = batch_reduction(partitioned.graph)
         names = whole_batch.names if read is None else {value.name for value in read}
         self._prologue = whole_batch.prologue if names & whole_batch.names else None
         self._values = whole_batch.values
@@ -108,10 +108,12 @@ class WholeBatchValues:
         """
         if dim is None:
             return [tensor] * self._num_micro_batches
-        return parts_of_ranks(tensor, dim, self._num_local_batches, self._num_micro_batches)
+        return micro_batches_of_tensor(
+            tensor, dim, self._num_local_batches, self._num_micro_batches
+        )
 
 
-def parts_of_ranks(tensor: Tensor, dim: int, shards: int, count: int) -> list[Tensor]:
+def micro_batches_of_tensor(tensor: Tensor, dim: int, shards: int, count: int) -> list[Tensor]:
     """Split a tensor of the global batch into micro-batches along `dim`, each with an equal part of
     every local batch.
 
@@ -139,7 +141,7 @@ def micro_batches_of_ranks(
     count = pipeline.micro_batches
     dims = pipeline.batch_dims or first_dims(leaves)
     leaf_values = [
-        [leaf] * count if dim is None else parts_of_ranks(leaf, dim, shards, count)
+        [leaf] * count if dim is None else micro_batches_of_tensor(leaf, dim, shards, count)
         for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return [[each[number] for each in leaf_values] for number in range(count)]
@@ -188,7 +190,7 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
     """
     mesh, total = partitioned.mesh, 0
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
-    if read.isdisjoint(whole_batch_of(partitioned.graph).names):
+    if read.isdisjoint(batch_reduction(partitioned.graph).names):
         return 0
     for cut, value in _inputs_arriving_sharded(partitioned):
         shards = mesh.size(tuple(axis for axes in cut for axis in axes))
@@ -197,7 +199,7 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
 
 
 def _inputs_arriving_sharded(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
-    prologue = whole_batch_of(partitioned.graph).prologue
+    prologue = batch_reduction(partitioned.graph).prologue
     pipeline, arrivals = partitioned.pipeline, partitioned.decisions.arrivals
     if prologue is None or pipeline.micro_batches == 1:
         return []

@@ -82,7 +82,7 @@ def share_local_memory(tensor: DTensor, value: DTensor) -> None:
         increment_version(tensor)
 
 
-def become(tensor: DTensor, value: DTensor) -> None:
+def assign_dtensor(tensor: DTensor, value: DTensor) -> None:
     """Give a DTensor the shape, the layout and the local tensor of another DTensor."""
     set_data(tensor, value)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
