@@ -34,7 +34,7 @@ def can_compute_on_full_tensors(operator: OpOverload) -> bool:
     return all(r.alias_info is None or r.alias_info.is_write for r in returns)
 
 
-def draws_random_numbers(operator: OpOverload) -> bool:
+def is_random_operator(operator: OpOverload) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
@@ -60,7 +60,7 @@ def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
     name = operator_name(operator)
-    if not written_arguments(operator) or draws_random_numbers(operator):
+    if not written_arguments(operator) or is_random_operator(operator):
         return False
     if name == "index_put_":
         return _assigns_scalar_by_mask(*args)
@@ -129,7 +129,7 @@ def compute_on_full_tensors(
     mesh = next(iter(gathered.values()))[0].device_mesh
     writes = written_arguments(operator)
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
-    if draws_random_numbers(operator):
+    if is_random_operator(operator):
         for tensor in pytree.tree_leaves((results, pytree.tree_map_only(DTensor, gather, written))):
             broadcast_from_first_rank(tensor, mesh)
     by_id: dict[int, Tensor] = {}
