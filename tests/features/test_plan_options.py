@@ -173,7 +173,7 @@ def test_a_value_that_is_not_valid_is_refused_alike_as_keyword_and_as_key(name: 
     assert str(keyword.value) == requirement.error(name, [])
     with pytest.raises(ConfigError) as key:
         parse(f"{MODEL}parallel: {{{name}: []}}")
-    assert f"parallel.{name}: expected {requirement.words}, got []" in str(key.value)
+    assert f"parallel.{name}: expected {requirement.valid_values}, got []" in str(key.value)
 
 
 @pytest.mark.parametrize("name", requirements(FileOptions))

@@ -13,7 +13,7 @@ import typer
 
 import shardwright
 from shardwright.cli.app import app, echo
-from shardwright.core.plan.text_columns import GAP, MIN_WIDTH, wrapped
+from shardwright.core.plan.text_columns import GAP, MIN_WIDTH, wrap_sentence
 from shardwright.errors import ConfigError
 
 PACKAGE = Path(shardwright.__file__).parent
@@ -63,7 +63,7 @@ def listing_lines(files: Mapping[str, Path]) -> Iterator[str]:
         names = list(group)
         width = max(map(len, names))
         for name in names:
-            yield from wrapped(first_line(files[name]), MIN_WIDTH, f"{name:{width}}{GAP}")
+            yield from wrap_sentence(first_line(files[name]), MIN_WIDTH, f"{name:{width}}{GAP}")
 
 
 @app.command("init")

@@ -39,7 +39,7 @@ from shardwright.core.plan.text_columns import (
     GAP,
     MIN_WIDTH,
     PrintableConsole,
-    at_dots,
+    split_at_dots,
     text_width,
 )
 from shardwright.errors import ConfigError, PlanError, PlanInterrupted
@@ -358,7 +358,7 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
             cells = label.ljust(label_width), first_value.ljust(value_width), second_value
             lines.append(GAP.join(cells).rstrip())
         for name in change.names[:MAX_LISTED_NAMES]:
-            lines += (GAP + piece for piece in at_dots(name, MIN_WIDTH - len(GAP)))
+            lines += (GAP + piece for piece in split_at_dots(name, MIN_WIDTH - len(GAP)))
         if len(change.names) > MAX_LISTED_NAMES:
             lines.append(f"{GAP}and {len(change.names) - MAX_LISTED_NAMES} more")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from shardwright.cli.options import (
 from shardwright.core.api.rehearsal import RankRehearsal, Rehearsal
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan import Plan
-from shardwright.core.plan.text_columns import printed
+from shardwright.core.plan.text_columns import render_lines
 from shardwright.errors import PlanError
 from shardwright.run.config.rehearse import rehearse_run
 
@@ -87,7 +87,7 @@ def rehearsal_text(result: Rehearsal) -> str:
     """Format each rank's table of phases, and its memory and communication volume."""
     lines: list[str] = []
     for rank in result.ranks:
-        lines += printed(TABLE_WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))
+        lines += render_lines(TABLE_WIDTH, _rank_table(rank, result.devices), *_rank_lines(rank))
     return "\n".join(lines)
 
 

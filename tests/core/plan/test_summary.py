@@ -9,9 +9,9 @@ from torch import nn
 import shardwright as sw
 from sample_models import llama, network
 from shardwright.core.cost.memory import binary
-from shardwright.core.plan.parallelism import parallelism
+from shardwright.core.plan.parallelism import parallelism_phrases
 from shardwright.core.plan.summary import MAX_LINES, plan_summary
-from shardwright.core.plan.text_columns import in_columns
+from shardwright.core.plan.text_columns import format_columns
 
 
 class Wide(nn.Module):
@@ -64,7 +64,7 @@ def test_layers_are_split_in_the_words_of_the_field(made: dict[str, sw.Plan]) ->
     plan = made["tensor parallel"]
 
     def words(name: str) -> str:
-        return ", ".join(parallelism(plan, plan.row(f"model.layers.0.{name}")))
+        return ", ".join(parallelism_phrases(plan, plan.row(f"model.layers.0.{name}")))
 
     assert words("mlp.up_proj").startswith("column-parallel over ")
     assert words("mlp.down_proj").startswith("row-parallel over ")
@@ -87,7 +87,7 @@ def test_data_parallel_is_named_by_where_parameters_are_stored(
     net, args, kwargs = llama(batch=8)
     hsdp = None if sharding is None else {"threshold": 0, **sharding}
     plan = sw.plan(net, args, kwargs, devices=4, mode="data_parallel", hsdp=hsdp)
-    assert parallelism(plan, plan.row("model.layers.0.mlp.up_proj")) == (words,)
+    assert parallelism_phrases(plan, plan.row("model.layers.0.mlp.up_proj")) == (words,)
 
 
 def test_positions_are_sequence_parallel_and_the_rest_is_replicated() -> None:
@@ -96,8 +96,8 @@ def test_positions_are_sequence_parallel_and_the_rest_is_replicated() -> None:
     sw.shard(net[1], in_strategy=((1, 1, 1), (1, 1)))
     plan = sw.plan(net, (torch.randn(2, 8, 16),), devices=4)
     (norm,) = (row for row in plan.operators if "layer_norm" in row.operator)
-    assert parallelism(plan, norm)[0].startswith("sequence-parallel over ")
-    assert parallelism(plan, plan.row("1")) == ("replicated",)
+    assert parallelism_phrases(plan, norm)[0].startswith("sequence-parallel over ")
+    assert parallelism_phrases(plan, plan.row("1")) == ("replicated",)
 
 
 def test_a_sum_is_counted_where_it_arises_and_all_bytes_once(made: dict[str, sw.Plan]) -> None:
@@ -123,7 +123,7 @@ def test_a_file_without_meanings_is_read_by_the_names_of_its_axes() -> None:
 
 
 def test_columns_are_as_wide_as_what_is_in_them() -> None:
-    assert in_columns(("", "split"), [("a", "b")], 80) == ["   split", "a  b"]
+    assert format_columns(("", "split"), [("a", "b")], 80) == ["   split", "a  b"]
 
 
 def test_a_plan_of_no_operators_has_an_answer_all_the_same() -> None:

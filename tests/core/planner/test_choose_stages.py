@@ -15,8 +15,8 @@ import shardwright as sw
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
-from shardwright.core.planner.choose_stages import stage_counts, suggest_stages, with_best_stages
-from shardwright.core.planner.fit_memory import within_memory
+from shardwright.core.planner.choose_stages import fastest_over_stages, stage_counts, suggest_stages
+from shardwright.core.planner.fit_memory import candidate_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.errors import MemoryLimitError, StrategyError
 
@@ -75,14 +75,14 @@ def test_with_one_micro_batch_there_is_one_stage() -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_into_memory_does_not_count() -> None:
-    free = with_best_stages([searched(micro_batches=8)], decide)
+    free = fastest_over_stages([searched(micro_batches=8)], decide)
     options = replace(searched(micro_batches=8), memory_limit=free.memory().peak // 2)
-    found = with_best_stages([options], decide)
+    found = fastest_over_stages([options], decide)
     assert options.limit is not None and found.memory().peak <= options.limit
     assert found.seconds > free.seconds
     for stages in (1, 2, 4, 8):
         try:
-            one = within_memory(with_stages(options, stages), decide)
+            one = candidate_within_memory(with_stages(options, stages), decide)
         except MemoryLimitError:
             continue
         assert found.seconds <= one.seconds
@@ -93,15 +93,15 @@ def test_if_nothing_fits_the_error_is_that_of_the_number_that_needs_least() -> N
     needed = []
     for stages in (1, 2, 4, 8):
         with pytest.raises(MemoryLimitError) as error:
-            within_memory(with_stages(options, stages), decide)
+            candidate_within_memory(with_stages(options, stages), decide)
         needed.append(error.value.needed)
     with pytest.raises(MemoryLimitError) as error:
-        with_best_stages([options], decide)
+        fastest_over_stages([options], decide)
     assert error.value.needed == min(needed)
 
 
 def test_what_cannot_be_faster_than_the_best_is_not_fitted() -> None:
-    best = with_best_stages([searched(micro_batches=8)], decide)
+    best = fastest_over_stages([searched(micro_batches=8)], decide)
     fitted = []
 
     def watched(options: PlanOptions) -> Sequence[Candidate]:
@@ -109,12 +109,12 @@ def test_what_cannot_be_faster_than_the_best_is_not_fitted() -> None:
             fitted.append(options.stages)
         return decide(options)
 
-    assert with_best_stages([searched(micro_batches=8)], watched, best=best) is best
+    assert fastest_over_stages([searched(micro_batches=8)], watched, best=best) is best
     assert len(fitted) < 4
 
 
 def test_where_the_user_chose_a_suggestion_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    best = with_best_stages([searched(micro_batches=8)], decide).pipeline.stages
+    best = fastest_over_stages([searched(micro_batches=8)], decide).pipeline.stages
     other = 8 if best != 8 else 1
     chosen = PlanOptions(devices=8, cluster="a100", stages=other, micro_batches=8)
     with caplog.at_level(logging.WARNING, "shardwright.search"):
@@ -142,12 +142,12 @@ def test_the_schedule_is_the_fastest_of_all(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_stages_and_schedule_are_chosen_together_under_a_memory_limit() -> None:
-    free = with_best_stages([searched(micro_batches=8, schedule="auto")], decide)
+    free = fastest_over_stages([searched(micro_batches=8, schedule="auto")], decide)
     limit = free.memory().peak - 1
     options = searched(micro_batches=8, schedule="auto", memory_limit=limit)
-    found = with_best_stages([options], decide)
+    found = fastest_over_stages([options], decide)
     assert found.memory().peak <= limit and found.seconds >= free.seconds
-    plain = with_best_stages([replace(options, schedule="1f1b")], decide)
+    plain = fastest_over_stages([replace(options, schedule="1f1b")], decide)
     assert found.seconds <= plain.seconds
 
 

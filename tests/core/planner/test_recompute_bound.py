@@ -59,7 +59,7 @@ def test_the_curve_of_a_model_rises_and_is_convex() -> None:
 
 def test_a_larger_batch_saves_more_in_proportion() -> None:
     larger = sw.capture(Stack(), (torch.randn(2048, 128),))
-    assert RECOMPUTE.saved_in(larger) == pytest.approx(4 * RECOMPUTE.saved_bytes, rel=0.01)
+    assert RECOMPUTE.saved_bytes_in(larger) == pytest.approx(4 * RECOMPUTE.saved_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8, 0.7])

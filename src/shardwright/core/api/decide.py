@@ -25,7 +25,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import LeftOut
 from shardwright.core.planner.best_candidate import best_candidate, raised_gc_threshold
 from shardwright.core.planner.candidate import Candidate, CapturedModel, PlanTask
-from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
+from shardwright.core.planner.choose_micro_batches import fastest_over_micro_batches
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.pipeline import Pipeline, merged_options
 from shardwright.core.planner.ranking import Ranking, requested_kind
@@ -149,7 +149,7 @@ def _search(
             task = plan_task(fixed, model, args, kwargs, loss_reduction, ranking, graphs, files)
         return replace(task, is_derived=uses_derived())
 
-    return with_best_micro_batches(numbers, prepare, ranking)
+    return fastest_over_micro_batches(numbers, prepare, ranking)
 
 
 def plan_task(

@@ -292,7 +292,7 @@ class PlanData:
 
     @property
     def over_limit(self) -> bool:
-        """Whether a device exceeds the memory limit; False if either number is unknown."""
+        """Whether a device exceeds the memory limit; False without a limit or predicted memory."""
         memory, limit = self.known_memory, self.memory_limit
         return memory is not None and limit is not None and memory.peak > limit
 
@@ -300,7 +300,7 @@ class PlanData:
     def choices(self) -> tuple[AxisChoice, ...]:
         """Alternative cuts of the operators whose cuts the search chose by cost.
 
-        For a plan without a graph, the alternatives saved in its file.
+        A plan without a graph returns the alternatives saved in its file.
         """
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.pricing is None):
@@ -312,15 +312,15 @@ class PlanData:
         """Optimality gap: 0.02 means that the plan costs at most 2 % more than the best plan with
         the same device matrix, stages and micro-batches.
 
-        Compares the cost of the time-based search with a proven lower bound. For a plan without a
-        graph, the value saved in its file; None without a cluster or a lower bound.
+        Compares the cost of the time-based search with a proven lower bound. The gap is None
+        without a cluster or a lower bound; a plan without a graph returns the gap in its file.
         """
         if self.graph is None or self.pricing is None:
             return self.saved_gap
         return self.analysis.gap
 
     def derive(self, on_progress: OnProgress) -> None:
-        """Compute the slowest properties, `memory` and `gap`, with progress reports.
+        """Compute and cache `memory` and `gap`, the slowest properties, with progress reports.
 
         Args:
             on_progress: callback that receives the completed fraction of each property.

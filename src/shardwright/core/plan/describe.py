@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from shardwright.core.cost.memory import binary
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.data import PlanData
-from shardwright.core.plan.parallelism import parallelism
-from shardwright.core.plan.reasons import choice_lines, origin
+from shardwright.core.plan.parallelism import parallelism_phrases
+from shardwright.core.plan.reasons import choice_lines, cut_origin
 from shardwright.core.plan.rows import (
     OperatorRow,
     RedistributionRow,
@@ -27,14 +27,14 @@ from shardwright.core.plan.rows import (
     shape_text,
     strategy_text,
 )
-from shardwright.core.plan.text_columns import wrapped_lines
+from shardwright.core.plan.text_columns import wrap_lines
 
 SHARED_SUFFIX = ", the rest shared with an earlier operator"
 """Suffix for the bytes of a redistribution that shares collectives with an earlier consumer."""
 
 
 def dump(plan: PlanData) -> str:
-    """Return all decisions of a plan as reproducible text; the implementation of `Plan.dump`."""
+    """Return all decisions of a plan as reproducible text, without timings and source lines."""
     lines = [*_plan_header_lines(plan), "", "inputs", *_input_lines(plan)]
     if plan.parameters:
         lines += ["", "parameters", *_parameter_lines(plan)]
@@ -143,8 +143,8 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     lines = [f"{row.name}: {row.operator}" + (f"  ({row.source})" if row.source else "")]
     lines.append(f"  rule: {row.rule or 'none, replicated on every device'}")
     lines.append(f"  cuts: {cuts_text(row) or 'none'}")
-    lines.append(f"  {', '.join(parallelism(plan, row))}")
-    lines.append(f"  {origin(plan, row)[1]}")
+    lines.append(f"  {', '.join(parallelism_phrases(plan, row))}")
+    lines.append(f"  {cut_origin(plan, row)[1]}")
     for label, description in choice_lines(plan, row):
         lines.append(f"    {f'{label}: ' if label else '  '}{description}")
     lines += [f"  {line}" for line in _recomputation_lines(plan, row)]
@@ -170,7 +170,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
             if redistribution.value == row.name:
                 lines.append(f"    for {consumer.name}: {redistribution.steps_text}")
                 lines.append(f"      {_communication_volume_text(redistribution)}")
-    return "\n".join(wrapped_lines(lines))
+    return "\n".join(wrap_lines(lines))
 
 
 def _describe_shard_counts(counts: tuple[int, ...]) -> str:

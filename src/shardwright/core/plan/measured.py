@@ -18,8 +18,8 @@ PROFILE_FILE = "profile.json"
 PROFILE_FORMAT = 2
 """Version of the profile's file format."""
 
-EXPOSED = "communication"
-"""Key of `MeasuredRank.component_seconds` for exposed communication."""
+EXPOSED_COMMUNICATION = "communication"
+"""Key of exposed communication in `MeasuredRank.component_seconds`."""
 
 
 @dataclass(frozen=True)

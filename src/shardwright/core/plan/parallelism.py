@@ -24,14 +24,14 @@ PARALLELISM_OF_MEANING = {
 """Names of the parallelism that shards a factor, by the factor's meaning in `OperatorRow.meanings`.
 """
 
-AXIS_PURPOSES = {
+PARALLELISM_OF_AXIS_NAME = {
     "dp": ("data parallel", "batch"),
     "fsdp": ("fully sharded data parallel", "batch"),
     "sp": ("sequence parallel", "position"),
     "ep": ("expert parallel", "expert"),
     "tp": ("tensor parallel", "parameter"),
 }
-"""Name of the parallelism, and meaning of the sharded factors, by name of the mesh axis.
+"""(Parallelism, meaning of the sharded factors) by name of the mesh axis.
 
 The meaning is for plan files of earlier releases, which lack `OperatorRow.meanings`."""
 
@@ -43,7 +43,7 @@ COMMUNICATION_OF_LEVEL = {
 """Descriptions of when parameters are all-gathered and gradients reduced, by ZeRO level."""
 
 
-def axis_purpose(plan: PlanData, axis: int) -> str:
+def axis_parallelism(plan: PlanData, axis: int) -> str:
     """Return the parallelism of a mesh axis, such as `tensor parallel`; `replicated` for an axis
     that shards no operator."""
     if axis in plan.unused_axes:
@@ -52,17 +52,17 @@ def axis_purpose(plan: PlanData, axis: int) -> str:
 
 
 def _parallelism_and_meaning_of_axis(axis_name: str) -> tuple[str, str]:
-    # Several axes of one purpose have numbers: dp0, dp1.
-    return AXIS_PURPOSES.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
+    # Several axes of equal parallelism are numbered: dp0, dp1.
+    return PARALLELISM_OF_AXIS_NAME.get(axis_name.rstrip("0123456789"), ("mixed parallel", ""))
 
 
-def sentence(plan: PlanData) -> str:
+def parallelism_sentence(plan: PlanData) -> str:
     """Describe a plan's parallelism, ZeRO level and recomputation in one sentence."""
     pipeline, sizes = plan.pipeline, dict[str, int]()
     for axis, size in enumerate(plan.mesh.device_matrix):
-        purpose = axis_purpose(plan, axis)
-        sizes[purpose] = sizes.get(purpose, 1) * size
-    words = [f"{purpose} {size}" for purpose, size in sizes.items()]
+        parallelism = axis_parallelism(plan, axis)
+        sizes[parallelism] = sizes.get(parallelism, 1) * size
+    words = [f"{parallelism} {size}" for parallelism, size in sizes.items()]
     if pipeline.stages > 1:
         words.insert(0, f"pipeline parallel {pipeline.stages} ({pipeline.schedule})")
     description = ", ".join(words) or "no parallelism"
@@ -81,7 +81,7 @@ def sentence(plan: PlanData) -> str:
     return description + "."
 
 
-def parallelism(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
+def parallelism_phrases(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
     """Return the parallelism of an operator: one phrase per sharded factor, such as `row-parallel
     over tp`, with data parallelism last."""
     phrases = tuple(dict.fromkeys(_operator_parallelism_phrases(plan, row)))

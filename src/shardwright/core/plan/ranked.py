@@ -1,4 +1,4 @@
-"""`RankedPlans`: a table of the best plan of each kind, with reasons for missing kinds."""
+"""`RankedPlans`: a table of the fastest plan of each kind, with reasons for missing kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.rows import seconds_text
-from shardwright.core.plan.text_columns import in_columns, text_width, wrapped
+from shardwright.core.plan.text_columns import format_columns, text_width, wrap_sentence
 
 MIN_SHOWN_FRACTION = 1e-3
 """Smallest time difference that tables list, as a fraction of the fastest plan's step time."""
@@ -19,7 +19,7 @@ MIN_SHOWN_FRACTION = 1e-3
 UNSHARDED = "unsharded"
 """Name of plans without ZeRO / FSDP sharding in tables."""
 
-MAX_LISTED_REASONS = 2
+MAX_LISTED_COMPONENTS = 2
 """Maximum number of step-time components listed in the column `slower for`."""
 
 
@@ -49,9 +49,9 @@ class PlanKind:
         return replace(self, recomputes=False)
 
     def __str__(self) -> str:
-        return self.in_words((self.level,))
+        return self.describe((self.level,))
 
-    def in_words(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
+    def describe(self, levels: Iterable[str], show_micro_batches: bool = True) -> str:
         """Describe kinds of plans that differ only in their ZeRO level, as one phrase.
 
         Args:
@@ -132,7 +132,7 @@ class RankedPlans:
         cluster = f" of {best.step.cluster}" if best.step is not None else ""
         yield f"{best.devices} devices{cluster}{limit}{number}"
         header = ("plan", "slower for", "step", "÷ first", "memory", "sent")
-        yield from in_columns(header, map(self._table_row_of_plan, self.plans), width)
+        yield from format_columns(header, map(self._table_row_of_plan, self.plans), width)
         if self.left_out:
             yield ""
             yield "left out:"
@@ -141,8 +141,8 @@ class RankedPlans:
         for plan_kind, reason in self._sorted_left_out_items():
             levels_of[reason, replace(plan_kind, level="")].append(plan_kind.level)
         for (reason, plan_kind), levels in levels_of.items():
-            named = plan_kind.in_words(levels, self._has_several_micro_batch_counts)
-            yield from wrapped(f"{named}: {reason.text}", width, "  ")
+            named = plan_kind.describe(levels, self._has_several_micro_batch_counts)
+            yield from wrap_sentence(f"{named}: {reason.text}", width, "  ")
 
     @property
     def best(self) -> Plan:
@@ -162,7 +162,7 @@ class RankedPlans:
         plan, best = self.plans[plan_kind], self.best
         seconds, best_seconds = plan.step_time or 0.0, best.step_time or 0.0
         return (
-            plan_kind.in_words((plan_kind.level,), self._has_several_micro_batch_counts),
+            plan_kind.describe((plan_kind.level,), self._has_several_micro_batch_counts),
             ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(plan_kind)),
             seconds_text(seconds),
             f"{seconds / best_seconds if best_seconds else 1.0:.3f}",
@@ -175,14 +175,17 @@ class RankedPlans:
 
         Returns:
             (component, additional seconds per step), in descending order of seconds; at most
-            `MAX_LISTED_REASONS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
+            `MAX_LISTED_COMPONENTS`, and none below `MIN_SHOWN_FRACTION` of the fastest step.
         """
         best_seconds = _seconds_by_component(self.best)
         seconds_of = _seconds_by_component(self.plans[kind])
-        more = [(work, secs - best_seconds.get(work, 0.0)) for work, secs in seconds_of.items()]
-        smallest = MIN_SHOWN_FRACTION * (self.best.step_time or 0.0)
-        longer = sorted((each for each in more if each[1] > smallest), key=lambda each: -each[1])
-        return longer[:MAX_LISTED_REASONS]
+        added_seconds = [
+            (component, seconds - best_seconds.get(component, 0.0))
+            for component, seconds in seconds_of.items()
+        ]
+        min_shown = MIN_SHOWN_FRACTION * (self.best.step_time or 0.0)
+        longer = (each for each in added_seconds if each[1] > min_shown)
+        return sorted(longer, key=lambda each: -each[1])[:MAX_LISTED_COMPONENTS]
 
     def to_json(self) -> str:
         """Return step time, memory and communication volume of each plan, the fastest first, and

@@ -8,16 +8,16 @@ from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, seconds_text
 from shardwright.core.search.choices import BATCH, COMMUNICATION, MEM_COEFF, AxisChoice, OtherChoice
 
-TURNING_POINTS = {
+BREAK_EVEN_CONDITIONS = {
     COMMUNICATION: "all communication took {} times as long",
     BATCH: "the batch were {} times as large",
     MEM_COEFF: "mem_coeff were {} times as large",
 }
-"""Text of the condition under which an alternative is cheaper, by quantity; `{}` stands for the
-multiplier of the quantity."""
+"""Condition under which an alternative is cheaper, by quantity; `{}` is the quantity's
+multiplier."""
 
 
-def origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
+def cut_origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
     """Return (label, sentence) about who decided an operator's cuts: user, search or neighbors."""
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
@@ -79,7 +79,7 @@ def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
         yield f"over {choice.axis}", f"{choice.chosen or 'not cut'} chosen; {others}{together}"
         for other in choice.alternatives:
             for knob, factor in other.turns.items():
-                condition = TURNING_POINTS[knob].format(f"{factor:.2g}")
+                condition = BREAK_EVEN_CONDITIONS[knob].format(f"{factor:.2g}")
                 yield "", f"{other.factor or 'no cut'} would cost less if {condition}"
 
 

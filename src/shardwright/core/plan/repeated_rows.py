@@ -105,9 +105,9 @@ def _build_fold(members: Sequence[OperatorRow]) -> Fold:
     if 0 < len(recomputed) < len(members):
         where = f"{len(recomputed)} of {len(members)}"
         if len(positions := _differing_word_indices(names)) == 1:
-            where = ranges(int(name.split(".")[positions[0]]) for name in recomputed)
+            where = format_ranges(int(name.split(".")[positions[0]]) for name in recomputed)
         recomputed_text = f"recomputed in {where}"
-    stages = ranges({row.stage for row in members})
+    stages = format_ranges({row.stage for row in members})
     return Fold(
         replace(members[0], name=join_names(names)), tuple(members), stages, recomputed_text
     )
@@ -139,12 +139,11 @@ def _describe_crossing_stages(members: Sequence[CrossingRow]) -> str:
     if len(stages) == 1:
         return f"stage {first.stage} to stage {first.to_stage}"
     neighbor = "next" if first.to_stage > first.stage else "previous"
-    return f"each of stages {ranges(stages)} to the {neighbor}"
+    return f"each of stages {format_ranges(stages)} to the {neighbor}"
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Group names that differ only in numbers, in order of first occurrence, and join each group by
-    `join_names`."""
+    """Join names that differ only in numbers by `join_names`, in order of first occurrence."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_replace_numbers_by_wildcards(name), []).append(name)
@@ -167,18 +166,18 @@ def join_names(names: Sequence[str]) -> str:
         return ", ".join(names)
     words = names[0].split(".")
     for position in _differing_word_indices(names):
-        words[position] = f"{{{ranges({int(name.split('.')[position]) for name in names})}}}"
+        words[position] = f"{{{format_ranges({int(name.split('.')[position]) for name in names})}}}"
     return ".".join(words)
 
 
-def module_words(name: str, max_splits: int = 0) -> list[str]:
+def split_module_path(name: str, max_splits: int = 0) -> list[str]:
     """Split a module path, whose numbers may be ranges, at its dots.
 
     Args:
         name: the module path.
         max_splits: maximum number of splits, as in `str.split`; 0 for no limit.
 
-    >>> module_words("layers.{0..3}.add")
+    >>> split_module_path("layers.{0..3}.add")
     ['layers', '{0..3}', 'add']
     """
     words = re.split(r"\.(?![^{}]*\})", name)
@@ -187,10 +186,10 @@ def module_words(name: str, max_splits: int = 0) -> list[str]:
     return [*words[:max_splits], ".".join(words[max_splits:])]
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Format numbers in ascending order, with consecutive numbers as ranges.
 
-    >>> ranges([0, 1, 2, 3, 5])
+    >>> format_ranges([0, 1, 2, 3, 5])
     '0..3,5'
     """
     runs: list[list[int]] = []

@@ -52,7 +52,7 @@ def _is_added_for_micro_batches(name: str, names: Collection[str]) -> bool:
 def _shortest_strategy_of_row(
     plan: PlanData, row: OperatorRow, on_primes: Partitioned | None
 ) -> OperatorStrategy:
-    """Return an operator's strategy as numbers of shards, or as layouts if the numbers do not
+    """Return an operator's strategy as numbers of shards, or as layouts if numbers of shards do not
     resolve to the planned cuts."""
     outputs = _output_layout_entries(plan, row)
     counts = OperatorStrategy(tuple(layout.shard_counts for layout in row.input_layouts), outputs)

@@ -1,4 +1,4 @@
-"""Summarize a plan in at most 25 lines: main metrics, and one row per repeated block."""
+"""Summarize a plan in at most 25 lines: metrics, and one row per repeated block."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan.data import PlanData
-from shardwright.core.plan.parallelism import parallelism, sentence
-from shardwright.core.plan.repeated_rows import Fold, fold_names, fold_rows, module_words
+from shardwright.core.plan.parallelism import parallelism_phrases, parallelism_sentence
+from shardwright.core.plan.repeated_rows import Fold, fold_names, fold_rows, split_module_path
 from shardwright.core.plan.rows import devices_text, seconds_text
-from shardwright.core.plan.text_columns import in_columns, wrapped
+from shardwright.core.plan.text_columns import format_columns, wrap_sentence
 
 MAX_LINES = 25
 """Maximum number of lines of the summary."""
@@ -32,7 +32,11 @@ def plan_summary(plan: PlanData, width: int) -> str:
         width: maximum length of a line in characters.
     """
     head = plan_head(plan, width)
-    tail = [line for note in (*notes(plan, max_operators=1), HINT) for line in wrapped(note, width)]
+    tail = [
+        line
+        for note in (*plan_notes(plan, max_operators=1), HINT)
+        for line in wrap_sentence(note, width)
+    ]
     remaining_lines = MAX_LINES - len(head) - len(tail)
     table: list[str] = []
     for detail in (2, 1, 0):
@@ -53,10 +57,10 @@ def plan_head(plan: PlanData, width: int) -> list[str]:
         plan: the plan.
         width: maximum length of a line in characters.
     """
-    lines = wrapped(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
-    lines += wrapped(sentence(plan), width)
+    lines = wrap_sentence(f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}", width)
+    lines += wrap_sentence(parallelism_sentence(plan), width)
     for label, figures in _main_metrics(plan):
-        lines += wrapped(figures, width, f"{label:8}")
+        lines += wrap_sentence(figures, width, f"{label:8}")
     return lines
 
 
@@ -65,14 +69,17 @@ def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
     volume, batch size."""
     step, memory, limit = plan.step, plan.known_memory, plan.memory_limit
     if step is not None:
-        words = [f"{seconds_text(step.seconds)} on {step.cluster}", speed(plan, step.seconds)]
+        words = [
+            f"{seconds_text(step.seconds)} on {step.cluster}",
+            throughput_text(plan, step.seconds),
+        ]
         if step.utilization is not None:
             words.append(f"utilization {step.utilization:.1%}")
         words.append(f"exposed communication {seconds_text(step.communication)}")
         words += [f"bubbles {step.bubble:.1%}"] * bool(step.bubble)
         yield "step", ", ".join(filter(None, words))
     if plan.gap is not None:
-        yield "gap", f"within {plan.gap:.1%} of the best on this mesh" + stages_text(plan)
+        yield "gap", f"within {plan.gap:.1%} of the best on this mesh" + stages_suffix(plan)
     if memory is not None:
         stage = f" of stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else ""
         of_limit = "" if limit is None else f" of {binary(limit)}"
@@ -91,15 +98,14 @@ def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
         yield "batch", f"{samples:,} {unit}{in_micro_batches}"
 
 
-def stages_text(plan: PlanData) -> str:
+def stages_suffix(plan: PlanData) -> str:
     """Format the number of stages as a suffix, `, with 4 stages`; empty for one stage."""
     stages = plan.pipeline.stages
     return f", with {stages} stages" if stages > 1 else ""
 
 
-def speed(plan: PlanData, seconds: float) -> str:
-    """Format the throughput of a plan: `8,192 tokens/s`, or samples/s if the sequence length is
-    unknown.
+def throughput_text(plan: PlanData, seconds: float) -> str:
+    """Format the throughput of a plan: `8,192 tokens/s`, or samples/s without a sequence length.
 
     Args:
         plan: the plan.
@@ -115,14 +121,14 @@ def speed(plan: PlanData, seconds: float) -> str:
     return f"{plan.global_batch * plan.sequence / seconds:,.0f} tokens/s"
 
 
-def notes(plan: PlanData, max_operators: int | None = None) -> Iterator[str]:
+def plan_notes(plan: PlanData, max_operators: int | None = None) -> Iterator[str]:
     """Yield warnings about unused mesh axes and operators without a sharding rule.
 
     Args:
         plan: the plan.
         max_operators: maximum number of operators to list; None for all.
     """
-    yield from unused_axes_text(plan)
+    yield from unused_axes_warning(plan)
     names = fold_names(plan.without_rule)
     if names:
         listed = names[:max_operators]
@@ -131,7 +137,7 @@ def notes(plan: PlanData, max_operators: int | None = None) -> Iterator[str]:
         yield f"no sharding rule, so they are replicated: {named}"
 
 
-def unused_axes_text(plan: PlanData) -> Iterable[str]:
+def unused_axes_warning(plan: PlanData) -> Iterable[str]:
     """Yield a warning that lists the mesh axes that shard no operator, unless there are none."""
     unused = plan.unused_axes
     if unused:
@@ -189,8 +195,8 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
     sent = _communication_bytes_by_operator(plan)
     blocks: dict[object, _SummaryRow] = {}
     others: dict[tuple[str, ...], _SummaryRow] = {}
-    for fold in fold_rows(plan.operators, partial(parallelism, plan)):
-        row, phrases = fold.row, parallelism(plan, fold.row)
+    for fold in fold_rows(plan.operators, partial(parallelism_phrases, plan)):
+        row, phrases = fold.row, parallelism_phrases(plan, fold.row)
         if row.main or row.pinned:
             block_path, name = _split_name_at_block(row.name)
             key = _summary_row_key(block_path, name, detail)
@@ -224,7 +230,7 @@ def _communication_bytes_by_operator(plan: PlanData) -> Counter[str]:
 
 def _split_name_at_block(name: str) -> tuple[str, str]:
     """Split an operator's name after the last number: `layers.{0..3}` and `attn.q`."""
-    words = module_words(name)
+    words = split_module_path(name)
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
     block_length = numbers[-1] + 1 if numbers else 0
     return ".".join(words[:block_length]), ".".join(words[block_length:])
@@ -253,7 +259,7 @@ def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> 
         phrases = [phrase for phrase in block.phrases if not common_header or phrase not in common]
         names = prefix + ", ".join(_shorten_names(_join_names_by_module(block.names)))
         rows.append((names, ", ".join(phrases) or "nothing else", *numbers))
-    return in_columns(header, rows, width)
+    return format_columns(header, rows, width)
 
 
 def _shorten_names(names: list[str]) -> list[str]:
@@ -270,7 +276,7 @@ def _join_names_by_module(names: Iterable[str]) -> list[str]:
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        *modules, last_word = module_words(name)
+        *modules, last_word = split_module_path(name)
         groups.setdefault(".".join(modules), []).append(last_word)
     joined = list[str]()
     for module, last_words in groups.items():

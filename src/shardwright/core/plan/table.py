@@ -17,8 +17,13 @@ from shardwright.core.plan.rows import (
     shapes_text,
     strategy_text,
 )
-from shardwright.core.plan.summary import notes, plan_head, plan_summary
-from shardwright.core.plan.text_columns import at_dots, printed, text_width, wrapped
+from shardwright.core.plan.summary import plan_head, plan_notes, plan_summary
+from shardwright.core.plan.text_columns import (
+    render_lines,
+    split_at_dots,
+    text_width,
+    wrap_sentence,
+)
 
 
 def plan_text(
@@ -36,8 +41,10 @@ def plan_text(
     width = text_width() if width is None else width
     if not full and not every:
         return plan_summary(plan, width)
-    table = printed(width, plan_table(plan, every, width))
-    notes_below = [line for note in _table_notes(plan, every) for line in wrapped(note, width)]
+    table = render_lines(width, plan_table(plan, every, width))
+    notes_below = [
+        line for note in _table_notes(plan, every) for line in wrap_sentence(note, width)
+    ]
     return "\n".join([*plan_head(plan, width), *table, *notes_below])
 
 
@@ -65,9 +72,11 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
         row = fold.row
         cuts_or_note = cuts_text(row) if row.rule is not None else "no rule: replicated"
         table.add_row(
-            "\n".join((*at_dots(row.name, names), shapes_text(row))),
+            "\n".join((*split_at_dots(row.name, names), shapes_text(row))),
             "\n".join(filter(None, (cuts_or_note, _strategy_cell(fold)))),
-            "\n".join(line for each in _redistribution_lines(row) for line in at_dots(each, sent)),
+            "\n".join(
+                line for each in _redistribution_lines(row) for line in split_at_dots(each, sent)
+            ),
             binary(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
         )
@@ -105,7 +114,7 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
     yield from _stage_memory_lines(plan)
     if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
-    yield from notes(plan)
+    yield from plan_notes(plan)
     hidden = sum(not is_notable(row) for row in plan.operators)
     if hidden and not every:
         yield (

@@ -38,7 +38,7 @@ def text_width() -> int:
     return min(max(get_terminal_size((120, 24)).columns, MIN_WIDTH), MAX_WIDTH)
 
 
-def printed(width: int, *renderables: RenderableType) -> list[str]:
+def render_lines(width: int, *renderables: RenderableType) -> list[str]:
     """Render rich tables and strings at a width in characters, as lines without colors."""
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as captured:
@@ -47,7 +47,7 @@ def printed(width: int, *renderables: RenderableType) -> list[str]:
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def wrapped(text: str, width: int, label: str = "") -> list[str]:
+def wrap_sentence(text: str, width: int, label: str = "") -> list[str]:
     """Wrap a sentence after a label, with later lines indented by the width of the label.
 
     Args:
@@ -64,10 +64,10 @@ def wrapped(text: str, width: int, label: str = "") -> list[str]:
     )
 
 
-def wrapped_lines(lines: Iterable[str], width: int = MIN_WIDTH) -> list[str]:
+def wrap_lines(lines: Iterable[str], width: int = MIN_WIDTH) -> list[str]:
     """Wrap each line at spaces, with continuation lines indented by four more spaces.
 
-    >>> wrapped_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
+    >>> wrap_lines(["  over tp: k chosen; j 2.1 ms more"], 24)
     ['  over tp: k chosen; j', '      2.1 ms more']
     """
     return [wrapped_line for line in lines for wrapped_line in _wrap_line(line, width)]
@@ -87,10 +87,10 @@ def _wrap_line(line: str, width: int) -> list[str]:
     )
 
 
-def at_dots(text: str, width: int) -> list[str]:
+def split_at_dots(text: str, width: int) -> list[str]:
     """Break a module path into lines of at most `width` characters, at dots where possible.
 
-    >>> at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
+    >>> split_at_dots("model.layers.{0..79}.self_attn.q_proj", 22)
     ['model.layers.{0..79}.', 'self_attn.q_proj']
     """
     lines = [""]
@@ -102,7 +102,7 @@ def at_dots(text: str, width: int) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
+def format_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int) -> list[str]:
     """Lay out two columns of text, followed by any number of columns of numbers.
 
     Columns of numbers are as wide as their cells. If the text columns do not fit into the remaining
@@ -122,7 +122,9 @@ def in_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: int)
     lines = []
     for row in (header, *rows):
         indent = " " * (len(row[0]) - len(row[0].lstrip()))
-        names = [indent + line for line in at_dots(row[0].strip(), max(1, sizes[0] - len(indent)))]
+        names = [
+            indent + line for line in split_at_dots(row[0].strip(), max(1, sizes[0] - len(indent)))
+        ]
         if len(names) > 2:
             names = [names[0], f"{names[1][: sizes[0] - 2].rstrip()} …"]
         cells = [

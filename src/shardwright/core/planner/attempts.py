@@ -23,14 +23,14 @@ class Attempt:
 
     Args:
         options: options with which the planner searches.
-        recompute: whether the planner may recompute operators that the user did not mark.
+        recompute: whether the planner may recompute operators without a mark of the user.
     """
 
     options: PlanOptions
     recompute: bool
 
     def __str__(self) -> str:
-        return self.options.in_words(self.recompute)
+        return self.options.describe(self.recompute)
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
@@ -148,8 +148,8 @@ def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemor
         stage: memory of the largest stage in the plan that needs the least memory.
     """
     # The inputs of all micro-batches are on the device throughout the step.
-    passing = stage.activations + stage.temporary
-    fixed, remedies = stage.peak - passing, ""
+    micro_batch_bytes = stage.activations + stage.temporary
+    fixed_bytes, remedies = stage.peak - micro_batch_bytes, ""
     devices, needed = _double_until_memory_fits(options.devices, 0, stage.peak, limit)
     if needed <= limit:
         remedies += f", or use {devices} devices (about {binary(needed)} each)"
@@ -158,33 +158,35 @@ def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemor
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
         remedies += ", or try stages='auto'"
     micro_batches, needed = _double_until_memory_fits(
-        options.num_micro_batches, fixed, passing, limit
+        options.num_micro_batches, fixed_bytes, micro_batch_bytes, limit
     )
     if needed <= limit:
         return remedies + f", or use {micro_batches} micro-batches (about {binary(needed)})"
     return (
         f"{remedies}; more micro-batches are not enough, as parameters, gradients, optimizer"
-        f" state and inputs need {binary(fixed)}"
+        f" state and inputs need {binary(fixed_bytes)}"
     )
 
 
-def _double_until_memory_fits(number: int, fixed: int, shared: int, limit: int) -> tuple[int, int]:
+def _double_until_memory_fits(
+    count: int, fixed_bytes: int, halved_bytes: int, limit: int
+) -> tuple[int, int]:
     """Double a number of devices or micro-batches until memory fits, at most `MAX_DOUBLINGS` times.
 
     Args:
-        number: the number of devices or micro-batches.
-        fixed: bytes per device that do not depend on the number.
-        shared: bytes per device that each doubling halves.
+        count: the number of devices or micro-batches.
+        fixed_bytes: bytes per device that do not depend on `count`.
+        halved_bytes: bytes per device that each doubling halves.
         limit: memory limit in bytes per device.
 
     Returns:
-        (doubled number, estimated bytes per device).
+        (doubled count, estimated bytes per device).
     """
     for doublings in range(1, MAX_DOUBLINGS + 1):
-        needed = fixed + (shared >> doublings)
+        needed = fixed_bytes + (halved_bytes >> doublings)
         if needed <= limit:
             break
-    return number << doublings, needed
+    return count << doublings, needed
 
 
 def _describe_memory_breakdown(stage: StageMemory) -> str:

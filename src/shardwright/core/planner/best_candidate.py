@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cache
 
 from shardwright.core.planner.candidate import Candidate, PlanTask, candidates
-from shardwright.core.planner.choose_stages import suggest_stages, with_best_stages
-from shardwright.core.planner.device_limit import within_device_memory
-from shardwright.core.planner.fit_memory import within_memory
+from shardwright.core.planner.choose_stages import fastest_over_stages, suggest_stages
+from shardwright.core.planner.device_limit import candidate_within_device_memory
+from shardwright.core.planner.fit_memory import candidate_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
 from shardwright.core.planner.recompute_bound import RecomputeOptions
@@ -26,7 +26,7 @@ threshold, a seventh of the search time is garbage collection."""
 
 @contextmanager
 def raised_gc_threshold() -> Iterator[None]:
-    """Context in which Python's garbage collector runs rarely, as during a search."""
+    """Context in which Python's garbage collector runs at most once per `GC_THRESHOLD` objects."""
     before = gc.get_threshold()
     if before[0]:  # 0 means that the caller has disabled the collector.
         gc.set_threshold(max(GC_THRESHOLD, before[0]), *before[1:])
@@ -53,7 +53,7 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     models = {task.options.num_micro_batches: task.model for task in tasks}
     options = tasks[0].options
 
-    def decide(options: PlanOptions) -> Sequence[Candidate]:
+    def find_candidates(options: PlanOptions) -> Sequence[Candidate]:
         return candidates(models[options.num_micro_batches], options)
 
     largest = tasks[0].model
@@ -65,19 +65,23 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
 
     bounds = {count: StepBounds(model.graph, recompute_options) for count, model in models.items()}
 
-    def best(changed: PlanOptions) -> Candidate:
-        """Return the best candidate for all tasks within `changed.memory_limit`."""
-        limit = changed.memory_limit
+    def best_within_limit(limited: PlanOptions) -> Candidate:
+        """Return the best candidate for all tasks within `limited.memory_limit`."""
+        limit = limited.memory_limit
         requested = [replace(task.options, memory_limit=limit) for task in tasks]
         if len(tasks) > 1 or options.chooses_pipeline:
-            return with_best_stages(requested, decide, bounds, ranking=ranking)
-        return within_memory(requested[0], decide, ranking)
+            return fastest_over_stages(requested, find_candidates, bounds, ranking=ranking)
+        return candidate_within_memory(requested[0], find_candidates, ranking)
 
     # Memory is that of a training step, which a model in eval mode does not run.
     is_trained = tasks[0].model.training
-    candidate = within_device_memory(options, best) if is_trained else best(options)
+    candidate = (
+        candidate_within_device_memory(options, best_within_limit)
+        if is_trained
+        else best_within_limit(options)
+    )
     # With `auto` the best number of stages has been chosen already.
     if options.suggest_stages and not options.chooses_pipeline:
         chosen = candidate.options.num_micro_batches
-        suggest_stages(replace(options, micro_batches=chosen), candidate, decide)
+        suggest_stages(replace(options, micro_batches=chosen), candidate, find_candidates)
     return candidate

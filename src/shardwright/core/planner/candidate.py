@@ -58,13 +58,13 @@ class CapturedModel:
         batch_dims: sample dimension of each leaf of the model's arguments; empty if it is 0 for
             all.
         dry_runs: cache of the dry runs of chunks, which measure memory.
-        searched: cached search results by the arguments of the search: (cuts, seconds that the
-            search took), or the error that it raised.
-        divisions: cached chunk index of each operator, by the arguments of the search, the index of
-            its result and the number of chunks.
-        chunk_times: cached lists of (decisions, seconds of each chunk), by numbers of stages and of
-            chunks. Different searches often return equal cuts. Lists, as decisions are not
-            hashable.
+        search_results: cached results by the arguments of the search: (cuts, seconds that the
+            search took), or the error that the search raised.
+        chunk_assignments: cached chunk index of each operator, by the arguments of the search, the
+            index of the search result and the number of chunks.
+        chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
+            chunks; a list, as decisions are not hashable. Different searches often return equal
+            cuts.
     """
 
     graph: Graph
@@ -74,10 +74,10 @@ class CapturedModel:
     loss_reduction: str = "mean"
     batch_dims: tuple[int | None, ...] = ()
     dry_runs: DryRunCache = field(default_factory=DryRunCache)
-    searched: dict[object, tuple[Sequence[Mapping[str, Cuts]], float] | StrategyError] = field(
-        default_factory=dict
+    search_results: dict[object, tuple[Sequence[Mapping[str, Cuts]], float] | StrategyError] = (
+        field(default_factory=dict)
     )
-    divisions: dict[object, Mapping[str, int]] = field(default_factory=dict)
+    chunk_assignments: dict[object, Mapping[str, int]] = field(default_factory=dict)
     chunk_times: dict[object, list[tuple[tuple[object, ...], Sequence[ChunkTime]]]] = field(
         default_factory=dict
     )
@@ -100,7 +100,7 @@ class Candidate:
     Args:
         mesh: device matrix of one stage, with axes of prime sizes.
         search_seconds: seconds that the search took.
-        measured: memory of each stage, measured by dry runs; None if not measured.
+        measured_memory: memory of each stage, measured by dry runs; None if not measured.
         pinned: cuts fixed by the user, by operator name.
     """
 
@@ -110,7 +110,7 @@ class Candidate:
     decisions: Decisions
     pipeline: PipelineSpec
     search_seconds: float
-    measured: Memory | None = None
+    measured_memory: Memory | None = None
     pinned: Mapping[str, Cuts] = field(default_factory=dict)
 
     @cached_property
@@ -177,10 +177,10 @@ class Candidate:
         return 0.0 if self.predicted is None else self.predicted.seconds
 
     def with_sharding_of(self, options: PlanOptions) -> Candidate:
-        """Return a candidate with the cuts of this one, and storage sharded as in `options`."""
+        """Return a candidate with the same cuts, and storage sharded as in `options`."""
         storage = _parameter_storage_layouts(self.model, self.mesh, self.decisions.cuts, options)
         decisions = replace(self.decisions, storage=storage, sharding=options.sharding)
-        return replace(self, options=options, decisions=decisions, measured=None)
+        return replace(self, options=options, decisions=decisions, measured_memory=None)
 
     def memory(
         self, decisions: Decisions | None = None, stages: Container[int] | None = None
@@ -198,7 +198,7 @@ class Candidate:
         return memory(partitioned, self.options.optimizer, self.model.dry_runs, stages=stages)
 
     def _report_activity(self, activity: str) -> None:
-        self.options.on_progress(f"{activity}: {self.options.in_words()}")
+        self.options.on_progress(f"{activity}: {self.options.describe()}")
 
     def plan(self) -> Plan:
         """Return the plan of this candidate, on the folded device matrix."""
@@ -211,14 +211,14 @@ class Candidate:
             training=model.training,
             pins=model.pins.strategies,
             predicted=self.predicted,
-            memory_limit=options.device_memory,
+            memory_limit=options.recorded_limit,
             optimizer=options.optimizer,
             dry_runs=model.dry_runs,
             pricing=options.pricing(self.pipeline),
         )
-        if self.measured is not None:
+        if self.measured_memory is not None:
             # Folding renames axes and changes no local shape, so memory is the same.
-            plan.analysis.memory = self.measured
+            plan.analysis.memory = self.measured_memory
         return plan
 
 
@@ -236,7 +236,7 @@ class PlanTask:
     is_derived: bool = False
 
 
-Decide = Callable[[PlanOptions], Sequence[Candidate]]
+FindCandidates = Callable[[PlanOptions], Sequence[Candidate]]
 """Function that searches with the given options and returns one or more candidates."""
 
 
@@ -277,26 +277,26 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
         log_costs=options.log_costs,
     )
     # All arguments on which the result of a search depends: candidates with equal arguments share
-    # it.
+    # the result.
     shard_size = None if pricing is None else pricing.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     key: tuple[object, ...] = (fixed.mesh, mode)
     if MODES[mode].takes_pricing:
         key = (*key, *options.search_options.values(), *counts, shard_size)
-    if key not in model.searched:
-        on_share = share_reporter(options.on_progress, f"search: {options.in_words()}")
+    if key not in model.search_results:
+        on_share = share_reporter(options.on_progress, f"search: {options.describe()}")
         if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
             log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
         started = time.perf_counter()
         try:
             results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
-            model.searched[key] = results, time.perf_counter() - started
+            model.search_results[key] = results, time.perf_counter() - started
         except StrategyError as error:
-            model.searched[key] = error
-    searched = model.searched[key]
-    if isinstance(searched, StrategyError):
-        raise searched.with_traceback(None)
-    results, search_seconds = searched
+            model.search_results[key] = error
+    cached = model.search_results[key]
+    if isinstance(cached, StrategyError):
+        raise cached.with_traceback(None)
+    results, search_seconds = cached
     candidates_of_mode = []
     # Without a cluster no step time is predicted, so that results cannot be compared.
     results = results if options.cluster is not None else results[:1]
@@ -309,11 +309,11 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, index, pipeline.num_chunks
             # The division depends on the cuts only, not on the storage of parameters.
-            if division not in model.divisions:
-                model.divisions[division] = _assign_ops_to_balanced_chunks(
+            if division not in model.chunk_assignments:
+                model.chunk_assignments[division] = _assign_ops_to_balanced_chunks(
                     model, options, fixed.mesh, pipeline, cuts
                 )
-            balanced_pipeline = replace(pipeline, chunk_of=model.divisions[division])
+            balanced_pipeline = replace(pipeline, chunk_of=model.chunk_assignments[division])
         decisions = Decisions(
             cuts,
             _parameter_storage_layouts(model, fixed.mesh, cuts, options),
@@ -404,7 +404,7 @@ def _reassign_equal_axes_of_candidate(candidate: Candidate) -> Candidate:
 def _parameter_storage_layouts(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
-    """Return the storage layout of each parameter: pinned, sharded further by ZeRO or HSDP, or as
+    """Return the storage layout of each parameter: as pinned, sharded by ZeRO or HSDP, or as
     operators use the parameter."""
     graph, pinned = model.graph, model.pins.parameters
     storage: Storage = requested_storage(graph, mesh, pinned, storage_as_used(graph, mesh, cuts))

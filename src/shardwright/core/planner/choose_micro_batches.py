@@ -23,16 +23,16 @@ from shardwright.errors import (
 
 log = logging.getLogger("shardwright.search")
 
-Prepare = Callable[[int, bool], PlanTask]
-"""Function that returns the model's graph for a number of micro-batches.
+PrepareTask = Callable[[int, bool], PlanTask]
+"""Function that returns the task of planning the model with a number of micro-batches.
 
 If the second argument is true, the graph is captured; if false, it may be derived from graphs of
 other numbers of micro-batches (`core/micro_batches/interpolated_graph.py`).
 """
 
 
-def with_best_micro_batches(
-    counts: Sequence[int], prepare: Prepare, ranking: Ranking | None = None
+def fastest_over_micro_batches(
+    counts: Sequence[int], prepare: PrepareTask, ranking: Ranking | None = None
 ) -> Candidate:
     """Return the candidate with the shortest predicted step; ties go to the fewest micro-batches.
 
@@ -45,8 +45,8 @@ def with_best_micro_batches(
 
     Args:
         counts: numbers of micro-batches to try, ascending.
-        prepare: captures the model for a number of micro-batches.
-        ranking: records the fastest candidate of each kind.
+        prepare: function that captures the model for a number of micro-batches.
+        ranking: records the fastest candidate of each kind of plan.
 
     Raises:
         MemoryLimitError: if no plan with any number fits into the memory limit; the error is raised
@@ -60,9 +60,11 @@ def with_best_micro_batches(
 
 
 class _MicroBatchChoice:
-    """Search over numbers of micro-batches that records the errors of impossible numbers."""
+    """Search over numbers of micro-batches that records the errors of invalid numbers."""
 
-    def __init__(self, counts: Sequence[int], prepare: Prepare, ranking: Ranking | None) -> None:
+    def __init__(
+        self, counts: Sequence[int], prepare: PrepareTask, ranking: Ranking | None
+    ) -> None:
         self._counts, self._prepare, self._ranking = counts, prepare, ranking
         self._errors: list[ShardwrightError] = []
         self._mixed: MixedSamplesError | None = None

@@ -10,7 +10,7 @@ from functools import partial
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO
 from shardwright.core.partition.schedules import SCHEDULES
-from shardwright.core.planner.candidate import Candidate, Decide
+from shardwright.core.planner.candidate import Candidate, FindCandidates
 from shardwright.core.planner.fit_memory import fastest_within_memory
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
@@ -21,9 +21,9 @@ from shardwright.errors import PlanInterrupted
 log = logging.getLogger("shardwright.search")
 
 
-def with_best_stages(
+def fastest_over_stages(
     requested: Sequence[PlanOptions],
-    decide: Decide,
+    find_candidates: FindCandidates,
     bounds: Mapping[int, StepBounds] | None = None,
     best: Candidate | None = None,
     ranking: Ranking | None = None,
@@ -41,7 +41,7 @@ def with_best_stages(
 
     Args:
         requested: options for each number of micro-batches, which differ in this number only.
-        decide: function that searches with given options and returns candidates.
+        find_candidates: function that searches with given options and returns candidates.
         bounds: lower bounds on step times, by number of micro-batches; None for no bounds.
         best: fastest candidate with one number of stages and schedule, which are not searched
             again; None to search all combinations.
@@ -62,7 +62,7 @@ def with_best_stages(
     ]
     if len(stage_options) == 1:
         # Nothing to compare the bound with.
-        stage_options[0].relaxed = None
+        stage_options[0].relaxed_options = None
     log.info(
         "searching stages in %s with micro-batches in %s",
         sorted({_fixed_num_stages(each) for each in all_options}),
@@ -72,16 +72,16 @@ def with_best_stages(
     below = float("inf") if best is None else best.seconds
     fastest = best
     if stage_options:
-        fastest = fastest_within_memory(stage_options, decide, below, ranking) or best
+        fastest = fastest_within_memory(stage_options, find_candidates, below, ranking) or best
     assert fastest is not None
-    log.info("%s: %.4g s per step", fastest.options.in_words(), fastest.seconds)
+    log.info("%s: %.4g s per step", fastest.options.describe(), fastest.seconds)
     return fastest
 
 
 def _build_stage_options(options: PlanOptions, bounds: StepBounds | None) -> StageOptions:
     relaxed = _relax_options_for_lower_bound(options)
     if bounds is None:
-        return StageOptions(options, relaxed=relaxed)
+        return StageOptions(options, relaxed_options=relaxed)
     recompute_bound = partial(bounds.recompute_seconds, options)
     return StageOptions(
         options, bounds.min_seconds(options), relaxed, recompute_bound=recompute_bound
@@ -142,21 +142,23 @@ def max_stages(options: PlanOptions) -> int:
     return min(options.devices, options.num_micro_batches, options.max_stages or options.devices)
 
 
-def suggest_stages(options: PlanOptions, chosen: Candidate, decide: Decide) -> None:
+def suggest_stages(
+    options: PlanOptions, chosen: Candidate, find_candidates: FindCandidates
+) -> None:
     """Warn if another number of stages is predicted to be faster than the requested number.
 
     Without a cluster no step time is predicted, so that there is no warning.
 
     Args:
         chosen: best candidate with the requested number of stages.
-        decide: function that searches with given options and returns candidates.
+        find_candidates: function that searches with given options and returns candidates.
     """
     if options.cluster is None:
         log.info("`suggest_stages` has no effect without a cluster: name one with `cluster`")
         return
     searched = replace(options, stages=AUTO)
     try:
-        best = with_best_stages([searched], decide, best=chosen)
+        best = fastest_over_stages([searched], find_candidates, best=chosen)
     except KeyboardInterrupt:
         raise PlanInterrupted(chosen.plan) from None
     if best.pipeline.stages != chosen.pipeline.stages:

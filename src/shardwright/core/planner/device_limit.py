@@ -14,8 +14,8 @@ from shardwright.errors import MemoryLimitError
 log = logging.getLogger("shardwright.search")
 
 
-def within_device_memory(
-    options: PlanOptions, decide: Callable[[PlanOptions], Candidate]
+def candidate_within_device_memory(
+    options: PlanOptions, best_candidate: Callable[[PlanOptions], Candidate]
 ) -> Candidate:
     """Return the best candidate that fits into the device memory of the named cluster.
 
@@ -24,7 +24,7 @@ def within_device_memory(
     limit or without a named cluster are planned once, unchanged.
 
     Args:
-        decide: function from options to the best candidate with these options.
+        best_candidate: function that returns the best candidate with given options.
 
     Raises:
         MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
@@ -32,8 +32,8 @@ def within_device_memory(
     """
     limit = options.default_limit
     if limit is None:
-        return decide(options)
-    requested = decide(replace(options, memory_limit=NO_LIMIT))
+        return best_candidate(options)
+    requested = best_candidate(replace(options, memory_limit=NO_LIMIT))
     # The lower bound needs no dry run; a dry run is made only if the bound is within the limit.
     needed = max(least_memory(requested.partitioned, options.optimizer))
     if needed <= limit:
@@ -42,7 +42,7 @@ def within_device_memory(
         return requested
     cluster = options.resolved_cluster.name
     try:
-        fitted = decide(replace(options, memory_limit=limit))
+        fitted = best_candidate(replace(options, memory_limit=limit))
     except MemoryLimitError as error:
         raise MemoryLimitError(
             f"{error}; the limit is the device memory of cluster {cluster!r}: to plan without it,"
@@ -58,6 +58,6 @@ def within_device_memory(
         binary(needed),
         cluster,
         binary(limit),
-        fitted.options.in_words(bool(fitted.decisions.recompute)),
+        fitted.options.describe(bool(fitted.decisions.recompute)),
     )
     return fitted

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import inf
 
 from shardwright.core.planner.attempts import attempt_phases
-from shardwright.core.planner.candidate import Candidate, Decide
+from shardwright.core.planner.candidate import Candidate, FindCandidates
 from shardwright.core.planner.memory_search import MemorySearch
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking
@@ -16,8 +16,8 @@ from shardwright.core.planner.stage_options import QueuedOptions, StageOptions
 from shardwright.errors import PlanInterrupted
 
 
-def within_memory(
-    options: PlanOptions, decide: Decide, ranking: Ranking | None = None
+def candidate_within_memory(
+    options: PlanOptions, find_candidates: FindCandidates, ranking: Ranking | None = None
 ) -> Candidate:
     """Return a candidate that fits into the memory limit, with `options` changed where necessary.
 
@@ -32,28 +32,28 @@ def within_memory(
     the plan fits without other changes; if no value does, changes start from the smallest value.
 
     Args:
-        decide: function that searches with given options and returns candidates.
+        find_candidates: function that searches with given options and returns candidates.
         ranking: records the fastest candidate of each kind of plan; see `fastest_within_memory`.
 
     Raises:
         MemoryLimitError: if no plan fits; contains the smallest memory limit with which a plan
             fits.
     """
-    candidate = fastest_within_memory([StageOptions(options)], decide, ranking=ranking)
+    candidate = fastest_within_memory([StageOptions(options)], find_candidates, ranking=ranking)
     assert candidate is not None
     return candidate
 
 
 def fastest_within_memory(
     stage_options: Sequence[StageOptions],
-    decide: Decide,
+    find_candidates: FindCandidates,
     below: float = float("inf"),
     ranking: Ranking | None = None,
 ) -> Candidate | None:
     """Return the fastest candidate that fits, over several numbers of stages and schedules.
 
     Args:
-        decide: function that searches with given options and returns candidates.
+        find_candidates: function that searches with given options and returns candidates.
         below: upper limit of the step time of the result in seconds, exclusive.
         ranking: records the fastest candidate of each kind of plan until there are enough kinds,
             and the reasons why other kinds have no candidate.
@@ -67,11 +67,11 @@ def fastest_within_memory(
         PlanInterrupted: on Ctrl-C, if a candidate is already known to fit.
     """
     # Several numbers of stages: those with which the model cannot be planned raise no error.
-    search = MemorySearch(stage_options[0].options.limit, decide, len(stage_options) == 1)
+    search = MemorySearch(stage_options[0].options.limit, find_candidates, len(stage_options) == 1)
     try:
         return _run_search_phases(search, stage_options, below, ranking)
     except KeyboardInterrupt:
-        fitting = search.known_to_fit()
+        fitting = search.fitting_candidates()
         if not fitting:
             raise
         best = min(fitting, key=lambda candidate: candidate.seconds)
@@ -92,8 +92,8 @@ def _run_search_phases(
         len(group) for phases in phases_by_stages for groups in phases for group in groups
     )
     for each in stage_options:
-        if each.relaxed is not None:
-            each.relaxed = replace(each.relaxed, on_progress=on_progress)
+        if each.relaxed_options is not None:
+            each.relaxed_options = replace(each.relaxed_options, on_progress=on_progress)
     # Phase by phase, so that all numbers of stages compete in each phase.
     for phase in zip_longest(*phases_by_stages, fillvalue=()):
         for each, groups in zip(stage_options, phase, strict=True):

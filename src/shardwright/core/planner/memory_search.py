@@ -21,7 +21,7 @@ from math import inf
 from shardwright.core.cost.memory import Memory, binary, least_memory
 from shardwright.core.plan.ranked import LeftOut, PlanKind
 from shardwright.core.planner.attempts import Attempt, memory_limit_error
-from shardwright.core.planner.candidate import Candidate, Decide
+from shardwright.core.planner.candidate import Candidate, FindCandidates
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.queued_candidate import (
     QueuedCandidate,
@@ -42,7 +42,7 @@ NEXT_MEM_COEFF_BOUND = 0.97
 time that the search is expected to find. The bound is below 1 as the objective of the search is
 simpler than the prediction, so that a plan with a larger `mem_coeff` can be slightly faster."""
 
-NEXT_INCREASE = 2.0
+MIN_INCREASE_RATIO = 2.0
 """Assumed minimum ratio between the increases of the step time by two consecutive increases of
 `mem_coeff`.
 
@@ -69,7 +69,7 @@ def next_mem_coeff_bound(lowest: float, previous: float) -> float:
     if lowest == inf:
         return 0.0
     increase = lowest - previous if previous < lowest else 0.0
-    return NEXT_MEM_COEFF_BOUND * (lowest + NEXT_INCREASE * increase)
+    return NEXT_MEM_COEFF_BOUND * (lowest + MIN_INCREASE_RATIO * increase)
 
 
 @dataclass
@@ -78,11 +78,11 @@ class MemorySearch:
 
     Args:
         limit: memory limit in bytes per device; None for no limit.
-        decide: function that searches with given options and returns candidates.
-        strict: whether to raise the error of the first attempt, whose options the user requested,
-            rather than record it in `errors`.
-        smallest: (memory, attempt) of the measured plan with the least memory, of all plans that do
-            not fit.
+        find_candidates: function that searches with given options and returns candidates.
+        raises_first_error: whether to raise the error of the first attempt, whose options the user
+            requested, rather than record the error in `errors`.
+        smallest_measured: (memory, attempt) of the plan with the least measured memory, of all
+            plans that do not fit.
         dropped: candidates with a lower bound or an estimate of memory above the limit, for any
             recomputation or for recomputation of blocks at one depth.
         postponed: options that are searched only if nothing else fits.
@@ -91,7 +91,8 @@ class MemorySearch:
         errors: options with which the model cannot be planned, each with the error.
         smallest_peaks: smallest measured peak that does not fit, in bytes per device, by plan kind.
         entry_keys: keys of the candidates that were queued or dropped.
-        queue: heap of (lower bound in seconds, own lower bound in seconds, entry number, entry).
+        queue: heap of (lower bound in seconds, lower bound in seconds of the entry alone, entry
+            number, entry).
         entry_numbers: numbers that break ties, as entries cannot be compared.
         num_attempts: number of attempts of the search.
         num_searched: number of attempts that were searched.
@@ -99,9 +100,9 @@ class MemorySearch:
     """
 
     limit: int | None
-    decide: Decide
-    strict: bool
-    smallest: tuple[Memory, Attempt] | None = None
+    find_candidates: FindCandidates
+    raises_first_error: bool
+    smallest_measured: tuple[Memory, Attempt] | None = None
     dropped: list[QueuedCandidate] = field(default_factory=list)
     postponed: list[QueuedOptions] = field(default_factory=list)
     postponed_memory: dict[PlanKind, int] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class MemorySearch:
                 elif (fitted := self._return_or_requeue_candidate(entry, bound)) is not None:
                     return fitted
             except KeyboardInterrupt:
-                # `known_to_fit` reads the queue after Ctrl-C.
+                # `fitting_candidates` reads the queue after Ctrl-C.
                 heappush(self.queue, front)
                 raise
             seconds = self.report_times.due()
@@ -168,13 +169,13 @@ class MemorySearch:
         Args:
             seconds: elapsed seconds of the search.
         """
-        fitting = self.known_to_fit()
+        fitting = self.fitting_candidates()
         bound = self.queue[0][0] if self.queue else 0.0
         if not fitting:
             message = "no plan is known to fit yet"
         else:
             best = min(fitting, key=lambda candidate: candidate.seconds)
-            words = best.options.pipeline_in_words(), best.options.in_words()
+            words = best.options.describe_pipeline(), best.options.describe()
             message = (
                 f"the best plan so far takes {best.seconds:.4g} s per step"
                 f" ({', '.join(words)}); Ctrl-C ends the search with it"
@@ -184,7 +185,7 @@ class MemorySearch:
             *(seconds, message, bound),
         )
 
-    def known_to_fit(self) -> list[Candidate]:
+    def fitting_candidates(self) -> list[Candidate]:
         """Return queued candidates that are known to fit, with full recomputation where necessary.
 
         Dry runs are made only until one candidate is found, as the user is waiting after Ctrl-C.
@@ -202,7 +203,9 @@ class MemorySearch:
             if smallest.memory.peak <= (self.limit or 0):
                 fitting.append(
                     replace(
-                        queued.candidate, decisions=smallest.decisions, measured=smallest.memory
+                        queued.candidate,
+                        decisions=smallest.decisions,
+                        measured_memory=smallest.memory,
                     )
                 )
         return fitting
@@ -216,7 +219,9 @@ class MemorySearch:
         """
         while fitted is not None:
             ranking.add(fitted)
-            needs_more = ranking.wants(plan_kind for _, plan_kind in self._plan_kinds_in_queue())
+            needs_more = ranking.needs_more(
+                plan_kind for _, plan_kind in self._plan_kinds_in_queue()
+            )
             fitted = self.run(float("inf")) if needs_more else None
         for bound, plan_kind in self._plan_kinds_in_queue():
             ranking.leave_out(plan_kind, LeftOut.slower(bound))
@@ -252,7 +257,7 @@ class MemorySearch:
         if stage_options.recompute_seconds is None:
             stage_options.add_recomputation()
             self.add(max(bound, stage_options.min_seconds), queued)
-        elif stage_options.relaxed is not None:
+        elif stage_options.relaxed_options is not None:
             if self._tighten_step_time_bound(stage_options):
                 self.add(max(bound, stage_options.min_seconds), queued)
         # What a device stores at the last ZeRO level hardly depends on `mem_coeff`. If even that is
@@ -302,7 +307,7 @@ class MemorySearch:
         lowest = bound if lowest == inf else max(bound, lowest)
         log.debug(
             "%s, %s: at least %.4g s per step",
-            *(stage_options.options.pipeline_in_words(), groups[0][0], lowest),
+            *(stage_options.options.describe_pipeline(), groups[0][0], lowest),
         )
         if attempts:
             self.add(lowest, QueuedOptions(stage_options, [attempts], continues_group=True))
@@ -351,7 +356,7 @@ class MemorySearch:
         if self.limit is None or first.options.sharding is not None or not sharded:
             return attempts, inf
         try:
-            candidates = self.decide(sharded[0].options)
+            candidates = self.find_candidates(sharded[0].options)
         except (PlanError, StrategyError):
             return attempts, inf
         # Where ZeRO shards nothing, the attempt without it goes first, as it needs no change.
@@ -384,10 +389,10 @@ class MemorySearch:
         Returns:
             False if the model cannot be planned with these options.
         """
-        relaxed, stage_options.relaxed = stage_options.relaxed, None
+        relaxed, stage_options.relaxed_options = stage_options.relaxed_options, None
         assert relaxed is not None
         try:
-            relaxed_candidates = self.decide(relaxed)
+            relaxed_candidates = self.find_candidates(relaxed)
             seconds = min(
                 self._seconds_with_recompute(each, stage_options) for each in relaxed_candidates
             )
@@ -396,14 +401,14 @@ class MemorySearch:
             stage_options.min_seconds = inf
             return False
         stage_options.min_seconds = max(stage_options.min_seconds, seconds)
-        log.info("%s: at least %.4g s per step", relaxed.pipeline_in_words(), seconds)
+        log.info("%s: at least %.4g s per step", relaxed.describe_pipeline(), seconds)
         return True
 
     def _search_new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
         """Yield new candidates of `attempt` that may fit; record candidates that cannot fit."""
         options, is_first = attempt.options, not self.entry_keys
         try:
-            for candidate in self.decide(options):
+            for candidate in self.find_candidates(options):
                 queued = self._entry_unless_duplicate(candidate, attempt)
                 if queued is None:
                     continue
@@ -411,9 +416,9 @@ class MemorySearch:
                     yield queued
                 else:
                     self.dropped.append(queued)
-        # `decide` divides the model into stages, which may turn out to be impossible.
+        # `find_candidates` divides the model into stages, which may turn out to be impossible.
         except (PlanError, StrategyError) as error:
-            if self.strict and is_first:
+            if self.raises_first_error and is_first:
                 raise
             self.errors.append((options, error))
 
@@ -481,7 +486,9 @@ class MemorySearch:
             # By an estimate the candidate should have fitted, so the next search makes dry runs.
             self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
             return
-        fitted = replace(queued.candidate, decisions=result.decisions, measured=result.memory)
+        fitted = replace(
+            queued.candidate, decisions=result.decisions, measured_memory=result.memory
+        )
         self.add(bound, replace(queued, candidate=fitted, fits=True), fitted.seconds)
 
     def _measure_without_recompute(self, queued: QueuedCandidate, bound: float) -> Candidate | None:
@@ -499,7 +506,7 @@ class MemorySearch:
             return None
         # A dry run takes about a second, so it is made only where the estimate is within the limit.
         if may_fit and (memory := self._measure_candidate_memory(queued)).peak <= limit:
-            return replace(candidate, measured=memory)
+            return replace(candidate, measured_memory=memory)
         # The step time with the expected recomputation is a tighter bound. If other candidates are
         # faster, no recomputation is searched for.
         if recompute_levels is not None:
@@ -581,8 +588,8 @@ class MemorySearch:
         plan_kind = requested_kind(attempt.options)
         peak_bytes = self.smallest_peaks.get(plan_kind, measured.memory.peak)
         self.smallest_peaks[plan_kind] = min(peak_bytes, measured.memory.peak)
-        if self.smallest is None or measured.memory.peak < self.smallest[0].peak:
-            self.smallest = measured.memory, attempt
+        if self.smallest_measured is None or measured.memory.peak < self.smallest_measured[0].peak:
+            self.smallest_measured = measured.memory, attempt
 
     def resume_postponed(self) -> bool:
         """Queue the postponed options; return whether any options were postponed."""
@@ -612,7 +619,7 @@ class MemorySearch:
                 self._measure_candidate_memory(aligned)
 
     def _may_need_less_than_smallest(self, min_memory: int) -> bool:
-        return self.smallest is None or min_memory < self.smallest[0].peak
+        return self.smallest_measured is None or min_memory < self.smallest_measured[0].peak
 
     def _measure_fully_recomputed(self, queued: QueuedCandidate, depth: int) -> None:
         """Measure a candidate with all blocks at a depth recomputed, and queue it if it fits.
@@ -639,7 +646,7 @@ class MemorySearch:
         """Return a `MemoryLimitError` with the memory of the smallest measured plan, or the first
         error of the planner if no plan was measured."""
         # No plan was measured if the model cannot be planned with any options.
-        if self.smallest is None:
+        if self.smallest_measured is None:
             return self.errors[0][1]
-        memory, attempt = self.smallest
+        memory, attempt = self.smallest_measured
         return memory_limit_error(attempt, self.limit or 0, memory)

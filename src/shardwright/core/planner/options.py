@@ -31,8 +31,8 @@ from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.requirement import (
     is_count,
-    is_counts,
-    is_dims,
+    is_counts_by_name,
+    is_dims_by_name,
     is_positive,
     must_be,
     one_of,
@@ -68,9 +68,9 @@ POSITIVE_OR_AUTO = must_be(
 )
 AXES = must_be(
     "names of axes with their numbers of devices, such as {'dp': 2, 'tp': 4}",
-    lambda value: isinstance(value, Layout) or (is_counts(value) and len(value) > 0),
+    lambda value: isinstance(value, Layout) or (is_counts_by_name(value) and len(value) > 0),
 )
-DIMS = must_be("names of inputs, each with a dimension or None", is_dims)
+DIMS = must_be("names of inputs, each with a dimension or None", is_dims_by_name)
 FOLDER = must_be(
     "the path of a folder", lambda value: isinstance(value, Path | str) and value != ""
 )
@@ -173,7 +173,7 @@ class KeywordOptions(FileOptions):
 
     @property
     def axis_matrix(self) -> DeviceMatrix | None:
-        """The axes that pins may name."""
+        """The device matrix whose axis names pins may use; None without the option `axes`."""
         assert self.axes is None or isinstance(self.axes, Layout)
         return self.axes
 
@@ -259,8 +259,8 @@ class PlanOptions(KeywordOptions):
                 "set memory_limit, for example memory_limit='24GiB', or name a cluster"
             )
 
-    def in_words(self, recompute: bool = False) -> str:
-        """Return a summary of the options that attempts vary, such as `hsdp level1, mem_coeff=0.1`.
+    def describe(self, recompute: bool = False) -> str:
+        """Summarize the options that attempts vary, such as `hsdp level1, mem_coeff=0.1`.
 
         Args:
             recompute: whether the planner may recompute operators that the user did not mark.
@@ -275,9 +275,8 @@ class PlanOptions(KeywordOptions):
         ]
         return ", ".join(word for word in words if word) or "as requested"
 
-    def pipeline_in_words(self) -> str:
-        """Return the numbers of micro-batches and stages and the schedule, such as
-        `8 micro-batches, 2 stages, gpipe`."""
+    def describe_pipeline(self) -> str:
+        """Summarize the pipeline options, such as `8 micro-batches, 2 stages, gpipe`."""
         words = [f"{self.micro_batches} micro-batches", f"{self.stages} stages"]
         return ", ".join(words if self.stages == 1 else [*words, self.schedule])
 
@@ -299,13 +298,13 @@ class PlanOptions(KeywordOptions):
         if self.memory_limit == NO_LIMIT:
             return None
         if self.memory_limit is None and self.recompute is None:
-            return self.device_memory if self.has_auto_mem_coeff else None
-        if self.device_memory is None:
+            return self.recorded_limit if self.has_auto_mem_coeff else None
+        if self.recorded_limit is None:
             raise StrategyError(
                 f"recompute={self.recompute!r} needs a memory limit\n"
                 "set memory_limit, for example memory_limit='24GiB', or name a cluster"
             )
-        return self.device_memory
+        return self.recorded_limit
 
     @property
     def default_limit(self) -> int | None:
@@ -316,10 +315,10 @@ class PlanOptions(KeywordOptions):
         """
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
         has_limit = self.memory_limit is not None or self.limit is not None
-        return self.device_memory if is_named and not has_limit else None
+        return self.recorded_limit if is_named and not has_limit else None
 
     @property
-    def device_memory(self) -> int | None:
+    def recorded_limit(self) -> int | None:
         """Memory limit that plans record, in bytes per device: `memory_limit` if it is a size, else
         the device memory of the cluster; None without a cluster."""
         if self.memory_limit is not None and self.memory_limit != NO_LIMIT:

@@ -194,10 +194,10 @@ def _check_stage_count(options: PlanOptions, stages: int) -> None:
             f" schedule={spec.schedule_spec.fallback!r}"
         )
     if stages > 1 and not spec.can_run(count):
-        near = [n for n in range(stages, 4 * count) if spec.can_run(n)]
-        near = sorted(sorted(near, key=lambda n: abs(n - count))[:4])
+        valid_counts = [n for n in range(stages, 4 * count) if spec.can_run(n)]
+        nearest = sorted(sorted(valid_counts, key=lambda n: abs(n - count))[:4])
         raise StrategyError(
             f"schedule {options.schedule!r} over {stages} stages cannot run {count} micro-batches"
             f" in rounds of equal length\nuse one of the nearest valid numbers:"
-            f" {', '.join(map(str, near))}"
+            f" {', '.join(map(str, nearest))}"
         )

@@ -57,7 +57,7 @@ class Ranking:
         # The search yields candidates in ascending order of step time.
         self.fastest.setdefault(kind_of_candidate(candidate), candidate)
 
-    def wants(self, plan_kinds: Iterable[PlanKind]) -> bool:
+    def needs_more(self, plan_kinds: Iterable[PlanKind]) -> bool:
         """Whether any of `plan_kinds` has no candidate yet, and fewer than `top` kinds of plans
         have one.
 
@@ -75,8 +75,8 @@ class Ranking:
         return sum(each.micro_batches in counts for each in self.fastest) < self.top
 
     def leave_out(self, plan_kind: PlanKind, reason: LeftOut) -> None:
-        """Record why a kind of plan has no candidate; of several reasons the one that sorts first
-        is kept."""
+        """Record why a kind of plan has no candidate; of several reasons, keep the reason that
+        sorts first."""
         recorded = self.left_out.get(plan_kind)
         if recorded is None or reason < recorded:
             self.left_out[plan_kind] = reason
@@ -135,5 +135,5 @@ def options_to_rank(options: PlanOptions) -> PlanOptions:
             "name a cluster, for example cluster='local' for this machine"
         )
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
-    limit = options.device_memory if options.memory_limit is None else options.memory_limit
+    limit = options.recorded_limit if options.memory_limit is None else options.memory_limit
     return replace(options, memory_limit=limit, mem_coeff=coefficient)

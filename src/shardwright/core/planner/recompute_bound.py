@@ -2,10 +2,10 @@
 
     x_s <= C / (P + I_s A (1 - f))        the memory of stage s
     m x_s (W + r(f)) <= T                 its seconds in a step
-    sum over s of x_s = 1                 the stages have the whole model
+    sum over s of x_s = 1                 the stages compute the full model
 
     x_s       share of the model in stage s
-    C         bytes of all devices of a stage, as estimates of memory count them
+    C         memory of all devices of a stage in bytes, by which estimates of memory are limited
     P, A      bytes of parameters, gradients and optimizer state of the model; bytes of activations
               that a micro-batch saves without recomputation
     I_s       micro-batches in flight
@@ -87,7 +87,7 @@ class RecomputeOptions:
         ]
         return cls(by_depth, saved, result_bytes(graph))
 
-    def saved_in(self, graph: Graph) -> float:
+    def saved_bytes_in(self, graph: Graph) -> float:
         """Return the bytes of activations that the model saves with the batch size of `graph`."""
         return self.saved_bytes * result_bytes(graph) / max(self.result_bytes, 1)
 

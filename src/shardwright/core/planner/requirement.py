@@ -17,13 +17,14 @@ class Requirement:
     """Constraint on the value of an option, given in the `Annotated` type of its field.
 
     Args:
-        words: phrase for the valid values, which follows "expected" in errors of configuration
-            files.
+        valid_values: description of the valid values, which follows "expected" in errors of
+            configuration files.
         accepts: predicate that is true for valid values.
-        hint: phrase that follows `option=value: ` in errors of keyword arguments.
+        hint: description of valid values that follows `option=value: ` in errors of keyword
+            arguments.
     """
 
-    words: str
+    valid_values: str
     accepts: Callable[[Any], bool]
     hint: str
 
@@ -32,9 +33,9 @@ class Requirement:
         return f"{name}={value!r}: {self.hint}"
 
 
-def must_be(words: str, accepts: Callable[[Any], bool]) -> Requirement:
+def must_be(valid_values: str, accepts: Callable[[Any], bool]) -> Requirement:
     """Return a requirement with errors like `stages=0: must be a whole number of at least 1`."""
-    return Requirement(words, accepts, f"must be {words}")
+    return Requirement(valid_values, accepts, f"must be {valid_values}")
 
 
 def one_of(choices: Iterable[str]) -> Requirement:
@@ -52,14 +53,14 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def is_dims(value: Any) -> bool:
+def is_dims_by_name(value: Any) -> bool:
     """Whether `value` maps names to a dimension or None."""
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in value.items()
     )
 
 
-def is_counts(value: Any) -> bool:
+def is_counts_by_name(value: Any) -> bool:
     """Whether `value` maps names to integers of at least 1."""
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and is_count(count) for name, count in value.items()
@@ -95,5 +96,5 @@ def requirements(options: type) -> dict[str, Requirement]:
 def _make_requirement_optional(requirement: Requirement) -> Requirement:
     accepts = requirement.accepts
     return Requirement(
-        requirement.words, lambda value: value is None or accepts(value), requirement.hint
+        requirement.valid_values, lambda value: value is None or accepts(value), requirement.hint
     )

@@ -17,10 +17,10 @@ class StageOptions:
 
     Args:
         min_seconds: lower bound on the step time in seconds, for any memory limit.
-        relaxed: options whose step time without a memory limit is a tighter lower bound; None if
-            they have been searched, or if their search does not pay.
+        relaxed_options: options whose step time without a memory limit is a tighter lower bound;
+            None if they have been searched, or if their search takes longer than it saves.
         may_fit: whether a lower bound on the memory of a candidate was within the limit.
-        is_too_large: whether even the highest ZeRO level was above the limit.
+        is_too_large: whether memory exceeded the limit even at the highest ZeRO level.
         recompute_bound: function from the bytes per device of each stage without activations (None
             for the minimum) to a lower bound on the seconds per step of recomputation that the
             memory limit requires.
@@ -30,7 +30,7 @@ class StageOptions:
 
     options: PlanOptions
     min_seconds: float = 0.0
-    relaxed: PlanOptions | None = None
+    relaxed_options: PlanOptions | None = None
     may_fit: bool = False
     is_too_large: bool = False
     recompute_bound: Callable[[Sequence[int] | None], float] = lambda _: 0.0

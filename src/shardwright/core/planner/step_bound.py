@@ -100,14 +100,14 @@ class StepBounds:
             return 0.0
         if options.devices % stages or options.resolved_cluster.device.shared(options.devices):
             return 0.0
-        limits = self._recompute_bound_terms(options, limit)
+        limits = self._limits_of_stages(options, limit)
         if stage_memory is not None:
             total = sum(stage_memory) * (options.devices // stages)
             limits = replace(limits, parameter_bytes=total)
         each = limits.least_seconds(_min_micro_batches_in_flight(options)) - limits.seconds / stages
         return options.num_micro_batches * each
 
-    def _recompute_bound_terms(self, options: PlanOptions, limit: int) -> StageLimits:
+    def _limits_of_stages(self, options: PlanOptions, limit: int) -> StageLimits:
         stages = options.stages
         assert isinstance(stages, int)
         assert self._recompute_options is not None
@@ -131,7 +131,7 @@ class StepBounds:
                 forward + backward,
                 recompute.curve(seconds_of),
                 2 * stored + optimizer_bytes(options.optimizer, shards).state,
-                recompute.saved_in(self._graph),
+                recompute.saved_bytes_in(self._graph),
                 limit * (options.devices // stages) / MIN_PEAK_RATIO,
             )
         return self._limits[stages]
@@ -164,7 +164,7 @@ def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:
     stages, count = options.stages, options.num_micro_batches
     chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
     pipeline = PipelineSpec(stages, count, options.schedule, chunks)
-    # More micro-batches than that hardly change how many are in flight, but for GPipe.
+    # More micro-batches than that hardly change how many are in flight, except with GPipe.
     fewest = pipeline.schedule_spec.min_micro_batches(stages)
     fewer = max(fewest, MAX_PASSES // stages**2 * stages)
     if chunks > 1 and fewer < count and pipeline.schedule_spec.can_run(fewer, stages):

@@ -50,7 +50,7 @@ Constraints:
     (4)  c[o, .] of a pinned operator is the user's       request.py: SearchRequest.pinned
     (5)  g is monotone along every data dependency        assign_stages.py: balanced_stages
     (6)  the peak memory of each stage is at most the limit
-                                                          planner/fit_memory.py: within_memory
+                                             planner/fit_memory.py: candidate_within_memory
     (7)  s[p] shards only over axes over which every use of p is replicated
                                                           optimizer_sharding.py: sharded_storage
 
@@ -62,7 +62,7 @@ How (1) is minimized:
                                   the cost stops falling    by_time/search.py: timed_search
     one operator, all axes        by_time/local_search.py: local_search
     two axes, some operators      by_time/swap_axes.py: swap_axes
-    a lower bound of (1)          by_time/certificate.py: certified
+    a lower bound of (1)          by_time/certificate.py: certify
     jointly, small models         by_time/exact.py: ExactSearch
     r, under (6)                  a knapsack of each stage  recompute/knapsack.py: cheapest
     m, S, and levels of s         enumerated                planner/choose_micro_batches.py,

@@ -30,7 +30,7 @@ from shardwright.core.plan import Plan
 from shardwright.core.plan.ranked import RankedPlans
 from shardwright.core.planner.best_candidate import best_candidate
 from shardwright.core.planner.candidate import Candidate, PlanTask
-from shardwright.core.planner.choose_micro_batches import with_best_micro_batches
+from shardwright.core.planner.choose_micro_batches import fastest_over_micro_batches
 from shardwright.core.planner.options import PlanOptions
 from shardwright.core.planner.ranking import Ranking, options_to_rank
 from shardwright.core.runtime.micro_batches import (
@@ -282,7 +282,7 @@ class Run:
             return replace(task, is_derived=uses_derived())
 
         choices = valid_num_micro_batches(self._with_num_micro_batches(1).micro_batch_to_plan())
-        return with_best_micro_batches(choices, prepare, ranking)
+        return fastest_over_micro_batches(choices, prepare, ranking)
 
     def _with_num_micro_batches(self, num_micro_batches: int) -> Run:
         parallel = self.config.parallel.model_copy(update={"micro_batches": num_micro_batches})

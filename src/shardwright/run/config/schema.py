@@ -300,7 +300,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
     def _check_planner_option(cls, value: Any, info: ValidationInfo) -> Any:
         requirement = requirements(PlanOptions)[str(info.field_name)]
         if not requirement.accepts(value):
-            raise _option_error(requirement.words)
+            raise _option_error(requirement.valid_values)
         return value
 
     @property

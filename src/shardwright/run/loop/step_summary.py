@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.core.cost.collective_totals import CollectiveTotal
 from shardwright.core.cost.time_parts import COMPUTATION, WAITING
-from shardwright.core.plan.measured import EXPOSED
+from shardwright.core.plan.measured import EXPOSED_COMMUNICATION
 from shardwright.core.runtime.accelerator import COLLECTIVE_KERNEL
 from shardwright.core.runtime.named_ranges import BUCKET, PASS, SCHEDULE, SEND, WAIT
 
@@ -27,7 +27,7 @@ ATTENTION = re.compile(r"aten::\w*(scaled_dot_product|flash_attention|efficient_
 MATRIX_PRODUCT = re.compile(r"aten::(\w*mm|\w*conv\w*|linear|matmul|mv|addmv|dot)")
 
 MATRIX, ATTENTION_KIND, OTHER, RECOMPUTED, UPDATE = COMPUTATION
-INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED)
+INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED_COMMUNICATION)
 """Categories that an event passes on to the events nested in it."""
 
 
@@ -82,7 +82,7 @@ class StepSummary:
             )
         if is_accelerated:
             kernels = [e for e in events if not (_is_host_event(e) or e.is_user_annotation)]
-            summary.seconds_of[EXPOSED] = _exposed_microseconds(kernels) / 1e6 / steps
+            summary.seconds_of[EXPOSED_COMMUNICATION] = _exposed_microseconds(kernels) / 1e6 / steps
         return summary
 
     def _add_event(
@@ -155,7 +155,9 @@ def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
     name = event.name
     match = SEND.fullmatch(name) or WAIT.fullmatch(name)
     if match is not None:
-        return _EventContext(EXPOSED, parent.backward, collective=(match["kind"], match["over"]))
+        return _EventContext(
+            EXPOSED_COMMUNICATION, parent.backward, collective=(match["kind"], match["over"])
+        )
     if parent.category in INHERITED_KINDS:
         return parent
     if name.startswith(OPTIMIZER_STEP):
@@ -175,7 +177,7 @@ def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
 def _category_of_op(name: str, parent: _EventContext) -> str:
     if name.startswith(COLLECTIVE_PREFIXES):
         # Receives between stages are already counted as waiting.
-        return "" if parent.waiting else EXPOSED
+        return "" if parent.waiting else EXPOSED_COMMUNICATION
     if ATTENTION.fullmatch(name):
         return ATTENTION_KIND
     if MATRIX_PRODUCT.fullmatch(name):

@@ -9,12 +9,12 @@ from shardwright.core.cost.collective_totals import CollectiveTotal
 from shardwright.core.cost.memory import binary
 from shardwright.core.cost.time_parts import COMMUNICATION, COMPUTATION, WAITING
 from shardwright.core.plan.data import PlanData
-from shardwright.core.plan.measured import EXPOSED, Measured, MeasuredRank
+from shardwright.core.plan.measured import EXPOSED_COMMUNICATION, Measured, MeasuredRank
 from shardwright.core.plan.rows import seconds_text
 from shardwright.tools.report.page import Chart, Stack, stack_bars
 
 BETWEEN_OPERATORS = "between operators"
-KINDS = (*COMPUTATION, EXPOSED, WAITING, BETWEEN_OPERATORS)
+KINDS = (*COMPUTATION, EXPOSED_COMMUNICATION, WAITING, BETWEEN_OPERATORS)
 
 MAX_RANKS = 16
 """Maximum number of ranks in the table of memory and step times."""
@@ -74,7 +74,7 @@ def _predicted_seconds_by_category(plan: PlanData) -> dict[str, float]:
     """Return a step's predicted seconds by measured category; empty without a prediction."""
     result: dict[str, float] = {}
     for time_part in () if plan.step is None else plan.step.parts:
-        category = EXPOSED if time_part.kind in COMMUNICATION else time_part.kind
+        category = EXPOSED_COMMUNICATION if time_part.kind in COMMUNICATION else time_part.kind
         result[category] = result.get(category, 0.0) + time_part.seconds
     return result
 
@@ -181,9 +181,9 @@ def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
         ratio = f"{rank.peak_bytes / predicted:.2f}" if predicted else ""
         predicted_text = "" if predicted is None else binary(predicted)
         peaks = (predicted_text, binary(rank.peak_bytes), ratio)
-        exposed = seconds_text(rank.component_seconds.get(EXPOSED, 0.0))
+        exposed = seconds_text(rank.component_seconds.get(EXPOSED_COMMUNICATION, 0.0))
         table.append((f"rank {rank.rank}", *peaks, seconds_text(rank.seconds), exposed))
-    header = ("memory peak", *HEADER, "step", EXPOSED)
+    header = ("memory peak", *HEADER, "step", EXPOSED_COMMUNICATION)
     omitted = len(measured.ranks) - len(ranks)
     note = f"{omitted} ranks that need less memory are not shown. " if omitted else ""
     note += (

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from shardwright.core.cost.memory import binary
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.diff import differences
-from shardwright.core.plan.parallelism import sentence
+from shardwright.core.plan.parallelism import parallelism_sentence
 from shardwright.core.plan.rows import seconds_text
 from shardwright.tools.report.page import Bar, Chart, OtherPlan, Stack
 
@@ -38,7 +38,9 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
             yield OtherPlan(name, each)
         else:
             changes = Chart() if each is plan else _differences_table(plan, each)
-            yield OtherPlan(name, sentence(each), tuple(_plan_stacks(each, *maxima)), changes)
+            yield OtherPlan(
+                name, parallelism_sentence(each), tuple(_plan_stacks(each, *maxima)), changes
+            )
 
 
 def _peak_bytes(plan: PlanData) -> int:

@@ -13,10 +13,10 @@ from shardwright.core.cost.pipeline_timeline import timeline
 from shardwright.core.cost.time_parts import COMPUTATION, WAITING, TimePart
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.measured import Measured
-from shardwright.core.plan.parallelism import axis_purpose, sentence
+from shardwright.core.plan.parallelism import axis_parallelism, parallelism_sentence
 from shardwright.core.plan.repeated_rows import fold_crossings, fold_names, fold_rows
 from shardwright.core.plan.rows import StepRow, devices_text, is_notable, seconds_text
-from shardwright.core.plan.summary import notes, speed
+from shardwright.core.plan.summary import plan_notes, throughput_text
 from shardwright.errors import PlanError
 from shardwright.text_files import write_text
 from shardwright.tools.report.measured import collectives_chart, kinds_chart, ranks_chart
@@ -89,9 +89,9 @@ def plan_page(
     lanes, note = _stage_lanes(plan)
     return Page(
         title=f"Plan for {devices_text(plan.mesh, plan.pipeline.stages)}",
-        sentence=sentence(plan),
+        sentence=parallelism_sentence(plan),
         headlines=tuple(_key_figures(plan)),
-        notes=tuple(notes(plan)),
+        notes=tuple(plan_notes(plan)),
         time=_step_time_chart(plan),
         measured=() if measured is None else tuple(_measured_charts(plan, measured)),
         memory=_memory_chart(plan),
@@ -114,7 +114,7 @@ def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
     for index, (name, size) in enumerate(
         zip(plan.mesh.alias_names, plan.mesh.device_matrix, strict=True)
     ):
-        yield Axis(name, size, axis_purpose(plan, index))
+        yield Axis(name, size, axis_parallelism(plan, index))
 
 
 def _key_figures(plan: PlanData) -> Iterator[Headline]:
@@ -127,8 +127,8 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
     else:
         yield Headline("Step", seconds_text(step.seconds), f"predicted on {step.cluster}")
         if plan.global_batch is not None and step.seconds:
-            note = f"{speed(plan, step.seconds * plan.devices)} of one device"
-            yield Headline("Speed", speed(plan, step.seconds), note)
+            note = f"{throughput_text(plan, step.seconds * plan.devices)} of one device"
+            yield Headline("Speed", throughput_text(plan, step.seconds), note)
         if step.utilization is not None:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
@@ -399,10 +399,10 @@ def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
         f"{plan.devices:,}",
         "" if step is None else seconds_text(step),
         f"{step / page_step:.2f}" if step and page_step else "",
-        "" if step is None else speed(plan, step),
+        "" if step is None else throughput_text(plan, step),
         size,
         binary(plan.bytes),
-        sentence(plan),
+        parallelism_sentence(plan),
     )
 
 

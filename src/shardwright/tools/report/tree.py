@@ -8,8 +8,8 @@ from dataclasses import replace
 from shardwright.core.cost.memory import binary
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.data import PlanData
-from shardwright.core.plan.reasons import choice_lines, origin
-from shardwright.core.plan.repeated_rows import Fold, fold_rows, module_words
+from shardwright.core.plan.reasons import choice_lines, cut_origin
+from shardwright.core.plan.repeated_rows import Fold, fold_rows, split_module_path
 from shardwright.core.plan.rows import OperatorRow, shape_text, shapes_text
 from shardwright.tools.report.page import Branch, Operator, OperatorTensor
 from shardwright.tools.report.picture import Picture, picture
@@ -26,7 +26,7 @@ def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Pict
     pictures: dict[TensorLayout, int] = {}
     operators_in_modules: list[_OperatorInModules] = []
     for fold in fold_rows(plan.operators):
-        *modules, name = module_words(fold.row.name, MAX_DEPTH)
+        *modules, name = split_module_path(fold.row.name, MAX_DEPTH)
         operators_in_modules.append((modules, _page_operator(plan, fold, name, pictures)))
     return tuple(_module_children(operators_in_modules)), tuple(map(picture, pictures))
 
@@ -58,7 +58,7 @@ def _page_operator(
     plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]
 ) -> Operator:
     row, count = fold.row, fold.count
-    why, reason = origin(plan, fold.members[0])
+    why, reason = cut_origin(plan, fold.members[0])
     return Operator(
         name=name,
         path=row.name,
