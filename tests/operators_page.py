@@ -10,7 +10,7 @@ from shardwright.core.graph.graph import OpTarget
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.pointwise import pointwise
 from shardwright.core.rules.register import example_op
-from shardwright.core.rules.rule import RuleMaker, ShardingRule, find_rule_maker, registry
+from shardwright.core.rules.rule import RuleMaker, ShardingRule, find_rule_maker, registered_rules
 from shardwright.core.torch_internals.operators import OpOverload, operator_name
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ def operators_page() -> str:
 def rules_table() -> str:
     """A Markdown table: for each rule its operators, an example and the factors that it reduces."""
     operators: dict[RuleMaker, dict[str, None]] = {}
-    for target, maker in registry().items():
+    for target, maker in registered_rules().items():
         operators.setdefault(maker, {})[_name(target)] = None
     examples = {find_rule_maker(target): example(target, args) for target, args in _EXAMPLES}
     lines = ["| operators | example | reduces |", "|---|---|---|"]

@@ -31,7 +31,7 @@ from shardwright.core.rules.rule import (
     PREVIOUS,
     RING,
     Cuts,
-    Local,
+    LocalSharding,
     Reduce,
     Reduction,
     ShardingRule,
@@ -190,7 +190,7 @@ class Case:
         )
         kernel = self.op.target
         if self.rule.kernel is not None:
-            local = Local(self.rule.shard_counts(mesh, cuts), index, shapes, reduce)
+            local = LocalSharding(self.rule.shard_counts(mesh, cuts), index, shapes, reduce)
             kernel = self.rule.kernel(self.op, local)
         sizes = None if self.rule.sizes is None else (self.rule.sizes, list(shapes[0]))
         leaves = [_leaf(*pair) for pair in zip(tensors, self.tensors, strict=True)]

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from core.rules.oracle import check, op_of
 from shardwright.core.layout.layout import Layout
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Local, Reduce
+from shardwright.core.rules.rule import LocalSharding, Reduce
 
 attend = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -104,7 +104,7 @@ def test_devices_share_the_pairs_of_causal_queries_equally(devices: int, rows: i
         mirror = devices - 1 - index
         exchanged = blocks[mirror][..., rows - late :, :]
         swaps = (lambda x, other=exchanged: other, lambda x: x)
-        local = Local(
+        local = LocalSharding(
             rule.shard_counts(*cut_into(devices)),
             lambda factor, index=index: index,
             (tuple(block.shape),),

@@ -8,7 +8,7 @@ from torch import randn
 
 from core.rules.oracle import check, op_of
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Main
+from shardwright.core.rules.rule import MainFactors
 
 aten = torch.ops.aten
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 def test_linear_is_a_main_operator_with_rows_columns_and_a_sum() -> None:
     found = check(aten.linear.default, randn(4, 6, 12), randn(8, 12))
     assert str(found) == "b s k, j k -> b s j"
-    assert found.main == Main({"b": "I", "s": "I", "j": "J", "k": "K"}, 1, (("j", "k"),))
+    assert found.main == MainFactors({"b": "I", "s": "I", "j": "J", "k": "K"}, 1, (("j", "k"),))
     assert found.reduced == {"k"}
 
 

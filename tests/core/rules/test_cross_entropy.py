@@ -8,7 +8,7 @@ from torch.nn import Buffer
 from core.rules.oracle import check, op_of
 from shardwright.core.graph.custom_ops import cross_entropy
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Local, Reduce
+from shardwright.core.rules.rule import LocalSharding, Reduce
 
 F64 = torch.float64
 
@@ -125,7 +125,7 @@ def test_a_mean_of_half_precision_does_not_overflow_as_its_sum_would() -> None:
     assert found is not None
     assert found.kernel is not None
     twice = Reduce(lambda count: count * 2, lambda count: count * 2, lambda count: count)
-    local = Local({"b": 2, "v": 1}, lambda factor: 0, ((),), (twice,))
+    local = LocalSharding({"b": 2, "v": 1}, lambda factor: 0, ((),), (twice,))
     term = found.kernel(op, local)(logits[:3], torch.zeros(3, dtype=torch.int64))
     assert term.dtype == torch.float16
     assert term.item() == 2.0e4

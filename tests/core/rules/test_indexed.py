@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from core.rules.oracle import check, op_of
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Local
+from shardwright.core.rules.rule import LocalSharding
 
 aten = torch.ops.aten
 
@@ -109,6 +109,6 @@ def test_an_index_out_of_range_is_an_error_on_every_device(block) -> None:
         assert found is not None and found.kernel is not None
         factor = found.inputs[0][1]
         counts = {each: 2 if each == factor else 1 for each in found.factors}
-        kernel = found.kernel(op, Local(counts, lambda _: block, ((2, 3),)))
+        kernel = found.kernel(op, LocalSharding(counts, lambda _: block, ((2, 3),)))
         with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
             kernel(x[:, :3], *arguments(invalid))

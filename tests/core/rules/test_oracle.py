@@ -10,7 +10,7 @@ from torch import Tensor, randn
 
 from core.rules.oracle import Case, check, cuts_of, op_of
 from shardwright.core.rules.notation import from_notation
-from shardwright.core.rules.rule import Local, Reduction
+from shardwright.core.rules.rule import LocalSharding, Reduction
 
 aten = torch.ops.aten
 F64 = torch.float64
@@ -41,7 +41,7 @@ def test_a_declared_reduction_is_carried_out_with_its_gradient() -> None:
     def reductions(op, parts):
         return (Reduction(("b",), "sum", (), F64),) if parts["b"] > 1 else ()
 
-    def kernel(op, local: Local):
+    def kernel(op, local: LocalSharding):
         def total(x: Tensor) -> Tensor:
             return local.reduce[0](x.sum()) if local.reduce else x.sum()
 
@@ -62,7 +62,7 @@ def test_a_declared_reduction_is_carried_out_with_its_gradient() -> None:
 
 
 def test_kernels_learn_their_place_among_many_simulated_ranks() -> None:
-    def kernel(op, local: Local):
+    def kernel(op, local: LocalSharding):
         return lambda x: x + local.index("b")
 
     made = case("b -> b", aten.clone.default, torch.zeros(4, dtype=F64))

@@ -9,7 +9,7 @@ from torch import Tensor, nn, randn
 import shardwright as sw
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Local, registry
+from shardwright.core.rules.rule import LocalSharding, registered_rules
 
 
 @torch.library.custom_op("test_register::scaled", mutates_args=())
@@ -71,7 +71,7 @@ EXAMPLE = randn(4, 6), randn(8, 6)
 def test_a_rule_that_contradicts_its_operator_is_one_error(notation, options, words) -> None:
     with pytest.raises(sw.StrategyError, match=words):
         sw.rules.register(TARGET, notation, **{"example": EXAMPLE, **options})
-    assert TARGET not in registry()
+    assert TARGET not in registered_rules()
 
 
 def test_halves_of_another_shape_are_an_error() -> None:
@@ -82,7 +82,7 @@ def test_halves_of_another_shape_are_an_error() -> None:
 
 
 def test_a_kernel_computes_the_halves() -> None:
-    def kernel(op: Op, local: Local) -> Callable[[Tensor], Tensor]:
+    def kernel(op: Op, local: LocalSharding) -> Callable[[Tensor], Tensor]:
         return lambda x: x @ x.T / 1
 
     def twice(x: Tensor) -> Tensor:

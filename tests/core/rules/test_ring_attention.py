@@ -13,7 +13,7 @@ from shardwright.core.layout.layout import Layout
 from shardwright.core.partition.communication import InnerReduction
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.ring_attention import _AttentionRing
-from shardwright.core.rules.rule import MIRROR, RING, Local, Reduce, Reduction
+from shardwright.core.rules.rule import MIRROR, RING, LocalSharding, Reduce, Reduction
 
 attend = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -140,7 +140,7 @@ def test_devices_that_know_their_place_compute_what_one_does(devices, rows, caus
 
     def on(index: int) -> None:
         mine = [each.detach().split(rows, -2)[index].clone().requires_grad_() for each in whole]
-        local = Local(
+        local = LocalSharding(
             counts,
             lambda factor: index,
             ((2, 4, rows, 6),),

@@ -16,7 +16,7 @@ CALLS: list[int] = []
 
 
 @cache
-def registry() -> dict[str, int]:
+def registered_rules() -> dict[str, int]:
     return {}
 
 
@@ -44,7 +44,7 @@ def shape(length: int) -> dict[str, int]:
 
 
 def count(x: Tensor) -> Tensor:
-    counts = registry()
+    counts = registered_rules()
     counts["calls"] = counts.get("calls", 0) + 1
     return x * counts["calls"]
 

@@ -15,7 +15,7 @@ from shardwright.core.capture.naming import local_operator_name
 from shardwright.core.constraints.pin import Pin
 from shardwright.core.constraints.shard import validate_parameter_plan
 from shardwright.core.constraints.strategy_file import FileEntry, parse_strategies
-from shardwright.core.rules.rule import registry
+from shardwright.core.rules.rule import registered_rules
 from shardwright.errors import StrategyError
 from shardwright.text_files import read_text
 
@@ -90,7 +90,7 @@ def _is_operator_name(name: str) -> bool:
             if isinstance(target, str)
             else local_operator_name(target)
         )
-        for target in registry()
+        for target in registered_rules()
     )
 
 

@@ -12,7 +12,7 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.partition.communication import Communication, InnerReduction
 from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import Cuts, Local, Reduce, ShardingRule
+from shardwright.core.rules.rule import Cuts, LocalSharding, Reduce, ShardingRule
 from shardwright.core.runtime.accelerator import forked_generators
 from shardwright.core.runtime.collectives import bound_reduction
 from shardwright.core.runtime.devices import Devices
@@ -62,12 +62,12 @@ class Kernels:
         disabled: Callable[..., Any] = disable(function, reason=f"{name} is a local_map")
         return disabled
 
-    def _local_sharding(self, op: Op, rule: ShardingRule) -> Local:
+    def _local_sharding(self, op: Op, rule: ShardingRule) -> LocalSharding:
         cuts, layouts = self.cuts.get(op.name, {}), self.communication.initial_layouts
         functions = tuple(
             self._bound_reduction(inner) for inner in self.communication.reductions.get(op.name, ())
         )
-        return Local(
+        return LocalSharding(
             shard_counts=rule.shard_counts(self.devices.matrix, cuts),
             index=lambda factor: self.devices.index(tuple(cuts.get(factor, ()))),
             output_shapes=tuple(layouts[value].shard_shape(value.shape) for value in op.outputs),

@@ -23,7 +23,7 @@ from shardwright.core.micro_batches.sample_states import (
 )
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.notation import WithArguments, call_arguments
-from shardwright.core.rules.rule import Dims, Local, ShardingRule, depends_on_position
+from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, depends_on_position
 
 DIVISIONS = frozenset({"chunk", "split", "split_with_sizes", "tensor_split", "unbind"})
 """Names of operators that split a tensor along a dimension into several tensors."""
@@ -179,7 +179,7 @@ def _number_arguments_in_micro_batch(
 
     factors = {name for dims in (*rule.inputs, *rule.outputs) for name in dims if name}
     counts = {name: flow.count if name == factor else 1 for name in factors}
-    kernel = rule.kernel(op, Local(counts, index, rule.local_output_shapes(op, counts)))
+    kernel = rule.kernel(op, LocalSharding(counts, index, rule.local_output_shapes(op, counts)))
     if not isinstance(kernel, WithArguments):
         return {}
     arguments = call_arguments(op)

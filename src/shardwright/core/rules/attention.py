@@ -21,13 +21,23 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from shardwright.core.graph.graph import Op, Value
-from shardwright.core.rules.notation import binder, call_arguments, input_dims, sharding_rule
-from shardwright.core.rules.ring_attention import has_ring, positions, ring_kernel, ring_reductions
+from shardwright.core.rules.notation import (
+    argument_binder,
+    call_arguments,
+    input_factors,
+    sharding_rule,
+)
+from shardwright.core.rules.ring_attention import (
+    ring_capacity,
+    ring_kernel,
+    ring_reductions,
+    supports_ring,
+)
 from shardwright.core.rules.rule import (
     MIRROR,
     Dims,
-    Local,
-    Main,
+    LocalSharding,
+    MainFactors,
     Reduction,
     ShardingRule,
     no_reductions,
@@ -53,7 +63,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     causal = arguments["is_causal"]
     # A block of queries slices the keys up to its own last position, which must exist.
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
-    keys = "ring" if has_ring(arguments) else None
+    keys = "ring" if supports_ring(arguments) else None
     batch = _factors_before_positions(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
@@ -67,14 +77,14 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     grouped = arguments["enable_gqa"] and key.shape[-3] > 1
     capacity = {batch[-1]: key.shape[-3]} if grouped else {}
     if keys:
-        capacity[keys] = positions(arguments)
+        capacity[keys] = ring_capacity(arguments)
     letters = {"b": "I", **dict.fromkeys(batch[1:], "H"), "s": "S"}
     return sharding_rule(
         op,
-        input_dims(op, dims),
+        input_factors(op, dims),
         (output,),
         capacity=capacity,
-        main=Main({name: letters[name] for name in output if name is not None}, weight=None),
+        main=MainFactors({name: letters[name] for name in output if name is not None}, weight=None),
         kernel=_build_attention_kernel if causal or keys else None,
         reductions=_query_swaps_for_balance if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
@@ -83,7 +93,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     )
 
 
-def _build_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if local.shard_counts.get("ring", 1) > 1:
         return ring_kernel(op, local)
     return (
@@ -94,7 +104,7 @@ def _build_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     if shard_counts.get("ring", 1) > 1:
         return ring_reductions(op, shard_counts)
-    return exchanged_halves(op, shard_counts) if call_arguments(op)["is_causal"] else ()
+    return half_shard_swaps(op, shard_counts) if call_arguments(op)["is_causal"] else ()
 
 
 def _factors_before_positions(ndim: int) -> tuple[str, ...]:
@@ -102,7 +112,7 @@ def _factors_before_positions(ndim: int) -> tuple[str, ...]:
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
 
-def exchanged_halves(
+def half_shard_swaps(
     op: Op, shard_counts: Mapping[str, int], query_vectors: Sequence[Value] = ()
 ) -> tuple[Reduction, ...]:
     """Return the exchanges that balance causal attention sharded along the queries: each device
@@ -133,8 +143,8 @@ def exchanged_halves(
     )
 
 
-def _build_balanced_causal_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of causal attention sharded by queries.
+def _build_balanced_causal_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    """Build the local kernel of causal attention sharded by queries.
 
     The device with shard i of n computes the first half of shard i and the second half of shard n -
     1 - i.
@@ -151,7 +161,7 @@ def _build_balanced_causal_kernel(op: Op, local: Local) -> Callable[..., Any]:
     # block n - 1 - i ends from its end, so that every device has the same number of pairs.
     early = _causal_attention_of_query_rows(op, rows - late, index * rows)
     swapped_half = _causal_attention_of_query_rows(op, late, (last - index) * rows + rows - late)
-    bind = binder(op)
+    bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
@@ -172,7 +182,7 @@ def _causal_attention_of_query_rows(op: Op, rows: int, start: Any) -> Callable[.
     """
     is_concrete = isinstance(start, int)
     fused_mask = _causal_mask_aligned_to_last_key(rows, start + rows) if is_concrete else None
-    is_first, bind = is_concrete and start == 0, binder(op)
+    is_first, bind = is_concrete and start == 0, argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)

@@ -16,13 +16,13 @@ from shardwright.core.rules.notation import (
     NAMES,
     WithArguments,
     argument,
+    factor_names,
     from_notation,
-    names,
     overloads,
     sharding_rule,
-    without,
+    unsharded_at,
 )
-from shardwright.core.rules.rule import Dims, Local, RuleMaker, ShardingRule, rule_for
+from shardwright.core.rules.rule import Dims, LocalSharding, RuleMaker, ShardingRule, rule_for
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ def affine_grid(op: Op) -> ShardingRule:
     """Affine grids, `b _ _ -> b _ _ _`: the batch of affine matrices can be sharded; each yields
     one grid."""
 
-    def kernel(op: Op, local: Local) -> Callable[..., Any]:
+    def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         return WithArguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
 
     outputs = (("b", *(None,) * (len(op.output.shape) - 1)),)
@@ -129,7 +129,7 @@ def fourier(op: Op) -> ShardingRule:
         # As in torch: `s` gives the sizes of the last dimensions; without it all are transformed.
         sizes = argument(op, "s")
         dims = range(-(count if sizes is None else len(sizes)), 0)
-    free = without(names(op.output), *([dims] if isinstance(dims, int) else dims))
+    free = unsharded_at(factor_names(op.output), *([dims] if isinstance(dims, int) else dims))
     return sharding_rule(op, (free,), (free,))
 
 

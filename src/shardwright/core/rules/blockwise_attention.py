@@ -16,19 +16,19 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import masked_attention, windowed_attention
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.attention import exchanged_halves
+from shardwright.core.rules.attention import half_shard_swaps
 from shardwright.core.rules.notation import (
     RuleOptions,
     WithArguments,
-    binder,
+    argument_binder,
     call_arguments,
     sharding_rule,
 )
 from shardwright.core.rules.rule import (
     PREVIOUS,
     Dims,
-    Local,
-    Main,
+    LocalSharding,
+    MainFactors,
     Reduction,
     ShardingRule,
     no_reductions,
@@ -67,11 +67,11 @@ _QUERIES: Dims = ("b", "h", "s", None)
 def _build_blockwise_attention_rule(
     op: Op, inputs: Sequence[Dims], **options: Unpack[RuleOptions]
 ) -> ShardingRule:
-    """Build the rule of windowed or masked attention; in grouped-query attention the number of
+    """Build the rule of halos or masked attention; in grouped-query attention the number of
     shards of `h` must divide the number of key-value heads."""
     heads = op.inputs[1].shape[1]
     capacity = {"h": heads} if heads > 1 else None
-    options["main"] = Main({"b": "I", "h": "H", "s": "S"}, weight=None)
+    options["main"] = MainFactors({"b": "I", "h": "H", "s": "S"}, weight=None)
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
 
 
@@ -79,16 +79,16 @@ def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[R
     """Return the swaps that balance causal masked attention: of half of the queries, of the mask
     vectors with one row per query, and of outputs."""
     query_vectors = [value for value in op.inputs[3:] if value.shape[-2] > 1]
-    return exchanged_halves(op, shard_counts, query_vectors)
+    return half_shard_swaps(op, shard_counts, query_vectors)
 
 
-def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of masked attention sharded by queries; with a causal mask, devices swap the
-    second halves of shards for equal work."""
+def _masked_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    """Build the local kernel of masked attention sharded by queries; with a causal mask, devices
+    swap the second halves of shards for equal work."""
     blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
     if blocks == 1:
         return op.target
-    index, late, bind = local.index("s"), rows // 2, binder(op)
+    index, late, bind = local.index("s"), rows // 2, argument_binder(op)
     # Nothing is swapped without a causal mask, as all queries have equal work, or in blocks of one
     # query.
     if not local.reduce:
@@ -119,7 +119,7 @@ def _masked_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return run
 
 
-def rows_before(op: Op, blocks: int) -> list[int]:
+def halo_rows_by_shard(op: Op, blocks: int) -> list[int]:
     """Return, for each preceding shard of the sequence, the number of its last positions within the
     window of a shard.
 
@@ -149,16 +149,16 @@ def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduc
         heads //= shard_counts.get("h", 1)
     return tuple(
         Reduction(("s",), PREVIOUS, (batch, heads, rows, size), key.dtype, varying=True)
-        for rows in rows_before(op, shard_counts.get("s", 1))
+        for rows in halo_rows_by_shard(op, shard_counts.get("s", 1))
     )
 
 
-def _windowed_attention_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _windowed_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     blocks = local.shard_counts.get("s", 1)
     if blocks == 1:
         return op.target
-    start, bind = local.index("s") * local.output_shapes[0][-2], binder(op)
-    transfers = list(zip(rows_before(op, blocks), local.reduce, strict=True))
+    start, bind = local.index("s") * local.output_shapes[0][-2], argument_binder(op)
+    transfers = list(zip(halo_rows_by_shard(op, blocks), local.reduce, strict=True))
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)

@@ -17,14 +17,14 @@ from torch import Tensor
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     NAMES,
-    aligned,
+    aligned_to_output,
     argument,
     call_arguments,
+    factor_names,
     from_notation,
-    names,
     sharding_rule,
 )
-from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+from shardwright.core.rules.rule import Dims, LocalSharding, MainFactors, ShardingRule, rule_for
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ def addmm_rule(op: Op) -> ShardingRule:
     batch: Dims = ("b",) if len(op.output.shape) == 3 else ()
     columns: Dims = ("j",) if len(op.inputs[2].shape) > 1 else ()
     out = (*batch, "i", *columns)
-    added = aligned(op, out)[0]
+    added = aligned_to_output(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
     return _as_main_product_rule(
         sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1
@@ -94,14 +94,14 @@ def addbmm(op: Op) -> ShardingRule:
 
     The summed batch `b` cannot be sharded, as every shard would add the input.
     """
-    inputs = (aligned(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
+    inputs = (aligned_to_output(op, ("i", "j"))[0], (None, "i", None), (None, None, "j"))
     return _as_main_product_rule(sharding_rule(op, inputs, (("i", "j"),)), weight=None, first=1)
 
 
 @rule_for(aten.addr.default)
 def addr(op: Op) -> ShardingRule:
     """Matrix plus outer product, `i j, i, j -> i j`: both dimensions can be sharded."""
-    added = aligned(op, ("i", "j"))[0]
+    added = aligned_to_output(op, ("i", "j"))[0]
     return sharding_rule(op, (added, ("i",), ("j",)), (("i", "j"),))
 
 
@@ -124,8 +124,8 @@ def inner(op: Op) -> ShardingRule:
     """Inner product, `s k, t k -> s t`: contracts the last dimensions; with a scalar, an
     elementwise product."""
     if not all(value.shape for value in op.inputs):
-        dims = names(op.output)
-        return sharding_rule(op, aligned(op, dims), (dims,))
+        dims = factor_names(op.output)
+        return sharding_rule(op, aligned_to_output(op, dims), (dims,))
     last = tuple(len(value.shape) - 1 for value in op.inputs)
     return _build_contraction_rule(op, last[:1], last[1:])
 
@@ -187,9 +187,9 @@ def grouped_mm(op: Op) -> ShardingRule | None:
     )
 
 
-def _grouped_mm_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of `grouped_mm` sharded by rows, which clips `offs`, the ends of the groups, to
-    the rows of this device."""
+def _grouped_mm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    """Build the local kernel of `grouped_mm` sharded by rows, which clips `offs`, the ends of the
+    groups, to the rows of this device."""
     if local.shard_counts.get("b", 1) == 1:
         return op.target
     rows = local.output_shapes[0][0]
@@ -248,7 +248,7 @@ def _as_main_product_rule(rule: ShardingRule, weight: int | None, first: int = 0
     columns = [name for name in named if name in rhs and name in out and name not in lhs]
     summed = [n for n in named if n in lhs and n in rhs and n in rule.reduced]
     letters = (("B", batch), ("I", rows), ("J", columns), ("K", summed))
-    main = Main(
+    main = MainFactors(
         labels={name: letter for letter, group in letters for name in group},
         weight=weight,
         # J and K are exclusive in the published search, though a plan may shard both.

@@ -7,13 +7,18 @@ from typing import Any
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     call_arguments,
-    input_dims,
+    input_factors,
     overloads,
     sharding_rule,
 )
-from shardwright.core.rules.overlapped import Overlapped
-from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
-from shardwright.core.rules.windowed import Windowed, sharded_space, spatial_windows, windows_of
+from shardwright.core.rules.overlapped import OutputHalos
+from shardwright.core.rules.rule import Dims, LocalSharding, MainFactors, ShardingRule, rule_for
+from shardwright.core.rules.windowed import (
+    InputHalos,
+    input_windows,
+    spatial_factors,
+    spatial_windows,
+)
 
 
 @rule_for(*overloads("conv1d", "conv2d", "conv3d"))
@@ -52,7 +57,7 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
     inputs = {"grad_output": ("b", None), "input": ("b", k), "weight": filters}
     return sharding_rule(
         op,
-        input_dims(op, {name: (*dims, *space) for name, dims in inputs.items()}),
+        input_factors(op, {name: (*dims, *space) for name, dims in inputs.items()}),
         (("b", k, *space),),
     )
 
@@ -72,21 +77,21 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     num_dims = len(kernel_size)
     k, j = ("g", "g") if groups > 1 else ("k" if arguments["bias"] is None else None, "j")
     batch: Dims = ("b",)[: len(op.output.shape) - num_dims - 1]
-    sliding: Windowed | Overlapped
+    halos: InputHalos | OutputHalos
     if transposed:
         counts = op.inputs[0].shape[-num_dims:]
         windows = spatial_windows(op, kernel_size, op.output.shape, counts)
-        sliding = Overlapped(
-            windows, (*batch, j, *sharded_space(windows)), replace=_local_num_groups_argument
+        halos = OutputHalos(
+            windows, (*batch, j, *spatial_factors(windows)), replace=_local_num_groups_argument
         )
         filters: Dims = (k, j)
     else:
-        windows = windows_of(op, kernel_size)
+        windows = input_windows(op, kernel_size)
         pads_all = isinstance(arguments["padding"], str)
-        dims = (*batch, k, *sharded_space(windows))
-        sliding = Windowed(windows, dims, pads_all=pads_all, replace=_local_num_groups_argument)
+        dims = (*batch, k, *spatial_factors(windows))
+        halos = InputHalos(windows, dims, pads_all=pads_all, replace=_local_num_groups_argument)
         filters = (j, k)
-    space, labels = sharded_space(windows), {"b": "I", j: "J", k: "K"}
+    space, labels = spatial_factors(windows), {"b": "I", j: "J", k: "K"}
     if groups > 1:
         filters, labels = ("g", None), {"b": "I", "g": "J"}
     return sharding_rule(
@@ -95,22 +100,22 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         ((*batch, j, *space),),
         reduced=() if groups > 1 else "k",
         # Inputs and outputs of a group must be on one device, so shards end between groups.
-        capacity=sliding.capacity | ({"g": groups} if groups > 1 else {}),
-        main=Main(
+        capacity=halos.capacity | ({"g": groups} if groups > 1 else {}),
+        main=MainFactors(
             {name: label for name, label in labels.items() if name}
             | {name: "I" for name in space if name},
             weight=1,
             exclusive=(("j", "k"),) if groups == 1 and k else (),
         ),
-        kernel=sliding.kernel,
-        reductions=sliding.reductions,
+        kernel=halos.kernel,
+        reductions=halos.reductions,
     )
 
 
 def _input_factors(op: Op, x: Dims, weight: Dims, channels: str) -> tuple[Dims, ...]:
-    return input_dims(op, {"input": x, "weight": weight, "bias": (channels,)})
+    return input_factors(op, {"input": x, "weight": weight, "bias": (channels,)})
 
 
-def _local_num_groups_argument(op: Op, local: Local) -> dict[str, Any]:
+def _local_num_groups_argument(op: Op, local: LocalSharding) -> dict[str, Any]:
     shards = local.shard_counts.get("g", 1)
     return {"groups": call_arguments(op)["groups"] // shards} if shards > 1 else {}

@@ -7,7 +7,7 @@ import torch
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     draws_random,
-    names,
+    factor_names,
     overloads,
     schema_parameters,
     sharding_rule,
@@ -24,7 +24,7 @@ def sharded_creation(op: Op) -> ShardingRule:
     size_index = list(schema_parameters(op.target)).index("size")
     # Lowering replaces the sizes only where they are a positional argument.
     by_position = size_index < len(op.args)
-    dims = names(op.output) if by_position else (None,) * len(op.output.shape)
+    dims = factor_names(op.output) if by_position else (None,) * len(op.output.shape)
     return sharding_rule(
         op,
         [(None,) * len(value.shape) for value in op.inputs],
@@ -38,7 +38,7 @@ def sharded_creation(op: Op) -> ShardingRule:
 def creation_like(op: Op) -> ShardingRule:
     """Tensors with the shape of another tensor, `b s -> b s`: every device creates a tensor with
     the shape of its shard."""
-    dims = names(op.output)
+    dims = factor_names(op.output)
     return sharding_rule(op, (dims,), (dims,))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import cross_entropy
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.indexed import in_other_blocks
+from shardwright.core.rules.indexed import other_shard_mask
 from shardwright.core.rules.loss import (
     SUM,
     accumulation_dtype,
@@ -26,8 +26,14 @@ from shardwright.core.rules.loss import (
     target_count_reduction,
     target_mean_kernel,
 )
-from shardwright.core.rules.notation import NAMES, binder, call_arguments, input_dims, sharding_rule
-from shardwright.core.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
+from shardwright.core.rules.notation import (
+    NAMES,
+    argument_binder,
+    call_arguments,
+    input_factors,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import Dims, LocalSharding, Reduction, ShardingRule, rule_for
 
 NONE = 0
 
@@ -45,7 +51,7 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
     dims: dict[str, Dims] = {"logits": (*rows, "v"), "target": target, "weight": ("v",)}
     return sharding_rule(
         op,
-        input_dims(op, dims),
+        input_factors(op, dims),
         (() if arguments["reduction"] else rows,),
         reduced=[str(name) for name in rows] if arguments["reduction"] else (),
         complete=frozenset("v"),
@@ -86,7 +92,7 @@ def _num_class_sums(op: Op) -> int:
     return 2 if call_arguments(op)["weight"] is None else 4
 
 
-def _cross_entropy_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _cross_entropy_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if local.shard_counts.get("v", 1) > 1:
         return _sharded_classes_kernel(op, local)
     if _has_probability_targets(op):
@@ -94,11 +100,11 @@ def _cross_entropy_kernel(op: Op, local: Local) -> Callable[..., Any]:
     return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
 
 
-def _sharded_classes_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     logits = call_arguments(op)["logits"]
     first = local.index("v") * (logits.shape[-1] // local.shard_counts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce
-    probabilities, bind = _has_probability_targets(op), binder(op)
+    probabilities, bind = _has_probability_targets(op), argument_binder(op)
     terms = _local_sums_for_class_probabilities if probabilities else _local_sums_for_class_indices
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +152,7 @@ def _local_sums_for_class_indices(
     """
     weight, smoothing = arguments["weight"], arguments["label_smoothing"]
     target = arguments["target"].long()
-    elsewhere = in_other_blocks(target, first, scores.shape[-1], classes)
+    elsewhere = other_shard_mask(target, first, scores.shape[-1], classes)
     elsewhere = elsewhere | (target == arguments["ignore_index"])
     # Any valid row, since the result is masked: `gather` would fail on one out of range.
     row = (target - first).masked_fill(elsewhere, 0)

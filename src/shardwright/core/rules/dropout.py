@@ -10,14 +10,20 @@ from __future__ import annotations
 import torch
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import aligned, call_arguments, names, overloads, sharding_rule
+from shardwright.core.rules.notation import (
+    aligned_to_output,
+    call_arguments,
+    factor_names,
+    overloads,
+    sharding_rule,
+)
 from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 
 
 @rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
 def dropout(op: Op) -> ShardingRule:
     """Dropout, `b s -> b s`: every dimension can be sharded."""
-    return _build_elementwise_random_rule(op, names(op.output), is_active_dropout(op))
+    return _build_elementwise_random_rule(op, factor_names(op.output), is_active_dropout(op))
 
 
 @rule_for(*overloads("feature_dropout", "feature_alpha_dropout"))
@@ -27,7 +33,7 @@ def feature_dropout(op: Op) -> ShardingRule:
 
     With another dimension sharded, devices would drop different channels of one sample.
     """
-    free = names(op.output)[:2]
+    free = factor_names(op.output)[:2]
     return _build_elementwise_random_rule(
         op, (*free, *(None,) * (len(op.output.shape) - len(free))), is_active_dropout(op)
     )
@@ -39,7 +45,7 @@ def feature_dropout(op: Op) -> ShardingRule:
 def random_like(op: Op) -> ShardingRule:
     """Random tensors in the shape of an input, `b s -> b s`: every device draws the numbers of its
     shard."""
-    return _build_elementwise_random_rule(op, names(op.output), random=True)
+    return _build_elementwise_random_rule(op, factor_names(op.output), random=True)
 
 
 def is_active_dropout(op: Op) -> bool:
@@ -50,4 +56,4 @@ def is_active_dropout(op: Op) -> bool:
 
 
 def _build_elementwise_random_rule(op: Op, dims: Dims, random: bool) -> ShardingRule:
-    return sharding_rule(op, aligned(op, dims), (dims,) * len(op.outputs), random=random)
+    return sharding_rule(op, aligned_to_output(op, dims), (dims,) * len(op.outputs), random=random)

@@ -13,9 +13,15 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import MEAN, embedding_bag
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.indexed import in_other_blocks
-from shardwright.core.rules.notation import binder, call_arguments, input_dims, names, sharding_rule
-from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+from shardwright.core.rules.indexed import other_shard_mask
+from shardwright.core.rules.notation import (
+    argument_binder,
+    call_arguments,
+    factor_names,
+    input_factors,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import Dims, LocalSharding, MainFactors, ShardingRule, rule_for
 
 aten = torch.ops.aten
 
@@ -29,11 +35,14 @@ def embedding(op: Op) -> ShardingRule:
     indices and rows on one device: then only the features can be sharded.
     """
     arguments = call_arguments(op)
-    indices = names(arguments["indices"], exclude="ve")
+    indices = factor_names(arguments["indices"], exclude="ve")
     if arguments["sparse"] or arguments["scale_grad_by_freq"]:
         replicated: Dims = (None,) * len(indices)
         return sharding_rule(
-            op, ((None, "e"), replicated), ((*replicated, "e"),), main=Main({"e": "J"}, weight=0)
+            op,
+            ((None, "e"), replicated),
+            ((*replicated, "e"),),
+            main=MainFactors({"e": "J"}, weight=0),
         )
     letters = {**dict.fromkeys(map(str, indices), "I"), "e": "J", "v": "K"}
     return sharding_rule(
@@ -41,12 +50,12 @@ def embedding(op: Op) -> ShardingRule:
         (("v", "e"), indices),
         ((*indices, "e"),),
         reduced="v",
-        main=Main(letters, weight=0),
+        main=MainFactors(letters, weight=0),
         kernel=_embedding_kernel,
     )
 
 
-def _local_table_rows(op: Op, local: Local) -> tuple[Any, int, int]:
+def _local_table_rows(op: Op, local: LocalSharding) -> tuple[Any, int, int]:
     """Return the index of the first table row on this device, the number of local rows, and the
     number of rows of the full table."""
     total = op.inputs[0].shape[0]
@@ -54,18 +63,18 @@ def _local_table_rows(op: Op, local: Local) -> tuple[Any, int, int]:
     return local.index("v") * size, size, total
 
 
-def _embedding_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of `embedding`; if table rows are sharded, rows of other devices are looked
-    up as zero, and the outputs are partial sums."""
+def _embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    """Build the local kernel of `embedding`; if table rows are sharded, rows of other devices are
+    looked up as zero, and the outputs are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
     first, size, total = _local_table_rows(op, local)
-    bind = binder(op)
+    bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
         indices, padding = arguments["indices"], arguments["padding_idx"]
-        elsewhere = in_other_blocks(indices, first, size, total)
+        elsewhere = other_shard_mask(indices, first, size, total)
         row = (indices - first).masked_fill(elsewhere, 0)
         rows = aten.embedding.default(arguments["weight"], row)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -103,21 +112,21 @@ def embedding_bag_rule(op: Op) -> ShardingRule:
     letters = {"b": "I", "e": "J", "v": "K"}
     return sharding_rule(
         op,
-        input_dims(op, dims),
+        input_factors(op, dims),
         ((bags, "e"),),
         reduced="v",
-        main=Main({f: letters[f] for f in (bags, "e", rows) if f is not None}, weight=0),
+        main=MainFactors({f: letters[f] for f in (bags, "e", rows) if f is not None}, weight=0),
         kernel=_embedding_bag_kernel,
     )
 
 
-def _embedding_bag_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of `embedding_bag`; if table rows are sharded, rows on other devices have weight
-    0, and means are divided by the number of entries on all devices."""
+def _embedding_bag_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    """Build the local kernel of `embedding_bag`; if table rows are sharded, rows on other devices
+    have weight 0, and means are divided by the number of entries on all devices."""
     if local.shard_counts.get("v", 1) == 1:
         return op.target
     first, size, total = _local_table_rows(op, local)
-    bind = binder(op)
+    bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
@@ -129,7 +138,7 @@ def _embedding_bag_kernel(op: Op, local: Local) -> Callable[..., Any]:
             weights = torch.ones_like(indices, dtype=table.dtype)
         if padding is not None:
             weights = weights.masked_fill(indices == padding, 0)
-        elsewhere = in_other_blocks(indices, first, size, total)
+        elsewhere = other_shard_mask(indices, first, size, total)
         row = (indices - first).masked_fill(elsewhere, 0)
 
         def bags(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:

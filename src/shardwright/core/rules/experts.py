@@ -14,8 +14,14 @@ from torch import Tensor
 
 from shardwright.core.graph.custom_ops import experts
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import binder, call_arguments, input_dims, names, sharding_rule
-from shardwright.core.rules.rule import Dims, Local, Main, ShardingRule, rule_for
+from shardwright.core.rules.notation import (
+    argument_binder,
+    call_arguments,
+    factor_names,
+    input_factors,
+    sharding_rule,
+)
+from shardwright.core.rules.rule import Dims, LocalSharding, MainFactors, ShardingRule, rule_for
 
 
 @rule_for(experts)
@@ -24,7 +30,7 @@ def experts_rule(op: Op) -> ShardingRule:
     and the inner dimension `i` can be sharded; sharding `e` or `i` makes the output a partial
     sum."""
     arguments = call_arguments(op)
-    tokens = names(op.output, exclude="ei")[:-1]
+    tokens = factor_names(op.output, exclude="ei")[:-1]
     # A dimension of size 2, for gate and up projection, precedes or (interleaved) follows the inner
     # dimension. It stays replicated, as a device needs both projections of its inner features.
     projected: Dims = ("i", None) if arguments["interleaved"] else (None, "i")
@@ -39,20 +45,20 @@ def experts_rule(op: Op) -> ShardingRule:
     }
     return sharding_rule(
         op,
-        input_dims(op, dims),
+        input_factors(op, dims),
         ((*tokens, None),),
         reduced="e i",
         kernel=_experts_kernel,
-        main=Main({**dict.fromkeys(map(str, tokens), "I"), "e": "E", "i": "K"}, weight=3),
+        main=MainFactors({**dict.fromkeys(map(str, tokens), "I"), "e": "E", "i": "K"}, weight=3),
     )
 
 
-def _experts_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _experts_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     total = call_arguments(op)["gate_up"].shape[0]
     num_local = total // local.shard_counts.get("e", 1)
     inner_shards = local.shard_counts.get("i", 1)
     first = local.index("e") * num_local if num_local < total else 0
-    bind = binder(op)
+    bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
-from shardwright.core.rules.notation import NAMES, binder, call_arguments, sharding_rule
-from shardwright.core.rules.rule import GATHER, Dims, Local, Reduction, ShardingRule
+from shardwright.core.rules.notation import NAMES, argument_binder, call_arguments, sharding_rule
+from shardwright.core.rules.rule import GATHER, Dims, LocalSharding, Reduction, ShardingRule
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class InputShard:
         dims: dimensions along which the operator combines elements.
         shape: global shape of the input.
         offsets: global index of the first local element, for each of `dims`.
-        number: index of this shard among all shards.
-        count: number of shards.
+        shard_index: index of this shard among all shards.
+        num_shards: number of shards.
         arguments: arguments of the call by name.
     """
 
@@ -42,8 +42,8 @@ class InputShard:
     dims: tuple[int, ...]
     shape: tuple[int, ...]
     offsets: tuple[Any, ...]
-    number: Any
-    count: int
+    shard_index: Any
+    num_shards: int
     arguments: Mapping[str, Any]
 
 
@@ -53,11 +53,11 @@ operator combines. Statistics of all shards have a leading dimension, the number
 
 
 @dataclass(frozen=True)
-class Combination:
+class ShardCombination:
     """Method by which an operator combines the shards of its input: statistics and outputs.
 
     Args:
-        local: returns the statistics of the local shard.
+        local_statistics: returns the statistics of the local shard.
         combine: returns the outputs, given the local shard and the statistics of all shards.
         num_values: number of statistics in the dtype of the input or, for an integer input, in the
             dtype of the first output.
@@ -66,7 +66,7 @@ class Combination:
         statistic_dtype: dtype of the values; None for the default of `num_values`.
     """
 
-    local: Callable[[InputShard], Statistics]
+    local_statistics: Callable[[InputShard], Statistics]
     combine: Callable[[InputShard, Statistics], Tensor | Sequence[Tensor]]
     num_values: int = 1
     num_indices: int = 0
@@ -87,12 +87,12 @@ class Combination:
             inputs, outputs: the factor of each dimension of each tensor; None if it cannot be
                 sharded.
         """
-        worked_along = (inputs[0][dim] for dim in dims)
+        combined_factors = (inputs[0][dim] for dim in dims)
         return sharding_rule(
             op,
             inputs,
             outputs,
-            complete=frozenset() if self.keeps_dims else frozenset(filter(None, worked_along)),
+            complete=frozenset() if self.keeps_dims else frozenset(filter(None, combined_factors)),
             kernel=lambda op, local: self._build_gathering_kernel(op, local, dims),
             reductions=lambda op, shard_counts: self._statistics_all_gathers(
                 op, shard_counts, dims
@@ -128,12 +128,12 @@ class Combination:
         return op.outputs[0].dtype if is_integer else accumulation_dtype(dtype)
 
     def _build_gathering_kernel(
-        self, op: Op, local: Local, dims: tuple[int, ...]
+        self, op: Op, local: LocalSharding, dims: tuple[int, ...]
     ) -> Callable[..., Any]:
         factors = _sharded_factors_of_dims(dims, local.shard_counts)
         if not factors:
             return op.target
-        shape, bind, dtype = op.inputs[0].shape, binder(op), self._statistics_dtype(op)
+        shape, bind, dtype = op.inputs[0].shape, argument_binder(op), self._statistics_dtype(op)
         counts = [local.shard_counts.get(NAMES[dim], 1) for dim in dims]
         numbers = [
             local.index(NAMES[dim]) if n > 1 else 0 for dim, n in zip(dims, counts, strict=True)
@@ -150,7 +150,7 @@ class Combination:
             x = next(iter(arguments.values()))
             x = x if self.statistic_dtype is not None else x.to(dtype)
             shard = InputShard(x, dims, shape, offsets, position, prod(counts), arguments)
-            gathered = self._all_gather_statistics(local, self.local(shard))
+            gathered = self._all_gather_statistics(local, self.local_statistics(shard))
             outputs = self.combine(shard, gathered)
             outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
             results = tuple(
@@ -162,7 +162,7 @@ class Combination:
 
         return run
 
-    def _all_gather_statistics(self, local: Local, statistics: Statistics) -> Statistics:
+    def _all_gather_statistics(self, local: LocalSharding, statistics: Statistics) -> Statistics:
         values = local.reduce[0](torch.stack(tuple(statistics[: self.num_values])).unsqueeze(0))
         gathered = list(values.unbind(1))
         if self.num_indices:

@@ -12,12 +12,19 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
     WithArguments,
-    binder,
+    argument_binder,
     call_arguments,
-    input_dims,
+    input_factors,
     sharding_rule,
 )
-from shardwright.core.rules.rule import GATHER, Dims, Local, Reduction, ShardingRule, rule_for
+from shardwright.core.rules.rule import (
+    GATHER,
+    Dims,
+    LocalSharding,
+    Reduction,
+    ShardingRule,
+    rule_for,
+)
 from shardwright.core.rules.statistics import combine_moments
 from shardwright.core.rules.windowed import SPACE
 
@@ -32,7 +39,7 @@ def group_norm(op: Op) -> ShardingRule:
     dims = (*dims, *(None,) * (len(op.output.shape) - len(dims)))
     return sharding_rule(
         op,
-        input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
+        input_factors(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
         (dims,),
         capacity={"c": call_arguments(op)["num_groups"]},
         kernel=_group_norm_kernel,
@@ -47,14 +54,14 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
     groups = call_arguments(op)["group"]
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
 
-    def kernel(op: Op, local: Local) -> Callable[..., Any]:
+    def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         batch, channels, *_ = local.output_shapes[0]
         group = groups // local.shard_counts.get("c", 1)
         return WithArguments(op, N=batch, C=channels, group=group)
 
     return sharding_rule(
         op,
-        input_dims(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
+        input_factors(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
         (dims, ("b", "c"), ("b", "c"))[: len(op.outputs)],
         capacity={"c": groups},
         kernel=kernel,
@@ -75,11 +82,11 @@ def _all_gather_of_moments(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     )
 
 
-def _group_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     groups = call_arguments(op)["num_groups"] // local.shard_counts.get("c", 1)
     if not local.reduce:
         return WithArguments(op, num_groups=groups)
-    (gather,), bind = local.reduce, binder(op)
+    (gather,), bind = local.reduce, argument_binder(op)
     channel = (1, -1, *(1,) * (len(op.output.shape) - 2))
 
     def run(*args: Any, **kwargs: Any) -> Any:

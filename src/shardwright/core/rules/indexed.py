@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import binder, schema_parameters
-from shardwright.core.rules.rule import Kernel, Local
+from shardwright.core.rules.notation import argument_binder, schema_parameters
+from shardwright.core.rules.rule import Kernel, LocalSharding
 
 
-def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
+def other_shard_mask(indices: Tensor, first: Any, size: int, total: int) -> Tensor:
     """Return a mask of the indices that belong to other devices' shards of a dimension of size
     `total`.
 
@@ -36,7 +36,7 @@ def in_other_blocks(indices: Tensor, first: Any, size: int, total: int) -> Tenso
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexedDims:
     """Dimensions of an operator's first input that its index argument selects from.
 
     Args:
@@ -45,8 +45,8 @@ class Indexed:
         is_list: whether the argument is a list with the index of each dimension, in which negative
             indices count from the end.
         trailing: number of dimensions of the output that follow the dimensions of the indices.
-        added: factors of the written rows, if they are added: the results are partial sums over
-            their shards.
+        added: factors of the written rows if the rows are added; the results are then partial sums
+            over shards of the rows.
     """
 
     argument: str
@@ -63,7 +63,7 @@ class Indexed:
         """Return the builder of a kernel that writes elements at the indices, such as `scatter`; at
         most one indexed dimension can be sharded."""
 
-        def build(op: Op, local: Local) -> Callable[..., Any]:
+        def build(op: Op, local: LocalSharding) -> Callable[..., Any]:
             write = self._build_indexed_kernel(op, local, self._write_local_elements)
             sharded = [factor for factor in self.added if local.shard_counts.get(factor, 1) > 1]
             return self._add_to_one_copy(op, local, write, sharded) if sharded else write
@@ -71,11 +71,11 @@ class Indexed:
         return build
 
     def _add_to_one_copy(
-        self, op: Op, local: Local, write: Callable[..., Any], sharded: Sequence[str]
+        self, op: Op, local: LocalSharding, write: Callable[..., Any], sharded: Sequence[str]
     ) -> Callable[..., Any]:
         """Return `write` with zeros in place of the first input on all but the first shard of the
-        added rows, so that the sum over the devices has it once."""
-        bind, shards = binder(op), [local.index(factor) for factor in sharded]
+        added rows, so that the sum over devices includes the first input once."""
+        bind, shards = argument_binder(op), [local.index(factor) for factor in sharded]
         name = next(iter(schema_parameters(op.target)))
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class Indexed:
         return run
 
     def _build_indexed_kernel(
-        self, op: Op, local: Local, function: Callable[..., Any]
+        self, op: Op, local: LocalSharding, function: Callable[..., Any]
     ) -> Callable[..., Any]:
         blocks = {}
         for dim, factor in self.factors.items():
@@ -102,8 +102,8 @@ class Indexed:
                 )
         if not blocks:
             return op.target
-        bind = binder(op)
-        # Bound by name: operators of ATen take their tensors by name, too.
+        bind = argument_binder(op)
+        # Bound by name, as callers may pass the tensors of ATen operators by name.
         return lambda *args, **kwargs: function(op.target, blocks, bind(args, kwargs))
 
     def _read_local_elements(
@@ -178,7 +178,7 @@ class _LocalBlock:
         index = index.long()
         if self.wraps:
             index = torch.where(index < 0, index + self.total, index)
-        elsewhere = in_other_blocks(index, self.first, self.size, self.total)
+        elsewhere = other_shard_mask(index, self.first, self.size, self.total)
         local = (index - self.first).masked_fill(elsewhere, self.size)
         out_of_range = (index < 0) | (index >= self.total)
         return local.masked_fill(out_of_range, self.size + 1), elsewhere
@@ -187,7 +187,7 @@ class _LocalBlock:
 def one_hot_kernel(factor: str) -> Kernel:
     """Return the builder of the kernel of `one_hot`, whose classes are sharded by `factor`."""
 
-    def build(op: Op, local: Local) -> Callable[..., Any]:
+    def build(op: Op, local: LocalSharding) -> Callable[..., Any]:
         count = local.shard_counts.get(factor, 1)
         if count == 1:
             return op.target
@@ -196,7 +196,7 @@ def one_hot_kernel(factor: str) -> Kernel:
         block = _LocalBlock(local.index(factor) * size, size, classes)
 
         def run(x: Tensor, num_classes: int) -> Tensor:
-            # One more class, which stands for those of other devices.
+            # One more class, for all classes of other devices.
             index, _ = block.localize(x)
             out: Tensor = op.target(index, size + 1)
             return out.narrow(-1, 0, size)

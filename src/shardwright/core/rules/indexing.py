@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import torch
 
 from shardwright.core.graph.graph import Op, Value
-from shardwright.core.rules.indexed import Indexed, one_hot_kernel
+from shardwright.core.rules.indexed import IndexedDims, one_hot_kernel
 from shardwright.core.rules.notation import (
     NAMES,
     WithArguments,
     argument,
     call_arguments,
-    names,
+    factor_names,
     overloads,
     sharding_rule,
-    without,
+    unsharded_at,
 )
 from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 
@@ -34,7 +34,7 @@ def cat(op: Op) -> ShardingRule:
 
     As in torch, some inputs may be empty one-dimensional tensors.
     """
-    dims = without(names(op.output), argument(op, "dim"))
+    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     inputs = [dims if len(v.shape) == len(dims) else (None,) for v in op.inputs]
     return sharding_rule(op, inputs, (dims,))
 
@@ -43,7 +43,7 @@ def cat(op: Op) -> ShardingRule:
 def stack(op: Op) -> ShardingRule:
     """Stacking, `b s, b s -> b _ s`: all but the new dimension can be sharded."""
     dim = argument(op, "dim") % len(op.output.shape)
-    dims = without(names(op.output), dim)
+    dims = unsharded_at(factor_names(op.output), dim)
     return sharding_rule(op, [_remove_dim(dims, dim)] * len(op.inputs), (dims,))
 
 
@@ -53,7 +53,7 @@ def stack(op: Op) -> ShardingRule:
 @rule_for(aten.tensor_split.sections, aten.tensor_split.indices)
 def split_rule(op: Op) -> ShardingRule:
     """Split, `b _ -> b _, b _`: all but the split dimension can be sharded."""
-    dims = without(names(op.inputs[0]), argument(op, "dim"))
+    dims = unsharded_at(factor_names(op.inputs[0]), argument(op, "dim"))
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
 
@@ -63,7 +63,7 @@ def unbind(op: Op) -> ShardingRule:
     """Unbinding or selection, `b _ s -> b s`: all but the removed dimension can be sharded."""
     x = op.inputs[0]
     dim = argument(op, "dim") % len(x.shape)
-    dims = without(names(x), dim)
+    dims = unsharded_at(factor_names(x), dim)
     return sharding_rule(op, (dims,), (_remove_dim(dims, dim),) * len(op.outputs))
 
 
@@ -74,16 +74,16 @@ def slice_rule(op: Op) -> ShardingRule:
     # `x[:, :]` is exported as slices over full dimensions; these must not keep a dimension
     # replicated.
     is_full = op.output.shape == x.shape and step == 1
-    dims, size = names(x), x.shape[dim] if x.shape else 0
+    dims, size = factor_names(x), x.shape[dim] if x.shape else 0
     start = slice(argument(op, "start"), None, step).indices(size)[0]
     if step > 1 and op.output.shape[dim] * step == size:
-        # Each shard has whole steps.
+        # Every shard begins at a multiple of `step`.
         every_step = WithArguments(op, start=start, end=size)
         capacity = {str(dims[dim]): op.output.shape[dim]}
         return sharding_rule(
             op, (dims,), (dims,), capacity=capacity, kernel=lambda op, local: every_step
         )
-    dims = dims if is_full else without(dims, dim)
+    dims = dims if is_full else unsharded_at(dims, dim)
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -93,7 +93,7 @@ def slice_scatter_rule(op: Op) -> ShardingRule:
     the dimension in which the source is written cannot be sharded."""
     x, source = op.inputs
     dim = argument(op, "dim") % len(x.shape)
-    dims = without(names(x), dim)
+    dims = unsharded_at(factor_names(x), dim)
     written = dims if len(source.shape) == len(x.shape) else _remove_dim(dims, dim)
     return sharding_rule(op, (dims, written), (dims,))
 
@@ -104,7 +104,7 @@ def one_hot(op: Op) -> ShardingRule | None:
     data, as the data of shards differ."""
     if argument(op, "num_classes") < 0:
         return None
-    dims = names(op.output, exclude="v")
+    dims = factor_names(op.output, exclude="v")
     return sharding_rule(op, (dims[:-1],), ((*dims[:-1], "v"),), kernel=one_hot_kernel("v"))
 
 
@@ -114,7 +114,7 @@ def meshgrid(op: Op) -> ShardingRule:
 
     `indexing="xy"` swaps the first two dimensions of the outputs.
     """
-    dims = names(op.output)
+    dims = factor_names(op.output)
     axes = list(range(len(dims)))
     if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
         axes[:2] = 1, 0
@@ -140,10 +140,10 @@ def gather(op: Op) -> ShardingRule | None:
         for i, sizes in enumerate(zip(x.shape, indices.shape, strict=True))
         if _have_different_sizes(sizes)
     ]
-    dims = without(names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
+    dims = unsharded_at(factor_names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
     source = (*dims[:indexed_dim], "v", *dims[indexed_dim + 1 :])
     name = "index" if "index" in call_arguments(op) else "indices"
-    return _build_indexed_read_rule(op, (source, dims), dims, Indexed(name, {indexed_dim: "v"}))
+    return _build_indexed_read_rule(op, (source, dims), dims, IndexedDims(name, {indexed_dim: "v"}))
 
 
 @rule_for(*overloads("scatter", "scatter_add", "scatter_reduce"))
@@ -159,14 +159,14 @@ def scatter(op: Op) -> ShardingRule:
     if not x.shape:
         return sharding_rule(op, ((),) * len(op.inputs), ((),))
     dim = argument(op, "dim") % len(x.shape)
-    dims = without(names(x, exclude="ve"), dim, *unequal)
+    dims = unsharded_at(factor_names(x, exclude="ve"), dim, *unequal)
     written = (*dims[:dim], "v", *dims[dim + 1 :])
-    # Of a source that is longer than its index only the first elements are added.
+    # Only the first elements of a source longer than its index are added.
     lengths = {value.shape[dim] for value in others if value.shape}
-    added = ("e",) if _adds(op) and len(lengths) == 1 else ()
+    added = ("e",) if _is_additive_write(op) and len(lengths) == 1 else ()
     rows = (*dims[:dim], *(added or (None,)), *dims[dim + 1 :])
     inputs = [rows if len(value.shape) == len(dims) else () for value in others]
-    kernel = Indexed("index", {dim: "v"}, added=added).write_kernel()
+    kernel = IndexedDims("index", {dim: "v"}, added=added).write_kernel()
     return sharding_rule(op, (written, *inputs), (written,), reduced=added, kernel=kernel)
 
 
@@ -174,7 +174,7 @@ def scatter(op: Op) -> ShardingRule:
 def take(op: Op) -> ShardingRule:
     """Lookup in a flattened tensor, `_ _, b -> b`: the indices can be sharded; the flattened tensor
     that they index cannot."""
-    dims = names(op.inputs[1])
+    dims = factor_names(op.inputs[1])
     return sharding_rule(op, ((None,) * len(op.inputs[0].shape), dims), (dims,))
 
 
@@ -183,14 +183,14 @@ def index_select(op: Op) -> ShardingRule:
     """Selection by index, `b v, s -> b s`: with a sharded indexed dimension `v`, the output is a
     partial sum."""
     x, indices = op.inputs
-    dims = names(x, exclude="v")
+    dims = factor_names(x, exclude="v")
     if not dims:
         return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
     dim = argument(op, "dim") % len(dims)
     index_dims = (dims[dim],)[: len(indices.shape)]
-    out = dims if index_dims else without(dims, dim)
+    out = dims if index_dims else unsharded_at(dims, dim)
     source = (*dims[:dim], "v", *dims[dim + 1 :])
-    indexed = Indexed("index", {dim: "v"}, trailing=len(dims) - 1 - dim)
+    indexed = IndexedDims("index", {dim: "v"}, trailing=len(dims) - 1 - dim)
     return _build_indexed_read_rule(op, (source, index_dims), out, indexed)
 
 
@@ -203,9 +203,9 @@ def index_add_rule(op: Op) -> ShardingRule | None:
     if not x.shape:
         return None
     dim = argument(op, "dim") % len(x.shape)
-    dims = names(x, exclude="ve")
+    dims = factor_names(x, exclude="ve")
     written = (*dims[:dim], "v", *dims[dim + 1 :])
-    added = ("e",) if _adds(op) and indices.shape else ()
+    added = ("e",) if _is_additive_write(op) and indices.shape else ()
     row = added or (None,)
     rows = (*dims[:dim], *row, *dims[dim + 1 :])
     sources = [rows if len(value.shape) == len(dims) else () for value in source]
@@ -214,7 +214,7 @@ def index_add_rule(op: Op) -> ShardingRule | None:
         (written, row * len(indices.shape), *sources),
         (written,),
         reduced=added,
-        kernel=Indexed("index", {dim: "v"}, added=added).write_kernel(),
+        kernel=IndexedDims("index", {dim: "v"}, added=added).write_kernel(),
     )
 
 
@@ -231,8 +231,8 @@ def index(op: Op) -> ShardingRule | None:
     _, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
     trailing = len(result) - len(at) - (result.index(at[0]) if at else 0)
-    indexed = Indexed("indices", _factors_of_indexed_dims(op), is_list=True, trailing=trailing)
-    return _build_indexed_read_rule(op, (names(op.inputs[0]), *indices), result, indexed)
+    indexed = IndexedDims("indices", _factors_of_indexed_dims(op), is_list=True, trailing=trailing)
+    return _build_indexed_read_rule(op, (factor_names(op.inputs[0]), *indices), result, indexed)
 
 
 @rule_for(aten.index_put.default)
@@ -246,7 +246,7 @@ def index_put(op: Op) -> ShardingRule | None:
     source, at, result = dims
     *indices, values = op.inputs[1:]
     # With sharded indices each device writes only some of the rows of its copy.
-    added = tuple(name for name in at if name is not None) if _adds(op) else ()
+    added = tuple(name for name in at if name is not None) if _is_additive_write(op) else ()
     written = tuple(None if name in at and name not in added else name for name in result)
     index_dims = [
         at[len(at) - len(value.shape) :] if added else (None,) * len(value.shape)
@@ -259,34 +259,34 @@ def index_put(op: Op) -> ShardingRule | None:
         (source, *index_dims, written[len(written) - len(values.shape) :]),
         (source,),
         reduced=added,
-        kernel=Indexed("indices", first, is_list=True, added=added).write_kernel(),
+        kernel=IndexedDims("indices", first, is_list=True, added=added).write_kernel(),
     )
 
 
-def _adds(op: Op) -> bool:
-    """Whether a write adds its rows to all elements of its first input, so that sums over shards
-    of the rows are partial sums of the result."""
-    # Truth values have no sum.
+def _is_additive_write(op: Op) -> bool:
+    """Whether a write adds its rows to its first input, so that writes of shards of the rows are
+    partial sums."""
+    # Booleans have no sum.
     if op.output.dtype == torch.bool:
         return False
     if op.target in _ADDING_WRITES:
         return True
     if op.target is aten.index_put.default:
         return bool(argument(op, "accumulate"))
-    # Without itself, an element counts only where nothing is added.
+    # With `include_self=False`, an element is dropped where anything is added.
     includes_self = argument(op, "include_self", True)
     return argument(op, "reduce") in ("sum", "add") and bool(includes_self)
 
 
 def _build_indexed_read_rule(
-    op: Op, inputs: Sequence[Dims], output: Dims, indexed: Indexed
+    op: Op, inputs: Sequence[Dims], output: Dims, indexed: IndexedDims
 ) -> ShardingRule:
     """Return the rule of an operator that reads elements at indices; with sharded indexed
     dimensions the output is a partial sum."""
-    # Truth values have no sum.
+    # Booleans have no sum.
     if op.output.dtype == torch.bool:
         (source, *others) = inputs
-        inputs = (without(source, *indexed.factors), *others)
+        inputs = (unsharded_at(source, *indexed.factors), *others)
         return sharding_rule(op, inputs, (output,))
     return sharding_rule(
         op, inputs, (output,), reduced=indexed.factors.values(), kernel=indexed.read_kernel()
@@ -295,7 +295,7 @@ def _build_indexed_read_rule(
 
 def _factors_of_indexed_dims(op: Op) -> dict[int, str]:
     """Return the factor of each indexed dimension of `x[indices]`."""
-    dims = names(op.inputs[0])
+    dims = factor_names(op.inputs[0])
     return {dim: str(dims[dim]) for dim, index in enumerate(op.args[1]) if index is not None}
 
 
@@ -310,8 +310,8 @@ def _tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     index_values = [value for value in indices if isinstance(value, Value)]
     if not indexed or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
         return None
-    source = without(names(x), *indexed)
-    unused = [name for name in NAMES if name not in names(x)]
+    source = unsharded_at(factor_names(x), *indexed)
+    unused = [name for name in NAMES if name not in factor_names(x)]
     at: Dims = tuple(unused[: max(len(value.shape) for value in index_values)])
     first, last = indexed[0], indexed[-1]
     if indexed == list(range(first, last + 1)):

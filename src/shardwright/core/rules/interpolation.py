@@ -20,13 +20,13 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
     WithArguments,
-    binder,
+    argument_binder,
     call_arguments,
     overloads,
     sharding_rule,
 )
-from shardwright.core.rules.rule import Dims, Local, RuleMaker, ShardingRule, rule_for
-from shardwright.core.rules.windowed import SPACE, Windowed, largest_count, sharded_space
+from shardwright.core.rules.rule import Dims, LocalSharding, RuleMaker, ShardingRule, rule_for
+from shardwright.core.rules.windowed import SPACE, InputHalos, largest_shard_count, spatial_factors
 
 INTERPOLATIONS = {
     1: ("upsample_linear1d",),
@@ -44,7 +44,7 @@ NEAREST = {
 
 
 @dataclass(frozen=True)
-class Resized:
+class ResizedDim:
     """Resizing of one dimension of an image, sharded with halos.
 
     Args:
@@ -53,7 +53,7 @@ class Resized:
         size, count: number of original rows and of resized rows.
         step: number of original rows per resized row.
         from_corners: whether the first and the last row keep their positions.
-        cubic: whether weights are cubic, of 4 rows, instead of linear, of 2.
+        cubic: whether interpolation is cubic, over 4 rows, instead of linear, over 2.
         antialias: whether a resized row covers all rows that it replaces.
     """
 
@@ -66,7 +66,7 @@ class Resized:
     cubic: bool
     antialias: bool
 
-    def taps(self, j: Tensor) -> tuple[Tensor, Tensor]:
+    def rows_and_weights(self, j: Tensor) -> tuple[Tensor, Tensor]:
         """Return the original rows that resized rows read, and their weights, both of shape (number
         of original rows per resized row, len(j)).
 
@@ -103,16 +103,16 @@ class Resized:
     @cached_property
     def _first_and_last_rows_read(self) -> tuple[Tensor, Tensor]:
         # In both dtypes, in which a position may be rounded to different rows.
-        taps = [self.taps(torch.arange(self.count).to(d))[0] for d in _POSITION_DTYPES]
-        rows = torch.cat(taps)
+        j = torch.arange(self.count)
+        rows = torch.cat([self.rows_and_weights(j.to(dtype))[0] for dtype in _POSITION_DTYPES])
         return rows.amin(0), rows.amax(0)
 
-    def before(self, shards: int) -> int:
+    def num_rows_before(self, shards: int) -> int:
         """Return the number of rows that a shard reads of the previous shard."""
         first = self._first_and_last_rows_read[0].view(shards, -1).amin(1)
         return max(0, int((torch.arange(shards) * (self.size // shards) - first).max()))
 
-    def after(self, shards: int) -> int:
+    def num_rows_after(self, shards: int) -> int:
         """Return the number of rows that a shard reads of the next shard."""
         last = self._first_and_last_rows_read[1].view(shards, -1).amax(1)
         end = (torch.arange(shards) + 1) * (self.size // shards)
@@ -120,26 +120,26 @@ class Resized:
 
     def num_rows(self, shards: int) -> int:
         """Return the number of rows of a shard with its halo."""
-        return self.before(shards) + self.size // shards + self.after(shards)
+        return self.num_rows_before(shards) + self.size // shards + self.num_rows_after(shards)
 
     def halo_start(self, index: Any, shards: int) -> int:
-        """Return 0, as resizing reads the halo from its first row."""
+        """Return 0, the position of the first row that a resized shard reads in its halo."""
         return 0
 
     @cached_property
     def capacity(self) -> int:
         """The number that the shard count must divide; 1 if the dimension cannot be sharded."""
-        return largest_count(
+        return largest_shard_count(
             gcd(self.size, self.count),
-            lambda n: max(self.before(n), self.after(n)) <= self.size // n,
+            lambda n: max(self.num_rows_before(n), self.num_rows_after(n)) <= self.size // n,
         )
 
     def resize(self, x: Tensor, index: Any, shards: int) -> Tensor:
         """Return the resized rows of shard `index`, given its rows with their halo."""
         number = self.count // shards
         j = (torch.arange(number, device=x.device) + index * number).to(x.dtype)
-        rows, weights = self.taps(j)
-        rows = (rows - (index * (self.size // shards) - self.before(shards))).clamp(
+        rows, weights = self.rows_and_weights(j)
+        rows = (rows - (index * (self.size // shards) - self.num_rows_before(shards))).clamp(
             0, x.shape[self.dim] - 1
         )
         trailing = (1,) * (x.ndim - 1 - self.dim)
@@ -166,9 +166,9 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
 
     def rule(op: Op) -> ShardingRule:
         axes = _resized_spatial_dims(op, num_spatial)
-        dims: Dims = (*("b", "c")[: len(op.output.shape) - num_spatial], *sharded_space(axes))
+        dims: Dims = (*("b", "c")[: len(op.output.shape) - num_spatial], *spatial_factors(axes))
         # No row beyond the image is read, so that shards at its ends have no padding.
-        halos = Windowed(axes, dims, padding_value=None)
+        halos = InputHalos(axes, dims, padding_value=None)
         return sharding_rule(
             op,
             (dims,),
@@ -181,7 +181,7 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[Resized, ...]:
+def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[ResizedDim, ...]:
     arguments, first = call_arguments(op), len(op.output.shape) - num_spatial
     sizes = zip(op.inputs[0].shape[first:], op.output.shape[first:], strict=True)
     from_corners = arguments["align_corners"]
@@ -196,7 +196,7 @@ def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[Resized, ...]:
         name = op.short_name
         cubic, antialias = "bicubic" in name, name.endswith("_aa")
         dimension = first + n, SPACE[n], size, count
-        axes.append(Resized(*dimension, step, from_corners, cubic, antialias))
+        axes.append(ResizedDim(*dimension, step, from_corners, cubic, antialias))
     return tuple(axes)
 
 
@@ -209,9 +209,9 @@ def _scale_arguments(op: Op, num_spatial: int) -> list[float | None]:
 
 
 def _build_resize_kernel(
-    op: Op, local: Local, halos: Windowed, axes: tuple[Resized, ...]
+    op: Op, local: LocalSharding, halos: InputHalos, axes: tuple[ResizedDim, ...]
 ) -> Callable[..., Any]:
-    borders, bind = halos.borders(local), binder(op)
+    borders, bind = halos.borders(local), argument_binder(op)
     if not borders:
         return op.target
     sharded = [(axis, local.shard_counts.get(axis.factor, 1)) for axis in axes]
@@ -223,7 +223,7 @@ def _build_resize_kernel(
     ]
     resized = {axis.dim for axis, _, _ in blocks}
     others = [axis for axis in axes if axis.dim not in resized and axis.size != axis.count]
-    # In sharded dimensions, which are resized before, the rest keeps the size.
+    # Sharded dimensions are resized before, so their scale is 1 here.
     scales = [
         scale if n == 1 else 1.0
         for scale, (_, n) in zip(_scale_arguments(op, len(axes)), sharded, strict=True)
@@ -269,7 +269,7 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
     return rule
 
 
-def _build_nearest_resize_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_nearest_resize_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if call_arguments(op)["output_size"] is None:
         return op.target
     return WithArguments(op, output_size=list(local.output_shapes[0][2:]))

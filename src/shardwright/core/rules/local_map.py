@@ -19,7 +19,7 @@ from shardwright.core.graph.local_declaration import Declaration, DimNames
 from shardwright.core.graph.local_gradients import connect_unused_inputs
 from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.rules.notation import sharding_rule
-from shardwright.core.rules.rule import Local, Main, ShardingRule, rule_for
+from shardwright.core.rules.rule import LocalSharding, MainFactors, ShardingRule, rule_for
 
 
 @rule_for(LocalCall)
@@ -37,7 +37,9 @@ def local_map_rule(op: Op) -> ShardingRule:
         (*declared.output_dims, *buffers),
         reduced=factors,
         kernel=_local_map_kernel,
-        main=Main(dict.fromkeys(factors, "I"), weight=len(declared.inputs) if state else None),
+        main=MainFactors(
+            dict.fromkeys(factors, "I"), weight=len(declared.inputs) if state else None
+        ),
         random=call.random,
     )
 
@@ -50,7 +52,7 @@ def _shardable_dim_names(declared: Declaration) -> list[str]:
     return [n for n in names if all(n in dims or partial for dims, partial in pairs)]
 
 
-def _local_map_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     call: LocalCall = op.target  # type: ignore[assignment]
     declared, counts = call.declaration, local.shard_counts
 

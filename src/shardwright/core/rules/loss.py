@@ -14,11 +14,11 @@ from shardwright.core.graph.custom_ops import MEAN
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     NAMES,
-    aligned,
-    binder,
+    aligned_to_output,
+    argument_binder,
     call_arguments,
     from_notation,
-    input_dims,
+    input_factors,
     overloads,
     schema_parameters,
     sharding_rule,
@@ -26,7 +26,7 @@ from shardwright.core.rules.notation import (
 from shardwright.core.rules.rule import (
     Dims,
     Kernel,
-    Local,
+    LocalSharding,
     Reduce,
     Reduction,
     ShardingRule,
@@ -60,12 +60,12 @@ def elementwise_loss(op: Op) -> ShardingRule:
     """
     shape = torch.broadcast_shapes(*(value.shape for value in op.inputs))  # type: ignore[no-untyped-call]
     dims: Dims = tuple(NAMES[: len(shape)])
-    return _build_loss_rule(op, aligned(op, dims), dims, mean_loss_kernel)
+    return _build_loss_rule(op, aligned_to_output(op, dims), dims, mean_loss_kernel)
 
 
-def mean_loss_kernel(op: Op, local: Local) -> Callable[..., Any]:
-    """Local kernel of a loss: the operator itself, with a mean divided by the number of shards, so
-    that the local losses are partial sums."""
+def mean_loss_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    """Build the local kernel of a loss: the operator itself, with a mean divided by the number of
+    shards, so that the local losses are partial sums."""
     num_shards = prod(local.shard_counts.values())
     # Shards are of equal size, so that the mean of local means is the global one.
     if call_arguments(op)["reduction"] != MEAN or num_shards == 1:
@@ -106,7 +106,7 @@ def margin_loss(op: Op) -> ShardingRule:
     score is compared with the score of the target class."""
     rows: Dims = ("b",)[: max(0, len(op.inputs[0].shape) - 1)]
     scores, target = ((*rows, None)[: len(value.shape)] for value in op.inputs[:2])
-    inputs = input_dims(op, {"self": scores, "target": target, "weight": (None,)})
+    inputs = input_factors(op, {"self": scores, "target": target, "weight": (None,)})
     return _build_loss_rule(op, inputs, rows, mean_loss_kernel)
 
 
@@ -117,7 +117,7 @@ def nll_loss(op: Op) -> ShardingRule:
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
     scores = (*rows[:1], None, *rows[1:])
-    inputs = input_dims(op, {"self": scores, "target": rows, "weight": (None,)})
+    inputs = input_factors(op, {"self": scores, "target": rows, "weight": (None,)})
     return _build_loss_rule(op, inputs, rows, _build_nll_kernel, target_count_reduction)
 
 
@@ -131,13 +131,13 @@ def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     return (Reduction(sharded, "sum", (), dtype, differentiable=False),)
 
 
-def _build_nll_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _build_nll_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
 
 
 def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
-    """Local kernel of a mean loss: the local sum over samples divided by the count (or weight) of
-    the valid targets on all devices.
+    """Build the local kernel of a mean loss: the local sum over samples divided by the count (or
+    weight) of the valid targets on all devices.
 
     The all-reduce of the count is launched early, so that no device waits for others before its
     backward pass. The sum is in single precision: in half precision it may overflow although the
@@ -145,7 +145,7 @@ def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
     """
     call_args = call_arguments(op)
     scores, dtype = next(iter(schema_parameters(op.target))), accumulation_dtype(op.output.dtype)
-    ignored, bind = call_args["ignore_index"], binder(op)
+    ignored, bind = call_args["ignore_index"], argument_binder(op)
     count_inputs = [call_args[name] for name in ("target", "weight") if call_args[name] is not None]
 
     def count(target: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -14,30 +14,30 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.loss import accumulation_dtype
 from shardwright.core.rules.notation import (
     argument,
-    binder,
+    argument_binder,
     call_arguments,
-    input_dims,
-    names,
+    factor_names,
+    input_factors,
     overloads,
     sharding_rule,
-    without,
+    unsharded_at,
 )
-from shardwright.core.rules.rule import Dims, Local, Reduction, ShardingRule, rule_for
+from shardwright.core.rules.rule import Dims, LocalSharding, Reduction, ShardingRule, rule_for
 from shardwright.core.rules.statistics import combination_of
 
 aten = torch.ops.aten
-CHANNELS = ("weight", "bias", "running_mean", "running_var")
+CHANNEL_ARGUMENTS = ("weight", "bias", "running_mean", "running_var")
 
 
 @rule_for(*overloads("layer_norm", "rms_norm"))
 def feature_norm(op: Op) -> ShardingRule:
     """Layer or RMS norm, `b s t, t -> b s t`: with sharded features, the kernel combines the
     moments of the shards."""
-    combination, dims = combination_of(op), names(op.output)
+    combination, dims = combination_of(op), factor_names(op.output)
     assert combination is not None
     count = len(call_arguments(op)["normalized_shape"])
     weights = dims[-count:]
-    inputs = input_dims(op, {"input": dims, "weight": weights, "bias": weights})
+    inputs = input_factors(op, {"input": dims, "weight": weights, "bias": weights})
     return combination.rule(op, inputs, (dims,), tuple(range(len(dims) - count, len(dims))))
 
 
@@ -50,9 +50,9 @@ def feature_norm_with_moments(op: Op) -> ShardingRule:
     """
     arguments = call_arguments(op)
     count = len(arguments["normalized_shape"])
-    dims = without(names(op.output), *range(-count, 0))
+    dims = unsharded_at(factor_names(op.output), *range(-count, 0))
     weights: Dims = (None,) * count
-    inputs = input_dims(op, {"input": dims, "weight": weights, "bias": weights})
+    inputs = input_factors(op, {"input": dims, "weight": weights, "bias": weights})
     return sharding_rule(op, inputs, (dims,) * len(op.outputs))
 
 
@@ -62,7 +62,7 @@ def weight_norm(op: Op) -> ShardingRule:
     sharded."""
     weight, norms = op.inputs
     slice_dim = call_arguments(op)["dim"]
-    dims = tuple(name if d == slice_dim else None for d, name in enumerate(names(weight)))
+    dims = tuple(name if d == slice_dim else None for d, name in enumerate(factor_names(weight)))
     return sharding_rule(op, (dims, dims[: len(norms.shape)]), (dims,))
 
 
@@ -99,8 +99,8 @@ def _build_channel_norm_rule(op: Op, replicated: Any = ()) -> ShardingRule:
     Args:
         replicated: the dimensions that cannot be sharded.
     """
-    dims = without(_image_factors(op), *replicated)
-    inputs = input_dims(op, {"input": dims, **dict.fromkeys(CHANNELS, ("c",))})
+    dims = unsharded_at(_image_factors(op), *replicated)
+    inputs = input_factors(op, {"input": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     return sharding_rule(op, inputs, (dims,))
 
 
@@ -119,7 +119,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
     E[x²] - E[x]². The new running statistics are replicated over batch and spatial shards.
     """
     dims = _image_factors(op)
-    inputs = input_dims(op, {"x": dims, **dict.fromkeys(CHANNELS, ("c",))})
+    inputs = input_factors(op, {"x": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))})
     outputs = (dims, ("c",), ("c",))[: len(op.outputs)]
     return sharding_rule(
         op,
@@ -151,7 +151,7 @@ def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     return (reduction, reduction)
 
 
-def _batch_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _batch_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if not local.reduce:
         return op.target
     reduce_sum, reduce_squares = local.reduce
@@ -160,7 +160,7 @@ def _batch_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
     pooled_dims = (0, *range(2, len(shape)))
     channel = (1, -1, *(1,) * (len(shape) - 2))
 
-    bind = binder(op)
+    bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
@@ -198,7 +198,7 @@ def training_instance_norm(op: Op) -> ShardingRule:
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
     return sharding_rule(
         op,
-        input_dims(op, {"x": dims, **dict.fromkeys(CHANNELS, ("c",))}),
+        input_factors(op, {"x": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))}),
         (dims, ("c",), ("c",)),
         complete=frozenset("b"),
         kernel=_instance_norm_kernel,
@@ -216,7 +216,7 @@ def _instance_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[
     )
 
 
-def _instance_norm_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _instance_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if not local.reduce:
         return op.target
     shards = local.shard_counts["b"]
@@ -238,7 +238,7 @@ def _update_running_average(running: Tensor, new: Tensor, momentum: float) -> Te
 def softmax(op: Op) -> ShardingRule:
     """Softmax, `b s t -> b s t`: the kernel combines the maxima and the sums of exponentials of
     shards."""
-    combination, dims, dim = combination_of(op), names(op.output), argument(op, "dim")
+    combination, dims, dim = combination_of(op), factor_names(op.output), argument(op, "dim")
     assert combination is not None
     return combination.rule(op, (dims,), (dims,), (dim % len(dims),) if dims else ())
 
@@ -247,7 +247,7 @@ def softmax(op: Op) -> ShardingRule:
 def safe_softmax(op: Op) -> ShardingRule:
     """Softmax of rows that may be masked in full, `b s _ -> b s _`: all but the normalized
     dimension can be sharded."""
-    dims = without(names(op.output), argument(op, "dim"))
+    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -255,5 +255,5 @@ def safe_softmax(op: Op) -> ShardingRule:
 def softmax_backward(op: Op) -> ShardingRule:
     """Gradient of softmax, `b s _, b s _ -> b s _`: all but the normalized dimension can be
     sharded."""
-    dims = without(names(op.output), argument(op, "dim"))
+    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims, dims), (dims,))

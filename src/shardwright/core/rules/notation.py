@@ -22,7 +22,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from shardwright.core.graph.graph import Op, OpTarget, Value
-from shardwright.core.rules.rule import Dims, Kernel, Main, Reduction, ShardingRule
+from shardwright.core.rules.rule import Dims, Kernel, MainFactors, Reduction, ShardingRule
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 _LEADING = "bstuvwxyz"
@@ -34,7 +34,7 @@ class RuleOptions(TypedDict, total=False):
     """Keyword arguments of rule builders: the optional fields of `ShardingRule`."""
 
     complete: frozenset[str]
-    main: Main | None
+    main: MainFactors | None
     kernel: Kernel | None
     reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]]
     sizes: int | None
@@ -148,19 +148,19 @@ def sharding_rule(
     )
 
 
-def names(value: Value, exclude: str = "") -> Dims:
+def factor_names(value: Value, exclude: str = "") -> Dims:
     """Return a factor name for each dimension of `value`, such as `("b", "s", "t")`, without names
     in `exclude`."""
     return tuple([name for name in NAMES if name not in exclude][: len(value.shape)])
 
 
-def without(dims: Dims, *positions: int) -> Dims:
+def unsharded_at(dims: Dims, *positions: int) -> Dims:
     """Return `dims` with None (never sharded) at `positions`, which may be negative."""
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
 
-def aligned(op: Op, dims: Dims) -> tuple[Dims, ...]:
+def aligned_to_output(op: Op, dims: Dims) -> tuple[Dims, ...]:
     """Return the factors of each input, right-aligned to the factors `dims` of the output."""
     return tuple(dims[len(dims) - len(value.shape) :] for value in op.inputs)
 
@@ -237,7 +237,7 @@ def call_arguments(op: Op) -> dict[str, Any]:
     return {**schema_parameters(op.target), **named_arguments(op)}
 
 
-def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
+def input_factors(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
     """Return the factors of each tensor input of `op`, in the order of its inputs, given factors by
     argument name."""
     return tuple(
@@ -245,7 +245,7 @@ def input_dims(op: Op, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
     )
 
 
-def binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+def argument_binder(op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
     """Return a function that converts the `args` and `kwargs` of a kernel call to a dictionary of
     all arguments by name.
 

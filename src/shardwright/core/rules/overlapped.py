@@ -15,24 +15,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.notation import WithArguments, binder, call_arguments
-from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
+from shardwright.core.rules.notation import WithArguments, argument_binder, call_arguments
+from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, LocalSharding, Reduce, Reduction
 from shardwright.core.rules.windowed import (
     Window,
+    expand_per_dim,
     halo_exchanges,
-    per_dim,
     shard_shape,
     sharded_windows,
 )
 
 
-def _replace_no_arguments(op: Op, local: Local) -> dict[str, Any]:
+def _replace_no_arguments(op: Op, local: LocalSharding) -> dict[str, Any]:
     return {}
 
 
 @dataclass(frozen=True)
-class Overlapped:
-    """Exchange of the rows that a shard of an operator on images computes for its neighbors.
+class OutputHalos:
+    """Exchange of the output rows that a shard computes for its neighbors.
 
     Args:
         windows: windows along spatial dimensions of the output; rows of a window are rows of the
@@ -43,7 +43,7 @@ class Overlapped:
 
     windows: tuple[Window, ...]
     dims: Dims
-    replace: Callable[[Op, Local], dict[str, Any]] = _replace_no_arguments
+    replace: Callable[[Op, LocalSharding], dict[str, Any]] = _replace_no_arguments
 
     @property
     def capacity(self) -> dict[str, int]:
@@ -56,17 +56,20 @@ class Overlapped:
         sharded = sharded_windows(self.windows, shard_counts)
         # Rows of corners go through the neighbor in the first dimension to that in the next.
         for window, shards in sharded:
-            shape[window.dim] += window.before(shards) + window.after(shards)
+            shape[window.dim] += window.num_rows_before(shards) + window.num_rows_after(shards)
         exchanges: list[Reduction] = []
         for window, shards in sharded:
-            rows = ((window.before(shards), NEXT), (window.after(shards), PREVIOUS))
+            rows = (
+                (window.num_rows_before(shards), NEXT),
+                (window.num_rows_after(shards), PREVIOUS),
+            )
             exchanges += halo_exchanges(op.output, window, shape, rows)
             shape[window.dim] = window.size // shards
         return tuple(exchanges)
 
-    def kernel(self, op: Op, local: Local) -> Callable[..., Any]:
+    def kernel(self, op: Op, local: LocalSharding) -> Callable[..., Any]:
         """Build the kernel, for `ShardingRule.kernel`."""
-        sharded, bind = sharded_windows(self.windows, local.shard_counts), binder(op)
+        sharded, bind = sharded_windows(self.windows, local.shard_counts), argument_binder(op)
         replaced = self.replace(op, local)
         if not sharded:
             return WithArguments(op, **replaced) if replaced else op.target
@@ -75,8 +78,8 @@ class Overlapped:
         borders = [
             _WrittenHaloExchange(
                 *(window, shards, local.index(window.factor)),
-                from_next=next(exchanges) if window.before(shards) else None,
-                from_previous=next(exchanges) if window.after(shards) else None,
+                from_next=next(exchanges) if window.num_rows_before(shards) else None,
+                from_previous=next(exchanges) if window.num_rows_after(shards) else None,
             )
             for window, shards in sharded
         ]
@@ -101,7 +104,7 @@ class Overlapped:
         first = len(self.dims) - len(self.windows)
         for name in ("padding", "output_padding"):
             if name in call_arguments(op):
-                values = per_dim(call_arguments(op)[name], len(self.windows))
+                values = expand_per_dim(call_arguments(op)[name], len(self.windows))
                 for window in sharded:
                     values[window.dim - first] = 0
                 replaced[name] = values
@@ -131,22 +134,24 @@ class _WrittenHaloExchange:
     from_previous: Reduce | None
 
     def pad_to_halo(self, x: Tensor) -> Tensor:
-        """Return the written rows within the rows of this shard and its halo, and 0 elsewhere."""
+        """Return the rows of this shard and its halo, 0 where this shard writes nothing."""
         window, shards, read = self.window, self.shards, self.window.num_rows(self.shards)
-        length = window.before(shards) + window.size // shards + window.after(shards)
+        length = (
+            window.num_rows_before(shards) + window.size // shards + window.num_rows_after(shards)
+        )
         if length == read:
             return x
         starts = [window.halo_start(i, shards) for i in (0, shards - 1)]
-        # As many zeros on every shard, whatever its index, since shapes do not depend on it.
+        # Every shard is padded by equally many zeros, since shapes must not depend on its index.
         before, after = max(starts), max(length - start - read for start in starts)
         trailing = (0, 0) * (x.ndim - 1 - window.dim)
         padded = functional.pad(x, (*trailing, before, after))
         return padded.narrow(window.dim, before - window.halo_start(self.index, shards), length)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Return the rows of this shard, to which the rows of its neighbors are added."""
+        """Return the rows of this shard plus the rows that its neighbors computed for it."""
         window, dim, size = self.window, self.window.dim, self.window.size // self.shards
-        before, after = window.before(self.shards), window.after(self.shards)
+        before, after = window.num_rows_before(self.shards), window.num_rows_after(self.shards)
         out, trailing = x.narrow(dim, before, size), (0, 0) * (x.ndim - 1 - dim)
         if self.from_next is not None:
             rows = self._zero_rows_at_outer_border(

@@ -8,13 +8,13 @@ from __future__ import annotations
 from shardwright.core.graph.custom_ops import assigned
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
-    aligned,
+    aligned_to_output,
     argument,
     draws_random,
-    names,
+    factor_names,
     overloads,
     sharding_rule,
-    without,
+    unsharded_at,
 )
 from shardwright.core.rules.rule import ShardingRule, rule_for
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
@@ -48,16 +48,16 @@ def pointwise(op: Op) -> ShardingRule | None:
         return None
     if any(len(value.shape) > len(shape) for value in op.inputs):
         return None
-    dims = names(op.output)
+    dims = factor_names(op.output)
     outputs = (dims,) * len(op.outputs)
-    return sharding_rule(op, aligned(op, dims), outputs, random=draws_random(op))
+    return sharding_rule(op, aligned_to_output(op, dims), outputs, random=draws_random(op))
 
 
 @rule_for(*overloads("to", "type_as"))
 def dtype_cast(op: Op) -> ShardingRule:
     """Cast, `b s, _ _ -> b s`: a second tensor only supplies dtype and device, so it is
     replicated."""
-    dims = names(op.output)
+    dims = factor_names(op.output)
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,))
 
@@ -67,7 +67,7 @@ def prelu(op: Op) -> ShardingRule:
     """PReLU, `b c s, c -> b c s`: the weight has one element per channel (dimension 1), or a single
     element."""
     x, weight = op.inputs
-    dims = names(x)
+    dims = factor_names(x)
     if len(weight.shape) == len(x.shape):
         return sharding_rule(op, (dims, dims), (dims,))
     channel = dims[1:2] if weight.numel > 1 else (None,) * len(weight.shape)
@@ -78,7 +78,7 @@ def prelu(op: Op) -> ShardingRule:
 def glu(op: Op) -> ShardingRule:
     """Gated linear unit, `b s _ -> b s _`: the dimension whose two halves are multiplied cannot be
     sharded."""
-    dims = without(names(op.output), argument(op, "dim"))
+    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -88,7 +88,7 @@ def bucketize(op: Op) -> ShardingRule | None:
 
     Returns None for `searchsorted` with one sequence per row.
     """
-    dims = names(op.output)
+    dims = factor_names(op.output)
     boundaries = argument(op, "boundaries", argument(op, "sorted_sequence"))
     if len(boundaries.shape) != 1:
         return None

@@ -14,18 +14,18 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import call_arguments, overloads, sharding_rule
 from shardwright.core.rules.rule import (
     Dims,
-    Local,
+    LocalSharding,
     RuleMaker,
     ShardingRule,
     rule_for,
 )
 from shardwright.core.rules.windowed import (
     SPACE,
+    InputHalos,
     Window,
-    Windowed,
-    per_dim,
-    sharded_space,
-    windows_of,
+    expand_per_dim,
+    input_windows,
+    spatial_factors,
 )
 
 POOLS = ("max_pool{}d", "avg_pool{}d")
@@ -52,13 +52,13 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
 
     def rule(op: Op) -> ShardingRule:
         arguments = call_arguments(op)
-        windows = windows_of(op, per_dim(arguments["kernel_size"], num_spatial))
+        windows = input_windows(op, expand_per_dim(arguments["kernel_size"], num_spatial))
         count = len(op.output.shape) - num_spatial
-        dims = (*("b", "c")[-count:], *sharded_space(windows))
+        dims = (*("b", "c")[-count:], *spatial_factors(windows))
         is_max = op.short_name.startswith("max")
-        windowed = Windowed(windows, dims, padding_value=-float("inf") if is_max else 0.0)
+        halos = InputHalos(windows, dims, padding_value=-float("inf") if is_max else 0.0)
         if not is_max and _has_varying_divisor(arguments, windows):
-            windowed = Windowed(
+            halos = InputHalos(
                 *(windows, dims),
                 pads_all=True,
                 replace=_average_full_windows_arguments,
@@ -68,9 +68,9 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
             op,
             (dims,),
             (dims,),
-            capacity=windowed.capacity,
-            kernel=windowed.kernel,
-            reductions=windowed.reductions,
+            capacity=halos.capacity,
+            kernel=halos.kernel,
+            reductions=halos.reductions,
         )
 
     return rule
@@ -94,14 +94,14 @@ def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]
     )
 
 
-def _average_full_windows_arguments(op: Op, local: Local) -> dict[str, Any]:
+def _average_full_windows_arguments(op: Op, local: LocalSharding) -> dict[str, Any]:
     if all(local.shard_counts.get(factor, 1) == 1 for factor in SPACE):
         return {}
     return {"ceil_mode": False, "count_include_pad": True}
 
 
 def _build_divisor_correction(
-    windows: Sequence[Window], op: Op, local: Local
+    windows: Sequence[Window], op: Op, local: LocalSharding
 ) -> Callable[[Tensor], Tensor]:
     """Return a function that rescales averages over full windows to averages over the rows that
     each window includes."""
@@ -134,7 +134,7 @@ def adaptive_average_rule(num_spatial: int) -> RuleMaker:
         leading: Dims = ("c",) if count == 1 else ("b", "c")
         space = SPACE[:num_spatial]
 
-        def kernel(op: Op, local: Local) -> Callable[..., Any]:
+        def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
             num_shards = prod(local.shard_counts.get(factor, 1) for factor in space)
             if num_shards == 1:
                 return op.target

@@ -15,14 +15,14 @@ import torch
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
-    aligned,
+    aligned_to_output,
     argument,
-    names,
+    factor_names,
     overloads,
     sharding_rule,
-    without,
+    unsharded_at,
 )
-from shardwright.core.rules.rule import Dims, Local, ShardingRule, rule_for
+from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, rule_for
 from shardwright.core.rules.statistics import combination_of
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 @rule_for(*overloads("sum", "nansum", "count_nonzero"))
 def sum_rule(op: Op) -> ShardingRule:
     """Sum, `b s -> b`: reduced dimensions can be sharded; the local sums are then partial sums."""
-    dims = names(op.inputs[0])
+    dims = factor_names(op.inputs[0])
     return sharding_rule(
         op, (dims,), (_factors_of_output(op, dims),), reduced=_factors_of_reduced_dims(op)
     )
@@ -41,14 +41,14 @@ def sum_rule(op: Op) -> ShardingRule:
 def mean(op: Op) -> ShardingRule:
     """Mean, `b s -> b`: reduced dimensions can be sharded; the local means, divided by the number
     of shards, are then partial sums."""
-    dims = names(op.inputs[0])
+    dims = factor_names(op.inputs[0])
     reduced = _factors_of_reduced_dims(op)
     return sharding_rule(
         op, (dims,), (_factors_of_output(op, dims),), reduced=reduced, kernel=_local_mean_kernel
     )
 
 
-def _local_mean_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _local_mean_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     num_shards = prod(local.shard_counts.get(name, 1) for name in _factors_of_reduced_dims(op))
     if num_shards == 1:
         return op.target
@@ -63,7 +63,7 @@ def _local_mean_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def combined_reduction(op: Op) -> ShardingRule:
     """Nonlinear reduction, `b s -> b`: the kernel combines statistics of the shards of reduced
     dimensions."""
-    combination, dims = combination_of(op), names(op.inputs[0])
+    combination, dims = combination_of(op), factor_names(op.inputs[0])
     if combination is None:
         return _build_unsharded_reduction_rule(op, dims)
     outputs = (_factors_of_output(op, dims),) * len(op.outputs)
@@ -73,13 +73,13 @@ def combined_reduction(op: Op) -> ShardingRule:
 @rule_for(*overloads("aminmax", "nanmean", "median", "nanmedian", "mode", "kthvalue"))
 def reduction_rule(op: Op) -> ShardingRule:
     """Order statistic, `b _ -> b`: reduced dimensions cannot be sharded."""
-    return _build_unsharded_reduction_rule(op, names(op.inputs[0]))
+    return _build_unsharded_reduction_rule(op, factor_names(op.inputs[0]))
 
 
 def _build_unsharded_reduction_rule(op: Op, dims: Dims) -> ShardingRule:
     """Return the rule of a reduction whose input has the factors `dims` and whose reduced
     dimensions cannot be sharded."""
-    dims = without(dims, *_reduced_dims(op))
+    dims = unsharded_at(dims, *_reduced_dims(op))
     return sharding_rule(op, (dims,), (_factors_of_output(op, dims),) * len(op.outputs))
 
 
@@ -87,7 +87,7 @@ def _build_unsharded_reduction_rule(op: Op, dims: Dims) -> ShardingRule:
 def cumulative_rule(op: Op) -> ShardingRule:
     """Cumulative sum or product, `b s -> b s`: the kernel adds (or multiplies by) the totals of
     earlier shards."""
-    combination, dims = combination_of(op), names(op.inputs[0])
+    combination, dims = combination_of(op), factor_names(op.inputs[0])
     assert combination is not None
     return combination.rule(op, (dims,), (dims,), _reduced_dims(op))
 
@@ -97,7 +97,7 @@ def cumulative_rule(op: Op) -> ShardingRule:
 def scan_rule(op: Op) -> ShardingRule:
     """Scan, sort or flip, `b _ -> b _`: the dimensions in the argument `dim` or `dims` cannot be
     sharded."""
-    dims = without(names(op.inputs[0]), *_reduced_dims(op))
+    dims = unsharded_at(factor_names(op.inputs[0]), *_reduced_dims(op))
     return sharding_rule(op, (dims,), (dims,) * len(op.outputs))
 
 
@@ -105,7 +105,7 @@ def scan_rule(op: Op) -> ShardingRule:
 def rotation(op: Op) -> ShardingRule:
     """Rotation by 90 degrees, `b _ _ -> b _ _`: the two dimensions of the plane of rotation cannot
     be sharded."""
-    dims = without(names(op.output), *argument(op, "dims"))
+    dims = unsharded_at(factor_names(op.output), *argument(op, "dims"))
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -114,7 +114,7 @@ def renorm(op: Op) -> ShardingRule:
     """Renormalization of slices, `_ s _ -> _ s _`: only the dimension whose slices are scaled can
     be sharded."""
     slice_dim = argument(op, "dim") % len(op.output.shape)
-    dims = tuple(name if i == slice_dim else None for i, name in enumerate(names(op.output)))
+    dims = tuple(name if i == slice_dim else None for i, name in enumerate(factor_names(op.output)))
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -122,7 +122,7 @@ def renorm(op: Op) -> ShardingRule:
 def sort_rows(op: Op) -> ShardingRule:
     """Sort along the first dimension, `_ s -> _ s`: the first dimension, which is sorted, cannot be
     sharded."""
-    dims = without(names(op.output), 0)
+    dims = unsharded_at(factor_names(op.output), 0)
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -130,16 +130,16 @@ def sort_rows(op: Op) -> ShardingRule:
 def diff_rule(op: Op) -> ShardingRule:
     """Difference or cross product, `b _ -> b _`: elements are combined along one dimension, which
     cannot be sharded."""
-    dims = without(names(op.output), argument(op, "dim"))
-    return sharding_rule(op, aligned(op, dims), (dims,))
+    dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
+    return sharding_rule(op, aligned_to_output(op, dims), (dims,))
 
 
 @rule_for(aten.histc.default)
 def histogram(op: Op) -> ShardingRule:
     """Histogram, `b s -> _`: all dimensions can be sharded if `min` and `max` are given; local
     counts are then partial sums."""
-    dims = names(op.inputs[0])
-    # Equal bounds stand for the bounds of the data, which differ between shards.
+    dims = factor_names(op.inputs[0])
+    # Equal bounds mean the bounds of the data, which differ between shards.
     bounded = argument(op, "min") < argument(op, "max")
     reduced = [name for name in dims if name is not None] if bounded else []
     return sharding_rule(op, (dims,), ((None,),), reduced=reduced)
@@ -150,9 +150,11 @@ def cosine_similarity(op: Op) -> ShardingRule:
     """Cosine similarity, `b s _, b s _ -> b s`: all but the features can be sharded; the two inputs
     are broadcast."""
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
-    dims = names(op.output)
+    dims = factor_names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
-    return sharding_rule(op, aligned(op, dims), (tuple(_remove_dims(dims, {dim % ndim})),))
+    return sharding_rule(
+        op, aligned_to_output(op, dims), (tuple(_remove_dims(dims, {dim % ndim})),)
+    )
 
 
 def _reduced_dims(op: Op) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def _reduced_dims(op: Op) -> tuple[int, ...]:
 
 
 def _factors_of_reduced_dims(op: Op) -> tuple[str, ...]:
-    dims = names(op.inputs[0])
+    dims = factor_names(op.inputs[0])
     return tuple(name for i in _reduced_dims(op) if (name := dims[i]) is not None)
 
 
@@ -175,7 +177,7 @@ def _factors_of_output(op: Op, dims: Dims) -> Dims:
     """Return the factors of the output, given the factors `dims` of the input, in which reduced
     dimensions are removed or, with `keepdim`, set to None."""
     if argument(op, "keepdim", False):
-        return without(dims, *_reduced_dims(op))
+        return unsharded_at(dims, *_reduced_dims(op))
     return _remove_dims(dims, set(_reduced_dims(op)))
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from shardwright.core.graph.graph import Op, OpTarget, Value
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.rules.notation import from_notation
-from shardwright.core.rules.rule import Kernel, Local, RuleMaker, ShardingRule, registry, rule_for
+from shardwright.core.rules.rule import (
+    Kernel,
+    LocalSharding,
+    RuleMaker,
+    ShardingRule,
+    registered_rules,
+    rule_for,
+)
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
@@ -46,7 +53,7 @@ def register(
         StrategyError: if the operator already has a rule, the notation does not match its tensors,
             or the local outputs of two shards of the example do not join to the full outputs.
     """
-    if target in registry():
+    if target in registered_rules():
         raise StrategyError(
             f"`{target}` already has a sharding rule\nremove this call of `sw.rules.register`, or"
             " the earlier one for the same operator"
@@ -121,7 +128,9 @@ def _describe_output_difference(
 
         args = pytree.tree_map_only(Tensor, shard, example)
         shapes = tuple(o.shard_shape(v.shape) for o, v in zip(outputs, op.outputs, strict=True))
-        local = Local(rule.shard_counts(mesh, cuts), lambda f, i=rank: i * (f == factor), shapes)  # type: ignore[misc]
+        local = LocalSharding(
+            rule.shard_counts(mesh, cuts), lambda f, i=rank: i * (f == factor), shapes
+        )  # type: ignore[misc]
         function = op.target if rule.kernel is None else rule.kernel(op, local)
         local_outputs.append(pytree.tree_leaves(function(*args)))
     for index, (full, layout) in enumerate(zip(full_outputs, outputs, strict=True)):

@@ -26,15 +26,15 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.core.graph.graph import Op
 from shardwright.core.graph.partial_attention import partial_attention, partial_attention_backward
-from shardwright.core.rules.notation import binder, call_arguments
-from shardwright.core.rules.rule import MIRROR, RING, Local, Reduce, Reduction
+from shardwright.core.rules.notation import argument_binder, call_arguments
+from shardwright.core.rules.rule import MIRROR, RING, LocalSharding, Reduce, Reduction
 
 BlockIndex = int | torch.SymInt
 """Index of a device's shard of the sequence: an int, or a `SymInt` if many ranks are simulated at
 once."""
 
 
-def has_ring(arguments: Mapping[str, Any]) -> bool:
+def supports_ring(arguments: Mapping[str, Any]) -> bool:
     """Whether ring attention supports an attention call: 4 dimensions, no mask, no dropout and, if
     causal, as many queries as keys.
 
@@ -52,9 +52,9 @@ def has_ring(arguments: Mapping[str, Any]) -> bool:
     )
 
 
-def positions(arguments: Mapping[str, Any]) -> int:
-    """Return the capacity of the factor `ring`, which the number of devices in the ring must
-    divide."""
+def ring_capacity(arguments: Mapping[str, Any]) -> int:
+    """Return the capacity of the factor `ring`: the number of devices in the ring must divide
+    it."""
     # Queries and keys are sharded into equal numbers of blocks, also in cross attention.
     return gcd(arguments["query"].shape[-2], arguments["key"].shape[-2])
 
@@ -98,10 +98,10 @@ def _num_swapped_rows(args: Mapping[str, Any], devices: int, num_splits: int) ->
     return (queries // num_splits // 2, keys // 2) if swaps else (0, 0)
 
 
-def ring_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def ring_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     """Build the local kernel of ring attention for a device with one shard of queries, keys and
     values."""
-    bind, full_arguments = binder(op), call_arguments(op)
+    bind, full_arguments = argument_binder(op), call_arguments(op)
     devices, num_splits = local.shard_counts["ring"], local.shard_counts.get("s", 1)
     swapped = _num_swapped_rows(full_arguments, devices, num_splits)
     ring = _AttentionRing(
@@ -136,7 +136,7 @@ def _swap_last_rows(block: Tensor, count: int, swap: Reduce) -> Tensor:
     return torch.cat((first, swap(last)), -2)
 
 
-Part = tuple[slice, slice, BlockIndex | None]
+AttentionBlock = tuple[slice, slice, BlockIndex | None]
 """Rows of queries, rows of keys, and the diagonal of the causal mask between both; None without a
 mask."""
 
@@ -169,7 +169,7 @@ class _AttentionRing:
     scale: float | None
     send: Reduce
 
-    def parts_of_step(self, step: int, queries: int, keys: int) -> Iterator[Part]:
+    def blocks_of_step(self, step: int, queries: int, keys: int) -> Iterator[AttentionBlock]:
         """Yield the pairs of query rows and key rows to compute in a step of the ring, at most 2 x
         2.
 
@@ -234,7 +234,7 @@ class _RingAttention(torch.autograd.Function):
             current = receive() if receive is not None else current
             # Launched before the computation, so that the two overlap.
             receive = ring.send_on(current) if step < ring.devices - 1 else None
-            for rows, key_rows, diagonal in ring.parts_of_step(
+            for rows, key_rows, diagonal in ring.blocks_of_step(
                 step, query.shape[-2], current.shape[-2]
             ):
                 key, value = ring.split(current, key_rows)
@@ -257,7 +257,7 @@ class _RingAttention(torch.autograd.Function):
             receive = ring.send_on(current) if step < ring.devices - 1 else None
             # In the dtype of the tensors that travel: single precision would double the bytes.
             grad_pairs = torch.zeros_like(pairs)
-            for rows, key_rows, diagonal in ring.parts_of_step(
+            for rows, key_rows, diagonal in ring.blocks_of_step(
                 step, query.shape[-2], current.shape[-2]
             ):
                 key, value = ring.split(current, key_rows)

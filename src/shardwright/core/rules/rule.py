@@ -33,7 +33,7 @@ OperatorLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
 
 
 @dataclass(frozen=True)
-class Main:
+class MainFactors:
     """Properties of a main operator, expensive enough that the search chooses its cuts by cost.
 
     Args:
@@ -97,24 +97,23 @@ class Reduction:
 
     @property
     def backward_collective(self) -> str:
-        """Name, in `COLLECTIVES`, of the collective of the backward pass; None without
-        communication."""
+        """Name, in `COLLECTIVES`, of the collective of the backward pass."""
         return "reduce_scatter" if self.operation == GATHER else self.collective
 
-    def num_collectives(self, group: int, differentiable: bool) -> tuple[int, int]:
+    def num_collectives(self, group_size: int, differentiable: bool) -> tuple[int, int]:
         """Return the numbers of collectives in the forward and in the backward pass.
 
         Args:
-            group: the number of devices in the group.
+            group_size: number of devices in the process group.
             differentiable: whether the operator has a backward pass.
         """
-        forward = group - 1 if self.operation == RING else 1
+        forward = group_size - 1 if self.operation == RING else 1
         has_backward = self.varying and self.differentiable and differentiable
         # In the backward pass of a ring both the tensors and their gradients travel.
         return forward, (2 if self.operation == RING else 1) * forward if has_backward else 0
 
 
-Function = Callable[[torch.Tensor], torch.Tensor]
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,9 @@ class Reduce:
             errors in the backward pass.
     """
 
-    run: Function
-    start: Function
-    end: Function
+    run: TensorFunction
+    start: TensorFunction
+    end: TensorFunction
     call_site: Callable[[], object] = lambda: None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +161,7 @@ class TwoPhaseKernel:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalSharding:
     """The sharding of an operator on one device, from which its kernel is built.
 
     Args:
@@ -179,7 +178,7 @@ class Local:
     reduce: tuple[Reduce, ...] = ()
 
 
-Kernel = Callable[[Op, Local], Callable[..., Any]]
+Kernel = Callable[[Op, LocalSharding], Callable[..., Any]]
 """Builds the function that computes an operator's local outputs on one device; the function takes
 the operator's `args` and `kwargs`, with local tensors in place of graph values."""
 
@@ -210,8 +209,8 @@ class ShardingRule:
         sizes: index of the positional argument that holds the sizes of the output (`view`,
             `expand`), which the program replaces by the local sizes; None without such an argument.
         random: whether the operator draws random numbers, so that the program seeds it.
-        joined: inner factor by outer factor, where `outer` also shards the dimensions of `inner`;
-            with both, `inner` subdivides the shards of `outer`. Searches shard by only one of both.
+        joined: the inner factor by outer factor: both shard the same dimensions, and the inner
+            factor subdivides the shards of the outer. Searches use only one of the two.
     """
 
     inputs: tuple[Dims, ...]
@@ -219,7 +218,7 @@ class ShardingRule:
     capacity: Mapping[str, int]
     reduced: frozenset[str] = frozenset()
     complete: frozenset[str] = frozenset()
-    main: Main | None = None
+    main: MainFactors | None = None
     kernel: Kernel | None = None
     reductions: Callable[[Op, Mapping[str, int]], tuple[Reduction, ...]] = no_reductions
     sizes: int | None = None
@@ -253,8 +252,8 @@ class ShardingRule:
         if self.capacity.get(factor, 1) < 2:
             return False
         summed = self.reduced | self.complete
-        # Devices would have different values of an output that lacks the factor, unless these are
-        # terms of a sum.
+        # Devices would compute different values of an output that lacks the factor, unless these
+        # are terms of a sum.
         return factor in summed or all(factor in self.factors_of(dims) for dims in self.outputs)
 
     def factors_of_dim(self, name: str | None) -> tuple[str, ...]:
@@ -309,19 +308,19 @@ class ShardingRule:
                 for name in dims
             )
 
-        def lacking(dims: Dims) -> frozenset[int]:
+        def missing_axes(dims: Dims) -> frozenset[int]:
             """Return the axes that shard the operator but not a tensor with dimensions `dims`."""
             present = self.factors_of(dims)
             return frozenset(axis for axis, name in cut_axes.items() if name not in present)
 
-        # An input is replicated over axes that it lacks, but each device uses it for another shard
-        # of the operator: its gradient there is one term of a sum, which is what `varying` says.
+        # An input is replicated over missing axes, but each device uses the input for another shard
+        # of the operator, so that its gradient is partial over these axes: `varying`.
         inputs = tuple(
-            interned_layout(mesh, axes_of(dims), varying=lacking(dims)) for dims in self.inputs
+            interned_layout(mesh, axes_of(dims), varying=missing_axes(dims)) for dims in self.inputs
         )
         complete = {axis for axis, factor in cut_axes.items() if factor in self.complete}
         outputs = tuple(
-            interned_layout(mesh, axes_of(dims), partial=lacking(dims) - complete)
+            interned_layout(mesh, axes_of(dims), partial=missing_axes(dims) - complete)
             for dims in self.outputs
         )
         return inputs, outputs
@@ -352,7 +351,7 @@ def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
         return 0
 
     counts = {name: 2 if name == factor else 1 for name in rule.factors}
-    rule.kernel(op, Local(counts, index, rule.local_output_shapes(op, counts)))
+    rule.kernel(op, LocalSharding(counts, index, rule.local_output_shapes(op, counts)))
     return bool(positions)
 
 
@@ -397,6 +396,6 @@ def num_rules() -> int:
     return len(_RULES)
 
 
-def registry() -> Mapping[Any, RuleMaker]:
+def registered_rules() -> Mapping[Any, RuleMaker]:
     """Return a read-only view of the rule builders, by operator, class or operator name."""
     return MappingProxyType(_RULES)

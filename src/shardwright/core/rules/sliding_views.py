@@ -14,25 +14,25 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     argument,
     call_arguments,
-    names,
+    factor_names,
     overloads,
     sharding_rule,
 )
-from shardwright.core.rules.overlapped import Overlapped
-from shardwright.core.rules.rule import Dims, Local, ShardingRule, rule_for
-from shardwright.core.rules.windowed import Window, Windowed, spatial_windows
+from shardwright.core.rules.overlapped import OutputHalos
+from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, rule_for
+from shardwright.core.rules.windowed import InputHalos, Window, spatial_windows
 
 
 @rule_for(*overloads("unfold"))
 def unfold(op: Op) -> ShardingRule:
     """Sliding windows, `b s -> b s _`: shards exchange the rows of windows that cross their
     borders."""
-    x, dims = op.inputs[0], names(op.inputs[0])
+    x, dims = op.inputs[0], factor_names(op.inputs[0])
     if not x.shape:
         return sharding_rule(op, ((),), ((None,),))
     dim = argument(op, "dimension") % len(dims)
     window = _window_of_dim(op, dim, argument(op, "size"), argument(op, "step"), 0)
-    return _build_sliding_window_rule(op, Windowed((window,), dims), ((*dims, None),))
+    return _build_sliding_window_rule(op, InputHalos((window,), dims), ((*dims, None),))
 
 
 @rule_for(*overloads("constant_pad_nd", "pad"))
@@ -45,13 +45,13 @@ def constant_padding(op: Op) -> ShardingRule:
     amounts = argument(op, "pad")
     befores = dict(enumerate(amounts[::2], 1))
     afters = dict(enumerate(amounts[1::2], 1))
-    dims, ndim = names(op.output), len(op.output.shape)
+    dims, ndim = factor_names(op.output), len(op.output.shape)
     padded = [ndim - i for i in befores if befores[i] or afters[i]]
     if argument(op, "mode", "constant") != "constant":
         return _build_rule_without_dims(op, padded)
     windows = [_window_of_dim(op, dim, 1, 1, befores[ndim - dim]) for dim in padded]
 
-    def unpadded(op: Op, local: Local) -> dict[str, Any]:
+    def unpadded(op: Op, local: LocalSharding) -> dict[str, Any]:
         pads = list(amounts)
         for window in windows:
             if local.shard_counts.get(window.factor, 1) > 1:
@@ -61,7 +61,7 @@ def constant_padding(op: Op) -> ShardingRule:
 
     value = argument(op, "value") or 0
     return _build_sliding_window_rule(
-        op, Windowed(tuple(windows), dims, value, replace=unpadded), (dims,)
+        op, InputHalos(tuple(windows), dims, value, replace=unpadded), (dims,)
     )
 
 
@@ -79,7 +79,7 @@ def padding_by_rows(op: Op) -> ShardingRule:
 def roll(op: Op) -> ShardingRule:
     """Cyclic shift, `b s -> b s`: shards exchange the rows that move to a neighbor; without `dims`,
     no dimension can be sharded."""
-    dims, shifted = names(op.output), argument(op, "dims")
+    dims, shifted = factor_names(op.output), argument(op, "dims")
     shifts = argument(op, "shifts")
     if not shifted:
         return _build_rule_without_dims(op, range(len(dims)))
@@ -92,12 +92,12 @@ def roll(op: Op) -> ShardingRule:
         # The shorter way around.
         windows.append(_window_of_dim(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
 
-    def unsharded(op: Op, local: Local) -> dict[str, Any]:
+    def unsharded(op: Op, local: LocalSharding) -> dict[str, Any]:
         counts = [local.shard_counts.get(dims[dim % len(dims)] or "", 1) for dim in shifted]
         return {"shifts": [0 if n > 1 else s for n, s in zip(counts, shifts, strict=True)]}
 
     return _build_sliding_window_rule(
-        op, Windowed(tuple(windows), dims, None, replace=unsharded), (dims,)
+        op, InputHalos(tuple(windows), dims, None, replace=unsharded), (dims,)
     )
 
 
@@ -107,15 +107,15 @@ def windows_of_images(op: Op) -> ShardingRule:
     can be sharded."""
     image = op.inputs[0].shape
     windows, dims, flat = _spatial_windows_and_factors(op, image)
-    windowed = Windowed(windows, dims)
-    capacity = {"c": image[-3], "s": windowed.capacity.get("s", 1)}
+    halos = InputHalos(windows, dims)
+    capacity = {"c": image[-3], "s": halos.capacity.get("s", 1)}
     return sharding_rule(
         op,
         (dims,),
         (flat,),
         capacity=capacity,
-        kernel=windowed.kernel,
-        reductions=windowed.reductions,
+        kernel=halos.kernel,
+        reductions=halos.reductions,
     )
 
 
@@ -125,15 +125,15 @@ def images_of_windows(op: Op) -> ShardingRule:
     windows write in a neighbor's shard are sent to the neighbor and added."""
     image = op.output.shape
     windows, dims, flat = _spatial_windows_and_factors(op, image)
-    overlapped = Overlapped(windows, dims, replace=partial(_local_output_size, windows[0]))
-    capacity = {"c": image[-3], "s": overlapped.capacity.get("s", 1)}
+    halos = OutputHalos(windows, dims, replace=partial(_local_output_size, windows[0]))
+    capacity = {"c": image[-3], "s": halos.capacity.get("s", 1)}
     return sharding_rule(
         op,
         (flat,),
         (dims,),
         capacity=capacity,
-        kernel=overlapped.kernel,
-        reductions=overlapped.reductions,
+        kernel=halos.kernel,
+        reductions=halos.reductions,
     )
 
 
@@ -153,14 +153,14 @@ def _spatial_windows_and_factors(
     return windows, (*batch, "c", rows, None), (*batch, "c", rows)
 
 
-def _local_output_size(window: Window, op: Op, local: Local) -> dict[str, Any]:
+def _local_output_size(window: Window, op: Op, local: LocalSharding) -> dict[str, Any]:
     rows, columns = call_arguments(op)["output_size"]
     shards = local.shard_counts.get("s", 1)
     return {"output_size": [window.num_rows(shards) if shards > 1 else rows, columns]}
 
 
 def _window_of_dim(op: Op, dim: int, extent: int, stride: int, padding: int) -> Window:
-    factor = names(op.inputs[0])[dim]
+    factor = factor_names(op.inputs[0])[dim]
     assert factor is not None
     size, count = op.inputs[0].shape[dim], op.output.shape[dim]
     return Window(dim, factor, extent, stride, padding, size, count)
@@ -170,25 +170,27 @@ def _build_rule_without_dims(op: Op, dims: Sequence[int]) -> ShardingRule:
     """Return the rule of an operator that shards all dimensions but `dims`."""
     ndim = len(op.output.shape)
     unsharded = {dim % ndim for dim in dims}
-    factors = tuple(None if i in unsharded else name for i, name in enumerate(names(op.output)))
+    factors = tuple(
+        None if i in unsharded else name for i, name in enumerate(factor_names(op.output))
+    )
     return sharding_rule(op, (factors,), (factors,))
 
 
 def _build_sliding_window_rule(
-    op: Op, windowed: Windowed, outputs: tuple[Dims, ...]
+    op: Op, halos: InputHalos, outputs: tuple[Dims, ...]
 ) -> ShardingRule:
     """Return the rule of an operator with sliding windows; a dimension cannot be sharded if the
     capacity of its window is 1."""
-    fixed = {window.factor for window in windowed.windows if window.capacity == 1}
+    fixed = {window.factor for window in halos.windows if window.capacity == 1}
 
     def shardable(dims: Dims) -> Dims:
         return tuple(None if name in fixed else name for name in dims)
 
     return sharding_rule(
         op,
-        (shardable(windowed.dims),),
+        (shardable(halos.dims),),
         tuple(map(shardable, outputs)),
-        capacity=windowed.capacity,
-        kernel=windowed.kernel,
-        reductions=windowed.reductions,
+        capacity=halos.capacity,
+        kernel=halos.kernel,
+        reductions=halos.reductions,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwright.core.graph.graph import Op
-from shardwright.core.rules.gathered import Combination, InputShard, Statistics
+from shardwright.core.rules.gathered import InputShard, ShardCombination, Statistics
 from shardwright.core.rules.notation import call_arguments
 
 # Reductions of reductions
@@ -22,23 +22,25 @@ def _product_over_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x
 
 
-PRODUCT = Combination(lambda s: (_product_over_dims(s.x, s.dims),), lambda s, all_: all_[0].prod(0))
-ANY = Combination(
+PRODUCT = ShardCombination(
+    lambda s: (_product_over_dims(s.x, s.dims),), lambda s, all_: all_[0].prod(0)
+)
+ANY = ShardCombination(
     lambda s: ((s.x != 0).any(s.dims, keepdim=True).to(torch.uint8),),
     lambda s, all_: all_[0].any(0),
     statistic_dtype=torch.uint8,
 )
-ALL = Combination(
+ALL = ShardCombination(
     lambda s: ((s.x != 0).all(s.dims, keepdim=True).to(torch.uint8),),
     lambda s, all_: all_[0].all(0),
     statistic_dtype=torch.uint8,
 )
 
 
-def norm_of_order(order: float) -> Combination:
+def norm_combination(order: float) -> ShardCombination:
     """Return the combination for vector norms of a finite order other than 0: the norm of all
     elements is the norm of the norms of shards."""
-    return Combination(
+    return ShardCombination(
         lambda s: (torch.linalg.vector_norm(s.x, order, s.dims, keepdim=True),),
         lambda s, all_: torch.linalg.vector_norm(all_[0], order, 0),
     )
@@ -78,16 +80,18 @@ def _log_softmax_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
     return shard.x - maximum - total.log()
 
 
-LOG_SUM_EXP = Combination(_max_and_exponential_sum, _log_sum_exp_of_shards, num_values=2)
-SOFTMAX = Combination(_max_and_exponential_sum, _softmax_of_shard, num_values=2, keeps_dims=True)
-LOG_SOFTMAX = Combination(
+LOG_SUM_EXP = ShardCombination(_max_and_exponential_sum, _log_sum_exp_of_shards, num_values=2)
+SOFTMAX = ShardCombination(
+    _max_and_exponential_sum, _softmax_of_shard, num_values=2, keeps_dims=True
+)
+LOG_SOFTMAX = ShardCombination(
     _max_and_exponential_sum, _log_softmax_of_shard, num_values=2, keeps_dims=True
 )
 
 # Moments
 
 
-def moments(shard: InputShard) -> Statistics:
+def local_moments(shard: InputShard) -> Statistics:
     """Return the mean of the local elements, and the sum of squared deviations from the mean."""
     mean = shard.x.mean(shard.dims, keepdim=True)
     return mean, (shard.x - mean).square().sum(shard.dims, keepdim=True)
@@ -113,7 +117,7 @@ def _moments_of_all_shards(shard: InputShard, gathered: Statistics) -> tuple[Ten
     return combine_moments(means, squares, prod(shard.x.shape[dim] for dim in shard.dims))
 
 
-def variance(*, root: bool, with_mean: bool) -> Combination:
+def variance_combination(*, root: bool, with_mean: bool) -> ShardCombination:
     """Return the combination for `var` and `var_mean` or, with `root`, for `std` and `std_mean`."""
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
@@ -126,7 +130,7 @@ def variance(*, root: bool, with_mean: bool) -> Combination:
             result = result.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
         return (result, mean) if with_mean else result
 
-    return Combination(moments, combine, num_values=2)
+    return ShardCombination(local_moments, combine, num_values=2)
 
 
 def _variance_correction(arguments: Mapping[str, Any]) -> float:
@@ -139,8 +143,8 @@ def _variance_correction(arguments: Mapping[str, Any]) -> float:
 # Largest and smallest elements
 
 
-def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
-    """Return the `Combination` for `amax` and `max`, or for `amin` and `min` if not `largest`.
+def extreme_combination(*, largest: bool, shared_by_nans: bool = False) -> ShardCombination:
+    """Return the `ShardCombination` for `amax` and `max`, or for `amin` and `min` if not `largest`.
 
     Args:
         largest: whether the operator takes the largest element, not the smallest.
@@ -168,7 +172,7 @@ def extreme(*, largest: bool, shared_by_nans: bool = False) -> Combination:
         out: Tensor = _SplitGradientOverTies.apply(values, value, ties / ties.sum(0))  # type: ignore[no-untyped-call]
         return out
 
-    return Combination(local, combine, num_values=2)
+    return ShardCombination(local, combine, num_values=2)
 
 
 class _SplitGradientOverTies(torch.autograd.Function):
@@ -186,7 +190,7 @@ class _SplitGradientOverTies(torch.autograd.Function):
         return gradients[0] * weights, None, None
 
 
-def extreme_position(*, largest: bool, with_value: bool) -> Combination:
+def extreme_index_combination(*, largest: bool, with_value: bool) -> ShardCombination:
     """Return the combination for `argmax`, or `argmin` if not `largest`; if `with_value`, for `max`
     or `min` along a dimension. The first of equal elements wins."""
 
@@ -205,7 +209,7 @@ def extreme_position(*, largest: bool, with_value: bool) -> Combination:
         # Gathered, so that the gradient flows to this element only.
         return (values.gather(0, first).squeeze(0), index) if with_value else index
 
-    return Combination(local, combine, num_indices=1)
+    return ShardCombination(local, combine, num_indices=1)
 
 
 def _flatten_combined_dims(shard: InputShard) -> tuple[list[int], Tensor, list[int]]:
@@ -235,17 +239,17 @@ def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Ten
 def _keep_earlier_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
     """Return the gathered statistics with those of this shard and of later shards replaced by the
     neutral element `neutral`."""
-    numbers = torch.arange(shard.count, device=gathered.device)
-    is_later = (numbers >= shard.number).view(-1, *(1,) * (gathered.ndim - 1))
+    numbers = torch.arange(shard.num_shards, device=gathered.device)
+    is_later = (numbers >= shard.shard_index).view(-1, *(1,) * (gathered.ndim - 1))
     return gathered.masked_fill(is_later, neutral)
 
 
-CUMULATIVE_SUM = Combination(
+CUMULATIVE_SUM = ShardCombination(
     lambda s: (s.x.sum(s.dims, keepdim=True),),
     lambda s, all_: s.x.cumsum(s.dims[0]) + _keep_earlier_shards(s, all_[0], 0).sum(0),
     keeps_dims=True,
 )
-CUMULATIVE_PRODUCT = Combination(
+CUMULATIVE_PRODUCT = ShardCombination(
     lambda s: (_product_over_dims(s.x, s.dims),),
     lambda s, all_: s.x.cumprod(s.dims[0]) * _keep_earlier_shards(s, all_[0], 1).prod(0),
     keeps_dims=True,
@@ -272,13 +276,13 @@ def _apply_weight_and_bias(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     return x if bias is None else x + bias
 
 
-LAYER_NORM = Combination(moments, _layer_norm_of_shard, num_values=2, keeps_dims=True)
-RMS_NORM = Combination(
+LAYER_NORM = ShardCombination(local_moments, _layer_norm_of_shard, num_values=2, keeps_dims=True)
+RMS_NORM = ShardCombination(
     lambda s: (s.x.square().mean(s.dims, keepdim=True),), _rms_norm_of_shard, keeps_dims=True
 )
 
 
-def combination_of(op: Op) -> Combination | None:
+def combination_of(op: Op) -> ShardCombination | None:
     """Return the combination for `op`; None if the dimensions that the operator combines cannot be
     sharded."""
     arguments, x = call_arguments(op), op.inputs[0]
@@ -287,30 +291,30 @@ def combination_of(op: Op) -> Combination | None:
         order = arguments.get("ord", arguments.get("p", 2))
         order = 2.0 if order is None else float(order)
         # An infinite norm is a maximum, and its gradient is shared by ties. Order 0 counts.
-        return norm_of_order(order) if order not in (0, float("inf"), -float("inf")) else None
+        return norm_combination(order) if order not in (0, float("inf"), -float("inf")) else None
     if name in ("max", "min"):
         largest = name == "max"
         if len(op.outputs) == 1:
-            return extreme(largest=largest, shared_by_nans=True)
-        return extreme_position(largest=largest, with_value=True)
+            return extreme_combination(largest=largest, shared_by_nans=True)
+        return extreme_index_combination(largest=largest, with_value=True)
     # The variance of complex numbers is that of their real parts plus that of their imaginary ones.
     return None if x.dtype.is_complex and name in VARIANCES else COMBINATIONS.get(name)
 
 
 VARIANCES = ("var", "std", "var_mean", "std_mean")
-COMBINATIONS: dict[str, Combination] = {
+COMBINATIONS: dict[str, ShardCombination] = {
     "prod": PRODUCT,
     "logsumexp": LOG_SUM_EXP,
     "any": ANY,
     "all": ALL,
-    "amax": extreme(largest=True),
-    "amin": extreme(largest=False),
-    "argmax": extreme_position(largest=True, with_value=False),
-    "argmin": extreme_position(largest=False, with_value=False),
-    "var": variance(root=False, with_mean=False),
-    "std": variance(root=True, with_mean=False),
-    "var_mean": variance(root=False, with_mean=True),
-    "std_mean": variance(root=True, with_mean=True),
+    "amax": extreme_combination(largest=True),
+    "amin": extreme_combination(largest=False),
+    "argmax": extreme_index_combination(largest=True, with_value=False),
+    "argmin": extreme_index_combination(largest=False, with_value=False),
+    "var": variance_combination(root=False, with_mean=False),
+    "std": variance_combination(root=True, with_mean=False),
+    "var_mean": variance_combination(root=False, with_mean=True),
+    "std_mean": variance_combination(root=True, with_mean=True),
     "cumsum": CUMULATIVE_SUM,
     "cumprod": CUMULATIVE_PRODUCT,
     "softmax": SOFTMAX,

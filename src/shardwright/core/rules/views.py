@@ -17,14 +17,14 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.notation import (
     NAMES,
     WithArguments,
-    aligned,
+    aligned_to_output,
     argument,
-    names,
+    factor_names,
     overloads,
     sharding_rule,
-    without,
+    unsharded_at,
 )
-from shardwright.core.rules.rule import Dims, Local, ShardingRule, rule_for
+from shardwright.core.rules.rule import Dims, LocalSharding, ShardingRule, rule_for
 
 aten = torch.ops.aten
 
@@ -48,11 +48,11 @@ def reshape_to_local_shape(op: Op) -> ShardingRule:
 def _build_reshape_rule(op: Op, **options: Any) -> ShardingRule:
     """Build the rule of a reshape; `options` are fields of `ShardingRule`."""
     source, target, capacity = reshape_segments(op.inputs[0].shape, op.output.shape)
-    like = [target for _ in op.inputs[1:]]
-    return sharding_rule(op, (source, *like), (target,), capacity=capacity, **options)
+    shape_inputs = [target for _ in op.inputs[1:]]
+    return sharding_rule(op, (source, *shape_inputs), (target,), capacity=capacity, **options)
 
 
-def _reshape_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _reshape_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     shape = local.output_shapes[0]
     return lambda x, *args, **kwargs: x.reshape(shape)
 
@@ -98,8 +98,8 @@ def reshape_segments(
 @rule_for(*overloads("swapaxes", "swapdims", "adjoint", "matrix_H", "mH"))
 def permute_rule(op: Op) -> ShardingRule:
     """Permutation of dimensions, `b s t -> t b s`: every dimension can be sharded."""
-    dims = names(op.inputs[0])
-    # To treat all these operators alike, run `op` on a tensor in which every dimension has another
+    dims = factor_names(op.inputs[0])
+    # One way for all these operators: run `op` on a tensor in which every dimension has another
     # size, and read the permutation off the shape of the result.
     distinct_sizes = torch.empty([2 + i for i in range(len(dims))], device="meta")
     permuted = op.target(distinct_sizes, *op.args[1:], **op.kwargs)
@@ -109,28 +109,28 @@ def permute_rule(op: Op) -> ShardingRule:
 @rule_for(*overloads("expand", "broadcast_to"))
 def expand(op: Op) -> ShardingRule:
     """Expansion, `_ s -> b s`: every device expands to the shape of its shard of the output."""
-    dims = names(op.output)
-    return sharding_rule(op, aligned(op, dims), (dims,), sizes=1)
+    dims = factor_names(op.output)
+    return sharding_rule(op, aligned_to_output(op, dims), (dims,), sizes=1)
 
 
 @rule_for(*overloads("expand_as"))
 def expand_as(op: Op) -> ShardingRule:
     """Expansion to the shape of a tensor, `_ s, b s -> b s`: every device expands to the shape of
     its shard of the second tensor."""
-    dims = names(op.output)
-    return sharding_rule(op, aligned(op, dims), (dims,))
+    dims = factor_names(op.output)
+    return sharding_rule(op, aligned_to_output(op, dims), (dims,))
 
 
 @rule_for(*overloads("broadcast_tensors"))
 def broadcast_tensors(op: Op) -> ShardingRule:
     """Broadcast of several tensors, `_ s, b _ -> b s, b s`: every device expands to the shape of
     its shards of the outputs."""
-    dims = names(op.output)
+    dims = factor_names(op.output)
     outputs = (dims,) * len(op.outputs)
-    return sharding_rule(op, aligned(op, dims), outputs, kernel=_broadcast_tensors_kernel)
+    return sharding_rule(op, aligned_to_output(op, dims), outputs, kernel=_broadcast_tensors_kernel)
 
 
-def _broadcast_tensors_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _broadcast_tensors_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     shape = local.output_shapes[0]
     return lambda tensors: [tensor.expand(shape) for tensor in tensors]
 
@@ -139,8 +139,8 @@ def _broadcast_tensors_kernel(op: Op, local: Local) -> Callable[..., Any]:
 def repeat_rule(op: Op) -> ShardingRule:
     """Repetition of a tensor, `b _ -> b s`: each shard of a repeated or new dimension has a number
     of repetitions, each of the full tensor."""
-    dims = names(op.output)
-    (x,) = aligned(op, dims)
+    dims = factor_names(op.output)
+    (x,) = aligned_to_output(op, dims)
     sizes = (*(1,) * (len(dims) - len(x)), *op.inputs[0].shape)
     repetitions = {
         name: new // old
@@ -151,12 +151,12 @@ def repeat_rule(op: Op) -> ShardingRule:
     return sharding_rule(op, (unrepeated,), (dims,), capacity=repetitions, kernel=_repeat_kernel)
 
 
-def _repeat_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _repeat_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     name = "repeats" if op.short_name == "repeat" else "dims"
-    given = argument(op, name)
+    repeats = argument(op, name)
     # Both operators align their arguments on the right.
-    repeats = [*(1,) * (len(op.output.shape) - len(given)), *given]
-    for i, factor in enumerate(names(op.output)):
+    repeats = [*(1,) * (len(op.output.shape) - len(repeats)), *repeats]
+    for i, factor in enumerate(factor_names(op.output)):
         # The dimensions of the tensor that are not repeated are sharded themselves.
         if repeats[i] > 1:
             repeats[i] //= local.shard_counts.get(str(factor), 1)
@@ -169,7 +169,7 @@ def repeat_interleave(op: Op) -> ShardingRule:
 
     Without `dim` the tensor is flattened, and nothing can be sharded.
     """
-    dims, dim = names(op.output), argument(op, "dim")
+    dims, dim = factor_names(op.output), argument(op, "dim")
     if dim is None:
         return sharding_rule(op, ((None,) * len(op.inputs[0].shape),), ((None,),))
     repeated = dims[dim]
@@ -177,7 +177,7 @@ def repeat_interleave(op: Op) -> ShardingRule:
     return sharding_rule(op, (dims,), (dims,), capacity=capacity, kernel=_repeat_interleave_kernel)
 
 
-def _repeat_interleave_kernel(op: Op, local: Local) -> Callable[..., Any]:
+def _repeat_interleave_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     # PyTorch checks the local result against `output_size`, which is that of the full tensor.
     def repeated(*args: Any, output_size: int | None = None, **kwargs: Any) -> Any:
         return op.target(*args, **kwargs)
@@ -202,14 +202,14 @@ def _matrix_and_diagonal_factors(op: Op, dims: Dims) -> tuple[Dims, Dims]:
     """
     plane = [argument(op, name) % len(dims) for name in ("dim1", "dim2")]
     remaining = tuple(name for i, name in enumerate(dims) if i not in plane)
-    return without(dims, *plane), (*remaining, None)
+    return unsharded_at(dims, *plane), (*remaining, None)
 
 
 @rule_for(*overloads("diagonal"))
 def diagonal(op: Op) -> ShardingRule:
     """Diagonals of matrices, `b _ _ -> b _`: all but the two dimensions of the plane can be
     sharded."""
-    plane, line = _matrix_and_diagonal_factors(op, names(op.inputs[0]))
+    plane, line = _matrix_and_diagonal_factors(op, factor_names(op.inputs[0]))
     return sharding_rule(op, (plane,), (line,))
 
 
@@ -217,7 +217,7 @@ def diagonal(op: Op) -> ShardingRule:
 def diagonal_scatter(op: Op) -> ShardingRule:
     """Write of diagonals, `b _ _, b _ -> b _ _`: all but the plane can be sharded; the last
     dimension of the second input is the diagonal to write."""
-    plane, line = _matrix_and_diagonal_factors(op, names(op.output))
+    plane, line = _matrix_and_diagonal_factors(op, factor_names(op.output))
     return sharding_rule(op, (plane, line), (plane,))
 
 
@@ -225,7 +225,7 @@ def diagonal_scatter(op: Op) -> ShardingRule:
 def diag_embed(op: Op) -> ShardingRule:
     """Matrices from diagonals, `b _ -> b _ _`: all but the last dimension, which becomes a
     diagonal, can be sharded."""
-    plane, line = _matrix_and_diagonal_factors(op, names(op.output))
+    plane, line = _matrix_and_diagonal_factors(op, factor_names(op.output))
     return sharding_rule(op, (line,), (plane,))
 
 
@@ -233,7 +233,7 @@ def diag_embed(op: Op) -> ShardingRule:
 def triangle_rule(op: Op) -> ShardingRule:
     """Triangles of matrices (`tril`, `triu`), `b _ _ -> b _ _`: only batch dimensions can be
     sharded, as blocks of a matrix have other diagonals."""
-    dims = without(names(op.output), -2, -1)
+    dims = unsharded_at(factor_names(op.output), -2, -1)
     return sharding_rule(op, (dims,), (dims,))
 
 
@@ -241,7 +241,7 @@ def triangle_rule(op: Op) -> ShardingRule:
 def view_as_complex_rule(op: Op) -> ShardingRule:
     """Complex view, `b s _ -> b s`: the last dimension, real and imaginary part, cannot be
     sharded."""
-    dims = names(op.output)
+    dims = factor_names(op.output)
     return sharding_rule(op, ((*dims, None),), (dims,))
 
 
@@ -249,5 +249,5 @@ def view_as_complex_rule(op: Op) -> ShardingRule:
 def view_as_real_rule(op: Op) -> ShardingRule:
     """Real view, `b s -> b s _`: all dimensions but the new one, real and imaginary part, can be
     sharded."""
-    dims = names(op.inputs[0])
+    dims = factor_names(op.inputs[0])
     return sharding_rule(op, (dims,), ((*dims, None),))

@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwright.core.graph.graph import Op, Value
-from shardwright.core.rules.notation import WithArguments, binder, call_arguments
-from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, Local, Reduce, Reduction
+from shardwright.core.rules.notation import WithArguments, argument_binder, call_arguments
+from shardwright.core.rules.rule import NEXT, PREVIOUS, Dims, LocalSharding, Reduce, Reduction
 
-_S = TypeVar("_S", bound="Sliding")
+_S = TypeVar("_S", bound="SlidingDim")
 
 SPACE = ("s", "t", "u")
 """Factors of the spatial dimensions of an image."""
 
 
-def largest_count(size: int, is_valid: Callable[[int], bool]) -> int:
+def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
     """Return the largest divisor of `size` whose divisors are all valid numbers of shards."""
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
     divisors = {*small, *(size // n for n in small)}
@@ -39,12 +39,13 @@ def largest_count(size: int, is_valid: Callable[[int], bool]) -> int:
     return max((n for n in valid if all(m in valid for m in divisors if n % m == 0)), default=1)
 
 
-class Sliding(Protocol):
+class SlidingDim(Protocol):
     """A window or a resizing (`interpolation`) that slides along one dimension of an image.
 
     `dim` and `factor` identify the dimension, and the number of shards must divide `capacity`. The
-    halo of a shard has `before` rows of the previous shard and `after` rows of the next shard, or
-    of padding; of its rows with halo the shard reads `num_rows`, beginning at `halo_start`.
+    halo of a shard has `num_rows_before` rows of the previous shard and `num_rows_after` rows of
+    the next shard, or of padding. The shard reads `num_rows` of its rows with halo, from
+    `halo_start`.
     """
 
     @property
@@ -53,8 +54,8 @@ class Sliding(Protocol):
     def factor(self) -> str: ...
     @property
     def capacity(self) -> int: ...
-    def before(self, shards: int) -> int: ...
-    def after(self, shards: int) -> int: ...
+    def num_rows_before(self, shards: int) -> int: ...
+    def num_rows_after(self, shards: int) -> int: ...
     def num_rows(self, shards: int) -> int: ...
     def halo_start(self, index: Any, shards: int) -> Any: ...
 
@@ -91,14 +92,18 @@ class Window:
 
     def halo_start(self, index: Any, shards: int) -> Any:
         """Return the position of the first row that a shard reads in its rows with halo."""
-        return self.first_row(index, shards) - index * (self.size // shards) + self.before(shards)
+        return (
+            self.first_row(index, shards)
+            - index * (self.size // shards)
+            + self.num_rows_before(shards)
+        )
 
-    def before(self, shards: int) -> int:
+    def num_rows_before(self, shards: int) -> int:
         """Return the number of rows of the previous shard, or of padding, in a halo."""
         rows = self.size // shards
         return max(0, *(i * rows - int(self.first_row(i, shards)) for i in (0, shards - 1)))
 
-    def after(self, shards: int) -> int:
+    def num_rows_after(self, shards: int) -> int:
         """Return the number of rows of the next shard, or of padding, in a halo."""
         rows, read = self.size // shards, self.num_rows(shards)
         ends = (int(self.first_row(i, shards)) + read for i in (0, shards - 1))
@@ -111,13 +116,13 @@ class Window:
         The number divides the numbers of rows and of windows, and is small enough that a halo fits
         into one shard.
         """
-        return largest_count(
+        return largest_shard_count(
             gcd(self.size, self.count),
-            lambda n: max(self.before(n), self.after(n)) <= self.size // n,
+            lambda n: max(self.num_rows_before(n), self.num_rows_after(n)) <= self.size // n,
         )
 
 
-def windows_of(op: Op, kernel_size: Sequence[int]) -> tuple[Window, ...]:
+def input_windows(op: Op, kernel_size: Sequence[int]) -> tuple[Window, ...]:
     """Return the window of each spatial dimension of a convolution or pooling.
 
     Args:
@@ -138,15 +143,15 @@ def spatial_windows(
         counts: number of windows in each spatial dimension.
     """
     arguments, num_dims = call_arguments(op), len(kernel_size)
-    strides = per_dim(arguments["stride"] or kernel_size, num_dims)
-    dilations = per_dim(arguments.get("dilation", 1), num_dims)
+    strides = expand_per_dim(arguments["stride"] or kernel_size, num_dims)
+    dilations = expand_per_dim(arguments.get("dilation", 1), num_dims)
     extents = [d * (size - 1) + 1 for d, size in zip(dilations, kernel_size, strict=True)]
     padding, first = arguments["padding"], len(image) - num_dims
     if isinstance(padding, str):
-        # The last row has the odd row of padding.
+        # An odd row of padding goes after the last row.
         paddings = [(extent - 1) // 2 if padding == "same" else 0 for extent in extents]
     else:
-        paddings = per_dim(padding, num_dims)
+        paddings = expand_per_dim(padding, num_dims)
     return tuple(
         Window(
             dim=first + n,
@@ -161,14 +166,13 @@ def spatial_windows(
     )
 
 
-def per_dim(value: int | Sequence[int], num_dims: int) -> list[int]:
-    """Return one number for each spatial dimension, given a list of one number for each or of one
-    number for all."""
+def expand_per_dim(value: int | Sequence[int], num_dims: int) -> list[int]:
+    """Return one number for each spatial dimension, given one number for all or a list."""
     values = [value] if isinstance(value, int) else list(value)
     return values * num_dims if len(values) == 1 else values
 
 
-def sharded_space(windows: Sequence[Sliding]) -> Dims:
+def spatial_factors(windows: Sequence[SlidingDim]) -> Dims:
     """Return the factor of each spatial dimension; None for a dimension that cannot be sharded."""
     return tuple(window.factor if window.capacity > 1 else None for window in windows)
 
@@ -191,7 +195,7 @@ def shard_shape(value: Value, dims: Dims, shard_counts: Mapping[str, int]) -> li
 
 
 def halo_exchanges(
-    value: Value, window: Sliding, shape: Sequence[int], halos: Iterable[tuple[int, str]]
+    value: Value, window: SlidingDim, shape: Sequence[int], halos: Iterable[tuple[int, str]]
 ) -> Iterator[Reduction]:
     """Yield the exchange of each halo of `value` along one dimension.
 
@@ -209,17 +213,17 @@ def halo_exchanges(
             )
 
 
-def _replace_no_arguments(op: Op, local: Local) -> dict[str, Any]:
+def _replace_no_arguments(op: Op, local: LocalSharding) -> dict[str, Any]:
     return {}
 
 
-def _build_identity(op: Op, local: Local) -> Callable[[Tensor], Tensor]:
+def _build_identity(op: Op, local: LocalSharding) -> Callable[[Tensor], Tensor]:
     return lambda out: out
 
 
 @dataclass(frozen=True)
-class Windowed:
-    """The halos of an operator on images.
+class InputHalos:
+    """Exchange of the input rows that windows of a shard read from its neighbors.
 
     Args:
         windows: windows along spatial dimensions.
@@ -233,12 +237,12 @@ class Windowed:
             kernel.
     """
 
-    windows: tuple[Sliding, ...]
+    windows: tuple[SlidingDim, ...]
     dims: Dims
     padding_value: float | None = 0.0
     pads_all: bool = False
-    replace: Callable[[Op, Local], dict[str, Any]] = _replace_no_arguments
-    finish: Callable[[Op, Local], Callable[[Tensor], Tensor]] = _build_identity
+    replace: Callable[[Op, LocalSharding], dict[str, Any]] = _replace_no_arguments
+    finish: Callable[[Op, LocalSharding], Callable[[Tensor], Tensor]] = _build_identity
 
     @property
     def capacity(self) -> dict[str, int]:
@@ -251,15 +255,18 @@ class Windowed:
         shape = shard_shape(x, self.dims, shard_counts)
         exchanges: list[Reduction] = []
         for window, shards in sharded_windows(self.windows, shard_counts):
-            rows = ((window.before(shards), PREVIOUS), (window.after(shards), NEXT))
+            rows = (
+                (window.num_rows_before(shards), PREVIOUS),
+                (window.num_rows_after(shards), NEXT),
+            )
             exchanges += halo_exchanges(x, window, shape, rows)
             # The next dimension has the halo of this one, so that corners are exchanged too.
             shape[window.dim] = window.num_rows(shards)
         return tuple(exchanges)
 
-    def kernel(self, op: Op, local: Local) -> Callable[..., Any]:
+    def kernel(self, op: Op, local: LocalSharding) -> Callable[..., Any]:
         """Build the kernel, for `ShardingRule.kernel`."""
-        sharded, bind = sharded_windows(self.windows, local.shard_counts), binder(op)
+        sharded, bind = sharded_windows(self.windows, local.shard_counts), argument_binder(op)
         replaced = self.replace(op, local)
         if not sharded:
             return WithArguments(op, **replaced) if replaced else op.target
@@ -282,26 +289,26 @@ class Windowed:
 
         return run
 
-    def borders(self, local: Local) -> list[HaloExchange]:
-        """Return the halo of each sharded dimension."""
+    def borders(self, local: LocalSharding) -> list[HaloExchange]:
+        """Return the halo exchange of each sharded dimension."""
         exchanges = iter(local.reduce)
         return [
             HaloExchange(
                 *(window, shards, local.index(window.factor), self.padding_value),
-                from_previous=next(exchanges) if window.before(shards) else None,
-                from_next=next(exchanges) if window.after(shards) else None,
+                from_previous=next(exchanges) if window.num_rows_before(shards) else None,
+                from_next=next(exchanges) if window.num_rows_after(shards) else None,
             )
             for window, shards in sharded_windows(self.windows, local.shard_counts)
         ]
 
-    def _remove_explicit_padding(self, op: Op, sharded: Sequence[Sliding]) -> dict[str, Any]:
+    def _remove_explicit_padding(self, op: Op, sharded: Sequence[SlidingDim]) -> dict[str, Any]:
         padding = call_arguments(op).get("padding")
         if padding is None:
             return {}
         if isinstance(padding, str):
             return {"padding": "valid"}
         padded = self.windows if self.pads_all else sharded
-        paddings = per_dim(padding, len(self.windows))
+        paddings = expand_per_dim(padding, len(self.windows))
         first = len(self.dims) - len(self.windows)
         for window in padded:
             paddings[window.dim - first] = 0
@@ -317,12 +324,12 @@ class _UnshardedPadding:
         value: value of padding.
     """
 
-    window: Sliding
+    window: SlidingDim
     value: float | None
 
     def extend(self, x: Tensor) -> Tensor:
         """Return the image with padding, from the first to the last row that a window reads."""
-        before, after = self.window.before(1), self.window.after(1)
+        before, after = self.window.num_rows_before(1), self.window.num_rows_after(1)
         trailing = (0, 0) * (x.ndim - 1 - self.window.dim)
         padded = functional.pad(x, (*trailing, before, after), value=self.value)
         return padded.narrow(self.window.dim, 0, self.window.num_rows(1))
@@ -343,7 +350,7 @@ class HaloExchange:
             shard.
     """
 
-    window: Sliding
+    window: SlidingDim
     shards: int
     index: Any
     padding_value: float | None
@@ -354,7 +361,7 @@ class HaloExchange:
         """Return the rows that the windows of the local shard read."""
         window, shards, blocks = self.window, self.shards, [x]
         dim, size = window.dim, x.shape[window.dim]
-        before, after = window.before(shards), window.after(shards)
+        before, after = window.num_rows_before(shards), window.num_rows_after(shards)
         if self.from_previous is not None:
             rows = self.from_previous(x.narrow(dim, size - before, before))
             blocks.insert(0, self._pad_rows_at_outer_border(rows, 0))

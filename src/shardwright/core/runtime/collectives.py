@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwright.core.layout.axes import Axes, shard_index
 from shardwright.core.layout.collective_spec import CellExchange, cell_exchange
 from shardwright.core.layout.redistribution import RedistributionStep
-from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Function, Reduce
+from shardwright.core.rules.rule import GATHER, MIRROR, NEXT, PREVIOUS, RING, Reduce, TensorFunction
 from shardwright.core.runtime.collective_errors import program_line
 from shardwright.core.runtime.devices import Devices, Group, Index
 from shardwright.core.runtime.exposed_communication import WaitTimer
@@ -46,7 +46,7 @@ class Collective:
             result has the blocks along dimension 0; None if the pending result has its final shape.
     """
 
-    start: Function
+    start: TensorFunction
     finish: Callable[[Tensor, torch.dtype], Tensor]
     joined: tuple[int, int] | None = None
 
@@ -64,7 +64,7 @@ class Collective:
         return pending
 
 
-def blocking(function: Function) -> Collective:
+def blocking(function: TensorFunction) -> Collective:
     """Return a `Collective` whose `start` runs `function` to completion, and whose `finish` returns
     the result."""
     return Collective(function, lambda out, dtype: out)
@@ -220,7 +220,7 @@ class _RedistributeFunction(torch.autograd.Function):
     tensor's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
         ctx.backward_function, ctx.call_site = backward, program_line()
         out = forward(x)
         # Autograd treats an input that is returned unchanged differently from a view of it.
@@ -345,7 +345,7 @@ def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundColle
     )
 
 
-def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) -> Function:
+def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) -> TensorFunction:
     sizes = devices.matrix.device_matrix
 
     def row(table: tuple[tuple[int, ...], ...]) -> list[Index]:
