@@ -27,7 +27,7 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.search.by_time.search import candidates_by_time
-from shardwright.core.search.request import Pricing, SearchRequest
+from shardwright.core.search.request import SearchRequest, TimedStep
 from shardwright.run.config.run import Run
 
 NAMES = (
@@ -109,7 +109,7 @@ def measured(name: str, batch: int = BATCH, many: Sequence[int] = MANY) -> Scale
 
     seconds = cpu_seconds(captured)
     (graph,) = graphs
-    pricing = Pricing(load_cluster(CLUSTER))
+    timed_step = TimedStep(load_cluster(CLUSTER))
 
     def planned(devices: int) -> None:
         options = {"cluster": CLUSTER, "mem_coeff": MEM_COEFF, "memory_limit": "none"}
@@ -119,7 +119,8 @@ def measured(name: str, batch: int = BATCH, many: Sequence[int] = MANY) -> Scale
     gc.collect()
     gc.freeze()
     requests = [
-        SearchRequest(graph, prime_mesh(n), pricing=pricing, mem_coeff=MEM_COEFF) for n in many
+        SearchRequest(graph, prime_mesh(n), timed_step=timed_step, mem_coeff=MEM_COEFF)
+        for n in many
     ]
     searches = [partial(candidates_by_time, request) for request in requests]
     plans = [partial(planned, n) for n in many]

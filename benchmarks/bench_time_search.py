@@ -36,7 +36,7 @@ from shardwright.core.search.by_time.objective import Objective
 from shardwright.core.search.by_time.problem import search_problem
 from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.recursive.search import search_recursively
-from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
+from shardwright.core.search.request import CutsOfGraph, SearchRequest, TimedStep
 
 SEQUENCE, DEVICES, MEM_COEFF = 4096, 4, 0.1
 CLUSTERS = ("h100", "ascend910b")
@@ -72,16 +72,18 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
 
 def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
     mesh = prime_mesh(DEVICES)
-    pricing = Pricing(load_cluster(cluster))
-    request = SearchRequest(graph, mesh, pricing=pricing, mem_coeff=MEM_COEFF)
+    timed_step = TimedStep(load_cluster(cluster))
+    request = SearchRequest(graph, mesh, timed_step=timed_step, mem_coeff=MEM_COEFF)
     exact = search_exactly(request)
     plans = {
         "seconds": candidates_by_time(request)[0],
-        "symbolic": search_recursively(replace(request, pricing=None)),
+        "symbolic": search_recursively(replace(request, timed_step=None)),
     }
     if batch % DEVICES == 0:
         plans["data parallel"] = data_parallel(graph, mesh)
-    share = {name: total(graph, mesh, pricing, cuts) / exact.bound for name, cuts in plans.items()}
+    share = {
+        name: total(graph, mesh, timed_step, cuts) / exact.bound for name, cuts in plans.items()
+    }
     parallel = f"{share['data parallel']:.3f}" if "data parallel" in share else "–"
     table.add(
         *(cluster, batch, f"{1e3 * exact.bound:.2f}", f"{1 + exact.gap:.3f}"),
@@ -93,22 +95,24 @@ def _compare(table: Table, graph: Graph, batch: int, cluster: str) -> None:
         )
 
 
-def total(graph: Graph, mesh: Layout, pricing: Pricing, cuts: CutsOfGraph) -> float:
+def total(graph: Graph, mesh: Layout, timed_step: TimedStep, cuts: CutsOfGraph) -> float:
     """What the search by seconds counts for these cuts."""
     every = search_problem(graph, {}, fold=False)
-    objective = Objective(every, TimeModel(pricing.cluster, mesh))
+    objective = Objective(every, TimeModel(timed_step.cluster, mesh))
     cost = objective.cost([cuts.get(node.op.name, {}) for node in every.variables])
-    return cost.total(pricing.micro_batches, pricing.seconds_per_parameter_byte(MEM_COEFF))
+    return cost.total(timed_step.micro_batches, timed_step.seconds_per_parameter_byte(MEM_COEFF))
 
 
 def _time(table: Table, name: str, batch: int) -> None:
     graph = _captured(name, batch, None)
-    pricing = Pricing(load_cluster("h100"))
+    timed_step = TimedStep(load_cluster("h100"))
     gc.collect()
     gc.freeze()
     samples = {}
     for devices in MANY:
-        request = SearchRequest(graph, prime_mesh(devices), pricing=pricing, mem_coeff=MEM_COEFF)
+        request = SearchRequest(
+            graph, prime_mesh(devices), timed_step=timed_step, mem_coeff=MEM_COEFF
+        )
         one = partial(candidates_by_time, request)
         samples[devices] = Sample(
             tuple(in_fork(partial(cpu_seconds, one)) for _ in range(PROCESSES))

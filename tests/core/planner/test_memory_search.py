@@ -31,7 +31,7 @@ def test_options_without_zero_are_searched_only_if_they_may_be_the_fastest(
     run = TimedSearch.run
 
     def counted(search: TimedSearch, on_share: Any = ignore_share) -> Any:
-        shard_sizes.append(search.pricing.optimizer_shard_size)
+        shard_sizes.append(search.timed_step.optimizer_shard_size)
         return run(search, on_share)
 
     monkeypatch.setattr(TimedSearch, "run", counted)

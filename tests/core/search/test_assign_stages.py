@@ -16,7 +16,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.graph.split import split_graph
 from shardwright.core.search.assign_stages import (
     _cheapest_chunk_ends,
-    balanced_stages,
+    balanced_chunks,
     operator_work,
 )
 
@@ -31,7 +31,7 @@ def work_of_parts(graph: Graph, chunk_of: dict[str, int]) -> list[float]:
 @pytest.mark.parametrize("count", [2, 4])
 def test_parts_ascend_and_are_nearly_equal(count: int) -> None:
     graph = captured(llama, layers=8)
-    chunk_of = balanced_stages(graph, count)
+    chunk_of = balanced_chunks(graph, count)
     numbers = [chunk_of[op.name] for op in graph.ops]
     assert numbers == sorted(numbers)
     work = work_of_parts(graph, chunk_of)
@@ -42,7 +42,7 @@ def test_parts_ascend_and_are_nearly_equal(count: int) -> None:
 
 def test_a_transformer_is_cut_where_one_value_crosses() -> None:
     graph = captured(llama, layers=8)
-    pieces = split_graph(graph, balanced_stages(graph, 4))
+    pieces = split_graph(graph, balanced_chunks(graph, 4))
     assert [len(piece.leaving) for piece in pieces] == [1, 1, 1, 0]
 
 
@@ -50,7 +50,7 @@ def test_a_transformer_is_cut_where_one_value_crosses() -> None:
 def test_no_part_ends_between_what_reads_and_what_updates_a_buffer(count: int) -> None:
     layers = [nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(4)]
     graph = sw.capture(nn.Sequential(*layers), (torch.ones(2, 8),))
-    chunk_of = balanced_stages(graph, count)
+    chunk_of = balanced_chunks(graph, count)
     assert len(graph.updates) == 8 and set(chunk_of.values()) == set(range(count))
     for buffer, value in graph.updates:
         together = {op.name for op, _ in graph.consumers[buffer]} | {graph.producer[value].name}
@@ -62,7 +62,7 @@ def test_given_work_decides() -> None:
     graph = captured(mlp)
     work = [0.0] * len(graph.ops)
     work[0] = work[-1] = 1.0
-    chunk_of = balanced_stages(graph, 2, work)
+    chunk_of = balanced_chunks(graph, 2, work)
     assert work_of_parts(graph, chunk_of)[0] > 0
     assert chunk_of[graph.ops[0].name] == 0 and chunk_of[graph.ops[-1].name] == 1
 
@@ -72,7 +72,7 @@ def test_more_parts_than_working_operators_are_refused() -> None:
     with pytest.raises(
         sw.StrategyError, match="cannot divide the model into 4 pipeline chunks: only 2"
     ):
-        balanced_stages(graph, 4)
+        balanced_chunks(graph, 4)
 
 
 @random_cases(20)

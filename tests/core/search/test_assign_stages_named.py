@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.core.graph.graph import Graph
-from shardwright.core.search.assign_stages import named_stages
+from shardwright.core.search.assign_stages import configured_stages
 
 
 class Net(nn.Module):
@@ -33,7 +33,7 @@ def graph() -> Graph:
 
 
 def test_operators_without_a_name_follow_their_neighbors(graph: Graph) -> None:
-    stages, chunks, chunk_of = named_stages(
+    stages, chunks, chunk_of = configured_stages(
         graph, {"one": 0, "block": 1, "last": 2}, "1f1b", ["flatten"]
     )
     assert (stages, chunks) == (3, 1)
@@ -54,26 +54,26 @@ def test_a_module_whose_parameters_another_reads_may_be_named() -> None:
 
     graph = sw.capture(Positions(), (torch.ones(4, 8),))
     assert "places" not in {op.module for op in graph.ops}
-    stages, _, chunk_of = named_stages(graph, {"places": 0, "one": 0, "two": 1}, "1f1b")
+    stages, _, chunk_of = configured_stages(graph, {"places": 0, "one": 0, "two": 1}, "1f1b")
     assert (stages, chunk_of["two"]) == (2, 1)
 
 
 def test_the_longest_name_counts(graph: Graph) -> None:
     config = {"one": 0, "block": 0, "block.2": 1, "last": 1}
-    _, _, chunk_of = named_stages(graph, config, "gpipe")
+    _, _, chunk_of = configured_stages(graph, config, "gpipe")
     assert (chunk_of["block.0"], chunk_of["block.2"]) == (0, 1)
 
 
 def test_stages_may_repeat_in_chunks(graph: Graph) -> None:
     config = {"one": 0, "block.0": 1, "block.2": 0, "last": 1}
-    stages, chunks, chunk_of = named_stages(graph, config, "interleaved_1f1b")
+    stages, chunks, chunk_of = configured_stages(graph, config, "interleaved_1f1b")
     assert (stages, chunks) == (2, 2)
     assert [chunk_of[n] for n in ("one", "block.0", "block.2", "last")] == [0, 1, 2, 3]
 
 
 def test_stages_may_come_back_as_a_v(graph: Graph) -> None:
     config = {"one": 0, "block": 1, "last": 0}
-    stages, chunks, chunk_of = named_stages(graph, config, "zero_bubble_v")
+    stages, chunks, chunk_of = configured_stages(graph, config, "zero_bubble_v")
     assert (stages, chunks) == (2, 2)
     assert [chunk_of[n] for n in ("one", "block.0", "block.2", "last")] == [0, 1, 2, 3]
 
@@ -107,4 +107,4 @@ def test_what_cannot_be_is_refused(
     graph: Graph, config: dict[str, int], schedule: str, message: str
 ) -> None:
     with pytest.raises(sw.StrategyError, match=message):
-        named_stages(graph, config, schedule)
+        configured_stages(graph, config, schedule)

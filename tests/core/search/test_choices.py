@@ -9,7 +9,7 @@ from sample_models import llama, network
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.search.by_time.search import timed_search
 from shardwright.core.search.choices import BATCH, COMMUNICATION, MEM_COEFF, OtherChoice
-from shardwright.core.search.request import Pricing, SearchRequest
+from shardwright.core.search.request import SearchRequest, TimedStep
 
 
 class Small(nn.Module):
@@ -39,7 +39,7 @@ def test_symbolic_costs_are_those_of_the_log_and_turn_at_the_break_even() -> Non
     assert plan.cuts.get("dense") is None
     batch = others(plan, "dense", plan.mesh.alias_names[0])["b"]
     assert batch.cost == pytest.approx(20.48 - 16.7772, rel=1e-4)
-    turn = batch.turns[MEM_COEFF]
+    turn = batch.multipliers[MEM_COEFF]
     assert turn * 0.01 == pytest.approx(0.012207, rel=1e-3)
     assert [bool(small(0.01 * turn * by).cuts.get("dense")) for by in (0.99, 1.01)] == [False, True]
 
@@ -52,8 +52,8 @@ def test_seconds_are_the_difference_of_two_steps() -> None:
 
     def seconds(changed: dict[str, dict[str, tuple[int, ...]]]) -> float:
         cuts = {op.name: plan.cuts.get(op.name, {}) for op in plan.graph.ops} | changed  # type: ignore[union-attr]
-        pricing = Pricing(cluster)
-        request = SearchRequest(plan.graph, plan.mesh, cuts, pricing=pricing)  # type: ignore[arg-type]
+        timed_step = TimedStep(cluster)
+        request = SearchRequest(plan.graph, plan.mesh, cuts, timed_step=timed_step)  # type: ignore[arg-type]
         search = timed_search(request, fold=False)
         cost = search.objective.cost([each.pinned or {} for each in search.problem.variables])
         return search.total(cost)
@@ -77,12 +77,12 @@ def test_what_turns_a_choice_is_within_bounds_and_only_of_what_costs_more() -> N
     net, args, kwargs = llama(batch=16)
     plan = sw.plan(net, args, kwargs, devices=4, cluster="h100")
     every = [other for choice in plan.choices for other in choice.alternatives]
-    turning = [other for other in every if other.turns]
+    turning = [other for other in every if other.multipliers]
     assert turning
     for other in turning:
         assert other.cost > 0
-        assert set(other.turns) <= {COMMUNICATION, BATCH, MEM_COEFF}
-        assert all(1 / 64 <= turn <= 64 for turn in other.turns.values())
+        assert set(other.multipliers) <= {COMMUNICATION, BATCH, MEM_COEFF}
+        assert all(1 / 64 <= turn <= 64 for turn in other.multipliers.values())
 
 
 def test_operators_that_are_pinned_have_choices_and_plans_on_one_device_have_none() -> None:

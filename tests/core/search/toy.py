@@ -9,7 +9,7 @@ from shardwright.core.cost.cluster import GLOO, RINGS, Cluster, Device, LinkLeve
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.search.by_time.search import TimedSearch, timed_search
-from shardwright.core.search.request import Pricing, SearchRequest
+from shardwright.core.search.request import SearchRequest, TimedStep
 
 TOY = Cluster(
     "toy",
@@ -27,7 +27,7 @@ CLUSTERS = (TOY, on_links(RINGS), on_links(GLOO))
 
 
 def searcher(graph: Graph, mesh: Layout, cluster: Cluster, fold: bool = True) -> TimedSearch:
-    return timed_search(SearchRequest(graph, mesh, pricing=Pricing(cluster)), fold)
+    return timed_search(SearchRequest(graph, mesh, timed_step=TimedStep(cluster)), fold)
 
 
 def random_layout(mesh: Layout, draw: random.Random, left: bool) -> TensorLayout:

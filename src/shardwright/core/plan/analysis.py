@@ -13,8 +13,8 @@ from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory, memory
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.search.by_time.certificate import gap_of
-from shardwright.core.search.choices import AxisChoice, choices
-from shardwright.core.search.request import Pricing
+from shardwright.core.search.choices import AxisChoice, axis_choices
+from shardwright.core.search.request import TimedStep
 from shardwright.progress import OnProgress, ignore_progress, share_reporter
 
 
@@ -28,7 +28,7 @@ class PlanAnalysis:
         partitioned: the graph with the decisions of the plan.
         optimizer: name or instance of the optimizer whose state is counted in the memory.
         dry_runs: cached dry runs of the chunks.
-        pricing: cluster and step for which a time-based search minimized seconds; None for other
+        timed_step: cluster and step for which a time-based search minimized seconds; None for other
             searches.
         mem_coeff: weight of memory in the search.
         on_progress: callback for the progress of slow computations.
@@ -37,7 +37,7 @@ class PlanAnalysis:
     partitioned: Partitioned
     optimizer: str | torch.optim.Optimizer
     dry_runs: DryRunCache
-    pricing: Pricing | None
+    timed_step: TimedStep | None
     mem_coeff: float
     on_progress: OnProgress = ignore_progress
 
@@ -52,7 +52,7 @@ class PlanAnalysis:
         """Alternative cuts of the operators whose cuts the search chose by cost, per mesh axis."""
         graph, mesh = self.partitioned.graph, self.partitioned.mesh
         decisions = self.partitioned.decisions
-        return choices(graph, mesh, decisions, self.pricing, self.mem_coeff)
+        return axis_choices(graph, mesh, decisions, self.timed_step, self.mem_coeff)
 
     @cached_property
     def gap(self) -> float | None:
@@ -62,13 +62,13 @@ class PlanAnalysis:
         The gap is None if the search did not minimize seconds on a cluster, or found no lower bound
         on the cost.
         """
-        if self.pricing is None:
+        if self.timed_step is None:
             return None
         return gap_of(
             self.partitioned.graph,
             self.partitioned.mesh,
             self.partitioned.decisions,
-            self.pricing,
+            self.timed_step,
             self.mem_coeff,
             share_reporter(self.on_progress, "gap"),
         )

@@ -27,7 +27,7 @@ from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.rows import CrossingRow, OperatorRow, RedistributionRow, StepRow
 from shardwright.core.rules import rule_of
 from shardwright.core.rules.rule import GATHER, Cuts
-from shardwright.core.search.request import Pricing
+from shardwright.core.search.request import TimedStep
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import PlanError
 
@@ -46,7 +46,7 @@ def make_plan(
     memory_limit: int | None = None,
     optimizer: str | torch.optim.Optimizer = "adamw",
     dry_runs: DryRunCache | None = None,
-    pricing: Pricing | None = None,
+    timed_step: TimedStep | None = None,
 ) -> Plan:
     """Build the plan of a partitioned model.
 
@@ -61,7 +61,7 @@ def make_plan(
         memory_limit: bytes that a step may use on each device; None for no limit.
         optimizer: the optimizer that the memory prediction assumes.
         dry_runs: cached dry runs, made during the search.
-        pricing: cluster and step for which a time-based search minimized seconds; None for other
+        timed_step: cluster and step for which a time-based search minimized seconds; None for other
             searches.
 
     Raises:
@@ -114,7 +114,7 @@ def make_plan(
         capture_seconds=graph.capture_seconds,
         graph=graph,
         dry_runs=dry_runs or DryRunCache(),
-        pricing=pricing,
+        timed_step=timed_step,
     )
     # The partitioned model has derived its chunks and communication: do not derive them again.
     plan.analysis.partitioned = partitioned

@@ -39,7 +39,7 @@ from shardwright.core.plan.rows import (
     Strategy,
 )
 from shardwright.core.search.choices import AxisChoice
-from shardwright.core.search.request import DEFAULT_MEM_COEFF, Pricing
+from shardwright.core.search.request import DEFAULT_MEM_COEFF, TimedStep
 from shardwright.core.torch_internals.operators import OpOverload
 from shardwright.errors import PlanError
 from shardwright.progress import OnProgress
@@ -92,7 +92,7 @@ class PlanData:
         graph: the captured model; None for a plan from a file until `parallelize` captures the
             model.
         dry_runs: cached dry runs of the chunks.
-        pricing: cluster and step for which a time-based search minimized seconds; None for other
+        timed_step: cluster and step for which a time-based search minimized seconds; None for other
             searches.
     """
 
@@ -130,7 +130,7 @@ class PlanData:
     optimizer: str | torch.optim.Optimizer = field(default="adamw", compare=False, repr=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
     dry_runs: DryRunCache = field(default_factory=DryRunCache, compare=False, repr=False)
-    pricing: Pricing | None = field(default=None, compare=False, repr=False)
+    timed_step: TimedStep | None = field(default=None, compare=False, repr=False)
 
     @property
     def devices(self) -> int:
@@ -166,7 +166,7 @@ class PlanData:
             Partitioned(self.graph, self.mesh, self.decisions, self.pipeline),
             self.optimizer,
             self.dry_runs,
-            self.pricing,
+            self.timed_step,
             self.options.get("mem_coeff", DEFAULT_MEM_COEFF),
         )
 
@@ -303,7 +303,7 @@ class PlanData:
         A plan without a graph returns the alternatives saved in its file.
         """
         timed = self.options.get("cost_model") == "time"
-        if self.graph is None or (timed and self.pricing is None):
+        if self.graph is None or (timed and self.timed_step is None):
             return self.saved_choices
         return self.analysis.choices
 
@@ -315,7 +315,7 @@ class PlanData:
         Compares the cost of the time-based search with a proven lower bound. The gap is None
         without a cluster or a lower bound; a plan without a graph returns the gap in its file.
         """
-        if self.graph is None or self.pricing is None:
+        if self.graph is None or self.timed_step is None:
             return self.saved_gap
         return self.analysis.gap
 

@@ -31,7 +31,7 @@ from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.plan.contradictions import check_consistent
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.rows import OperatorRow, StepRow
-from shardwright.core.search.choices import KNOBS, OtherChoice
+from shardwright.core.search.choices import SCALED_QUANTITIES, OtherChoice
 from shardwright.errors import PlanError
 from shardwright.text_files import DIGEST, content_digest, parse_json, short_repr, warn_if_edited
 
@@ -46,13 +46,14 @@ FILE_KEYS = {
     "redistributions": "conversions",
     "chunk_of": "part_of",
     "saved_gap": "gap",
+    "multipliers": "turns",
 }
 """JSON keys that differ from the name of the dataclass field, by field name.
 
 Renaming a field must not change the file format.
 """
 
-UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "pricing")
+UNSAVED_FIELDS = ("graph", "optimizer", "dry_runs", "timed_step")
 """Fields of a plan that are not saved. Without them, a loaded plan cannot predict its memory."""
 
 OPTIONAL_FIELDS: dict[type, tuple[str, ...]] = {
@@ -151,7 +152,7 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
     TimePart: {"kind": Literal[KINDS]},
     OtherChoice: {
         "cost": Annotated[float, Field(allow_inf_nan=False)],
-        "turns": GenericAlias(dict, (Literal[KNOBS], Amount)),
+        "multipliers": GenericAlias(dict, (Literal[SCALED_QUANTITIES], Amount)),
     },
     OptimizerParallel: {"shard_size": int},
     PipelineSpec: {

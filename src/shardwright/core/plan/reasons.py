@@ -78,8 +78,8 @@ def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
         )
         yield f"over {choice.axis}", f"{choice.chosen or 'not cut'} chosen; {others}{together}"
         for other in choice.alternatives:
-            for knob, factor in other.turns.items():
-                condition = BREAK_EVEN_CONDITIONS[knob].format(f"{factor:.2g}")
+            for quantity, factor in other.multipliers.items():
+                condition = BREAK_EVEN_CONDITIONS[quantity].format(f"{factor:.2g}")
                 yield "", f"{other.factor or 'no cut'} would cost less if {condition}"
 
 

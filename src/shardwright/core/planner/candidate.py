@@ -32,7 +32,7 @@ from shardwright.core.planner.options import MB, PlanOptions
 from shardwright.core.planner.pipeline import pipeline_spec
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.align_axis_splits import align_axis_splits
-from shardwright.core.search.assign_stages import balanced_stages
+from shardwright.core.search.assign_stages import balanced_chunks
 from shardwright.core.search.modes import MODES, check_takes_pins
 from shardwright.core.search.nearby_cuts import group_equal_axes
 from shardwright.core.search.optimizer_sharding import sharded_storage
@@ -214,7 +214,7 @@ class Candidate:
             memory_limit=options.recorded_limit,
             optimizer=options.optimizer,
             dry_runs=model.dry_runs,
-            pricing=options.pricing(self.pipeline),
+            timed_step=options.timed_step(self.pipeline),
         )
         if self.measured_memory is not None:
             # Folding renames axes and changes no local shape, so memory is the same.
@@ -269,23 +269,23 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
     nodes = () if options.cluster is None else options.resolved_cluster.nodes(options.devices)
     fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
     sharded_inputs = arrivals(graph, fixed.mesh, options.dataset_strategy)
-    pricing = options.pricing(pipeline)
+    timed_step = options.timed_step(pipeline)
     request = SearchRequest(
-        *(graph, fixed.mesh, fixed.cuts, fixed.outputs, sharded_inputs, pricing),
+        *(graph, fixed.mesh, fixed.cuts, fixed.outputs, sharded_inputs, timed_step),
         mem_coeff=options.fixed_mem_coeff,
         order=options.order,
         log_costs=options.log_costs,
     )
     # All arguments on which the result of a search depends: candidates with equal arguments share
     # the result.
-    shard_size = None if pricing is None else pricing.optimizer_shard_size
+    shard_size = None if timed_step is None else timed_step.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     key: tuple[object, ...] = (fixed.mesh, mode)
-    if MODES[mode].takes_pricing:
+    if MODES[mode].takes_cost_model:
         key = (*key, *options.search_options.values(), *counts, shard_size)
     if key not in model.search_results:
         on_share = share_reporter(options.on_progress, f"search: {options.describe()}")
-        if options.log_costs and mode == options.mode and not MODES[mode].takes_pricing:
+        if options.log_costs and mode == options.mode and not MODES[mode].takes_cost_model:
             log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
         started = time.perf_counter()
         try:
@@ -351,7 +351,7 @@ def _assign_ops_to_balanced_chunks(
     if options.cluster is not None:
         time_model = TimeModel(options.resolved_cluster, mesh, pipeline.stages)
         work = operator_seconds(model.graph, time_model, cuts)
-    return balanced_stages(model.graph, pipeline.num_chunks, work)
+    return balanced_chunks(model.graph, pipeline.num_chunks, work)
 
 
 MAX_PARAMETER_AXES = 4

@@ -41,7 +41,7 @@ from shardwright.core.planner.requirement import (
 )
 from shardwright.core.search.assign_stages import StageConfig
 from shardwright.core.search.modes import MODES
-from shardwright.core.search.request import DEFAULT_MEM_COEFF, VISIT_ORDERS, Pricing
+from shardwright.core.search.request import DEFAULT_MEM_COEFF, VISIT_ORDERS, TimedStep
 from shardwright.errors import StrategyError
 from shardwright.progress import OnProgress, ignore_progress
 
@@ -208,14 +208,14 @@ class PlanOptions(KeywordOptions):
                 f" devices\nuse shard_size={self.devices} or less, or -1 for all devices that"
                 " replicate a parameter"
             )
-        requires_pricing = MODES[self.mode].requires_pricing
-        if requires_pricing and self.cost_model == "symbolic":
+        requires_cluster = MODES[self.mode].requires_cluster
+        if requires_cluster and self.cost_model == "symbolic":
             raise StrategyError(
                 f"mode={self.mode!r} minimizes seconds and cannot use cost_model='symbolic'\n"
                 "remove cost_model, or set cost_model='time'"
             )
         if self.cost_model is None:
-            by_time = self.cluster is not None or requires_pricing
+            by_time = self.cluster is not None or requires_cluster
             object.__setattr__(self, "cost_model", "time" if by_time else "symbolic")
         # Numbers of stages and of micro-batches are compared by predicted seconds, whatever cost
         # model the search uses.
@@ -346,7 +346,7 @@ class PlanOptions(KeywordOptions):
     @property
     def weighs_memory(self) -> bool:
         """Whether the mode weighs memory by `mem_coeff` in its search."""
-        return MODES[self.mode].takes_pricing
+        return MODES[self.mode].takes_cost_model
 
     @property
     def fixed_mem_coeff(self) -> float:
@@ -378,11 +378,11 @@ class PlanOptions(KeywordOptions):
         assert isinstance(self.cluster, Cluster)
         return self.cluster
 
-    def pricing(self, pipeline: PipelineSpec) -> Pricing | None:
+    def timed_step(self, pipeline: PipelineSpec) -> TimedStep | None:
         """Return the arguments of the cost model `time`, or None with `cost_model="symbolic"`."""
         if self.cost_model != "time":
             return None
-        return Pricing(
+        return TimedStep(
             self.resolved_cluster,
             stages=pipeline.stages,
             micro_batches=pipeline.micro_batches,

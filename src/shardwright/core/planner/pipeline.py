@@ -16,7 +16,7 @@ from shardwright.core.partition.pipeline_spec import REDUCTIONS, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.options import COUNT, PlanOptions
 from shardwright.core.runtime.micro_batches import SampleDims, micro_batch
-from shardwright.core.search.assign_stages import StageConfig, named_stages
+from shardwright.core.search.assign_stages import StageConfig, configured_stages
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import StrategyError
 
@@ -138,7 +138,7 @@ def pipeline_spec(
     if options.num_micro_batches > 1 and graph.loss is not None:
         loss_of(graph)
     if options.stage_config is not None:
-        stages, chunks, chunk_of = named_stages(
+        stages, chunks, chunk_of = configured_stages(
             graph, options.stage_config, options.schedule, modules
         )
         if options.stages not in (1, stages):

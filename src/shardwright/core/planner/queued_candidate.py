@@ -12,9 +12,9 @@ from shardwright.core.planner.attempts import Attempt
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.recompute.blocks import (
-    DEFAULT_PRICES,
+    DEFAULT_COSTS,
     RecomputeBlocks,
-    RecomputePrices,
+    RecomputeCosts,
 )
 from shardwright.core.search.recompute.levels import RecomputeLevels
 from shardwright.core.search.recompute.search import RecomputeSearch, max_peak_ratio
@@ -81,10 +81,10 @@ class RecomputeCache:
         cuts_key = candidate.mesh, _hashable_cuts(cuts)
         key = cuts_key, _key_of_pipeline(candidate)
         if key not in self.levels_by_cuts:
-            options, prices = candidate.options, DEFAULT_PRICES
+            options, costs = candidate.options, DEFAULT_COSTS
             if options.cluster is not None:
                 dtype = graph.compute_dtype or torch.float32
-                prices = RecomputePrices.on(options.resolved_cluster, dtype)
+                costs = RecomputeCosts.of_cluster(options.resolved_cluster, dtype)
             chunks_key = pipeline.micro_batches, pipeline.num_chunks
             # Schedules with equal chunks on each stage share blocks.
             v_shaped = pipeline.schedule_spec.v_shaped
@@ -95,7 +95,7 @@ class RecomputeCache:
                 candidate.mesh,
                 candidate.decisions,
                 pipeline,
-                prices,
+                costs,
                 self.depths_by_chunks.get(chunks_key),
                 self.blocks_by_cuts.get(blocks_key),
             )

@@ -128,20 +128,22 @@ def _describe_output_difference(
 
         args = pytree.tree_map_only(Tensor, shard, example)
         shapes = tuple(o.shard_shape(v.shape) for o, v in zip(outputs, op.outputs, strict=True))
-        local = LocalSharding(
-            rule.shard_counts(mesh, cuts), lambda f, i=rank: i * (f == factor), shapes
-        )  # type: ignore[misc]
+
+        def index(name: str, rank: int = rank) -> int:
+            return rank if name == factor else 0
+
+        local = LocalSharding(rule.shard_counts(mesh, cuts), index, shapes)
         function = op.target if rule.kernel is None else rule.kernel(op, local)
         local_outputs.append(pytree.tree_leaves(function(*args)))
-    for index, (full, layout) in enumerate(zip(full_outputs, outputs, strict=True)):
-        first, second = (of_rank[index] for of_rank in local_outputs)
+    for number, (full, layout) in enumerate(zip(full_outputs, outputs, strict=True)):
+        first, second = (of_rank[number] for of_rank in local_outputs)
         expected = layout.shard_shape(tuple(full.shape))
         if {tuple(first.shape), tuple(second.shape)} != {expected}:
             shape = list(first.shape)
-            return f"output {index} has local shape {shape}, expected {list(expected)}"
+            return f"output {number} has local shape {shape}, expected {list(expected)}"
         sharded_dims = [dim for dim, axes in enumerate(layout.axes) if axes]
         joined = torch.cat([first, second], sharded_dims[0]) if sharded_dims else first + second
         if full.numel() and (joined - full).abs().max() > TOLERANCE * full.abs().max():
             joining = "concatenate" if sharded_dims else "add up"
-            return f"the local outputs do not {joining} to output {index}"
+            return f"the local outputs do not {joining} to output {number}"
     return ""

@@ -48,7 +48,7 @@ Constraints:
     (3)  the sizes of all dimensions with factor f are divisible by the product of d_a over the axes
          that cut f                                       indexed_graph.py: IndexedGraph
     (4)  c[o, .] of a pinned operator is the user's       request.py: SearchRequest.pinned
-    (5)  g is monotone along every data dependency        assign_stages.py: balanced_stages
+    (5)  g is monotone along every data dependency        assign_stages.py: balanced_chunks
     (6)  the peak memory of each stage is at most the limit
                                              planner/fit_memory.py: candidate_within_memory
     (7)  s[p] shards only over axes over which every use of p is replicated

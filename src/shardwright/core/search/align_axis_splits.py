@@ -48,8 +48,7 @@ def align_axis_splits(
         if (position := _split_position_of_axes(op_cuts, equal_axes))
     }
     for position in sorted(positions) if len(positions) > 1 else ():
-        # Every position is tried, as the predictor of whole plans and not this pass knows which is
-        # cheapest.
+        # Every position is tried, as only the predictor of full plans knows which is cheapest.
         aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
         for name, op_cuts in cuts.items():
             if name not in pinned and _split_position_of_axes(op_cuts, equal_axes):

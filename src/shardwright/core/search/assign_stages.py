@@ -24,17 +24,17 @@ from shardwright.core.partition.schedules import SCHEDULES, ScheduleSpec
 from shardwright.core.rules import rule_of
 from shardwright.errors import StrategyError
 
-TOLERANCE = 0.1
+WORK_TOLERANCE = 0.1
 """Fraction by which the work of the largest chunk may exceed its minimum, in order to decrease the
 communication volume between chunks."""
 
 SECONDS_TOLERANCE = 0.01
 """Fraction by which the seconds of the slowest chunk may exceed their minimum, in order to decrease
-the communication volume between chunks. Smaller than `TOLERANCE`, as every micro-batch waits for
-the slowest chunk and communication between chunks takes comparatively little time."""
+the communication volume between chunks. Smaller than `WORK_TOLERANCE`, as every micro-batch waits
+for the slowest chunk and communication between chunks takes comparatively little time."""
 
 
-def balanced_stages(
+def balanced_chunks(
     graph: Graph, count: int, work: Sequence[float] | None = None
 ) -> dict[str, int]:
     """Return the chunk index of each operator, by name, for `count` chunks of nearly equal work.
@@ -59,7 +59,7 @@ def balanced_stages(
     total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
-    tolerance = TOLERANCE if work is None else SECONDS_TOLERANCE
+    tolerance = WORK_TOLERANCE if work is None else SECONDS_TOLERANCE
     limit = (1 + tolerance) * _min_work_of_largest_chunk(total, weights, count)
     crossing = _bytes_crossing_positions(graph)
     ends = _cheapest_chunk_ends(total, [crossing[position] for position in positions], count, limit)
@@ -240,7 +240,7 @@ StageConfig = Mapping[str, int]
 """Stage index of each module, by module name."""
 
 
-def named_stages(
+def configured_stages(
     graph: Graph,
     stage_config: StageConfig,
     schedule: str,
@@ -253,7 +253,7 @@ def named_stages(
 
     Args:
         stage_config: stage index of each module. Stages must ascend in the order of execution. With
-            several chunks per stage they repeat (0, 1, 0, 1) or come back (0, 1, 1, 0), as the
+            several chunks per stage they repeat (0, 1, 0, 1) or return (0, 1, 1, 0), as the
             schedule requires.
         modules: names of modules that `stage_config` may also contain, although they have neither
             operators nor parameters.

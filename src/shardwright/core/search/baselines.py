@@ -34,16 +34,16 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
             "data parallel: the model has no tensor input with a batch dimension\n"
             'use another mode, such as mode="recursive_programming"'
         )
-    # Cutting a deep model takes most of a second, so what fails for every batch dim fails first.
+    # Cutting a deep model takes most of a second, so batch sizes are checked first.
     if all(value.shape[0] % devices for value in graph.input_values if value.shape):
-        raise _indivisible_batch(batch_size, devices)
+        raise _indivisible_batch_error(batch_size, devices)
     batched, cuts = _data_parallel_cuts(graph, mesh)
     if batched.batch_size is not None and batched.batch_size % devices:
-        raise _indivisible_batch(batch_size, devices)
+        raise _indivisible_batch_error(batch_size, devices)
     return cuts
 
 
-def _indivisible_batch(batch_size: int, devices: int) -> StrategyError:
+def _indivisible_batch_error(batch_size: int, devices: int) -> StrategyError:
     valid = " or ".join(map(str, nearest_multiples(batch_size, devices)))
     return StrategyError(
         f"data parallel: the batch size {batch_size} (dim 0 of the inputs) is not divisible by"
@@ -122,14 +122,14 @@ def _num_shards(cuts: Cuts, mesh: DeviceMatrix) -> int:
 
 
 def _cuts_along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
-    # Axis by axis, so that a batch that not all devices divide is cut over as many as do.
+    # Axis by axis, so that a batch that not all axes divide is cut over the axes that do.
     shard_counts = [(1,) * len(op_type.factors) for op_type in indexed.op_types]
     cuts: CutsOfGraph = {}
     for axis, axis_size in enumerate(mesh.device_matrix):
         level = AxisLevel(indexed, shard_counts, axis_size)
         # No operator is decided by cost first, so all of them follow the batch of the inputs.
         level.decide_remaining()
-        record_axis(indexed, level.choice, axis, cuts)
+        record_axis(indexed, level.choices, axis, cuts)
         shard_counts = level.next_shard_counts()
     return cuts
 

@@ -1,4 +1,4 @@
-"""The cost of each alternative choice of an operator on one axis, all other operators fixed.
+"""Costs of the alternative choices of an operator on one axis, with all other operators fixed.
 
 Symbolic costs are computed as if the operator were decided last: operators without a cost model
 copy its choice unless they copy that of another main operator.
@@ -23,15 +23,15 @@ from shardwright.core.search.indexed_graph import NO_CUT, IndexedGraph, OpType, 
 from shardwright.core.search.nearby_cuts import axes_of_factors, factor_of_axis
 from shardwright.core.search.recursive.axis_level import UNDECIDED, AxisLevel
 from shardwright.core.search.recursive.search import Recursion
-from shardwright.core.search.request import Pricing
+from shardwright.core.search.request import TimedStep
 
 COMMUNICATION, BATCH, MEM_COEFF = "communication", "batch", "mem_coeff"
-KNOBS = (COMMUNICATION, BATCH, MEM_COEFF)
+SCALED_QUANTITIES = (COMMUNICATION, BATCH, MEM_COEFF)
 """Quantities whose multipliers may change a choice: the seconds of all communication, the batch
 size and `mem_coeff`."""
 
 MAX_SCALE = 64.0
-"""Maximum multiplier of a quantity in `KNOBS` that is tried; the minimum is its inverse."""
+"""Maximum multiplier of a quantity that is tried; the minimum is its inverse."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class OtherChoice:
         factor: name of the factor that is cut over the axis; empty for no cut.
         cost: cost of this choice minus that of the chosen factor, in seconds per step or as
             symbolic costs; below 0 if this choice is cheaper.
-        turns: for each quantity in `KNOBS` the multiplier nearest to 1 that makes this choice
-            cheaper than the chosen factor; missing if no multiplier between `1 / MAX_SCALE` and
-            `MAX_SCALE` does.
+        multipliers: for each of `SCALED_QUANTITIES` the multiplier nearest to 1 that makes this
+            choice cheaper than the chosen factor; missing if no multiplier between `1 / MAX_SCALE`
+            and `MAX_SCALE` does.
     """
 
     factor: str
     cost: float
-    turns: dict[str, float]
+    multipliers: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,25 @@ class AxisChoice:
 
 Cost = Callable[[str, Mapping[str, float]], float]
 """Function from the name of the cut factor (empty for no cut), and the multiplier of each of
-`KNOBS` (1 if missing), to the cost."""
+`SCALED_QUANTITIES` (1 if missing), to the cost."""
 
 
-def choices(
+def axis_choices(
     graph: Graph,
     mesh: DeviceMatrix,
     decisions: Decisions,
-    pricing: Pricing | None,
+    timed_step: TimedStep | None,
     mem_coeff: float,
 ) -> tuple[AxisChoice, ...]:
     """Return the choices of all main operators on all axes, with their alternatives.
 
     Args:
-        pricing: cluster and settings for costs in seconds; None for symbolic costs.
+        timed_step: cluster and settings for costs in seconds; None for symbolic costs.
         mem_coeff: weight of the memory of parameters.
     """
-    if pricing is None:
+    if timed_step is None:
         return tuple(_axis_choices_by_symbolic_cost(graph, mesh, decisions, mem_coeff))
-    return tuple(_axis_choices_by_time(graph, mesh, decisions, pricing, mem_coeff))
+    return tuple(_axis_choices_by_time(graph, mesh, decisions, timed_step, mem_coeff))
 
 
 def _build_axis_choice(
@@ -104,30 +104,33 @@ def _build_axis_choice(
     symbolic: bool,
 ) -> AxisChoice:
     chosen_cost = cost(chosen, {})
-    knobs = (MEM_COEFF,) if symbolic else KNOBS
+    quantities = (MEM_COEFF,) if symbolic else SCALED_QUANTITIES
     alternatives = []
     for factor in other_factors:
         added_cost = cost(factor, {}) - chosen_cost
         multipliers = (
-            {knob: _break_even_multiplier(cost, chosen, factor, knob) for knob in knobs}
+            {
+                quantity: _break_even_multiplier(cost, chosen, factor, quantity)
+                for quantity in quantities
+            }
             if added_cost > 0
             else {}
         )
-        turns = {knob: value for knob, value in multipliers.items() if value is not None}
-        alternatives.append(OtherChoice(factor, added_cost, turns))
+        reached = {quantity: value for quantity, value in multipliers.items() if value is not None}
+        alternatives.append(OtherChoice(factor, added_cost, reached))
     ranked = sorted(alternatives, key=lambda each: each.cost)
     return AxisChoice(names, axis, chosen, tuple(ranked), symbolic)
 
 
-def _break_even_multiplier(cost: Cost, chosen: str, factor: str, knob: str) -> float | None:
-    """Return the multiplier of `knob` nearest to 1 that makes `factor` cheaper than `chosen`.
+def _break_even_multiplier(cost: Cost, chosen: str, factor: str, quantity: str) -> float | None:
+    """Return the multiplier of `quantity` nearest to 1 that makes `factor` cheaper than `chosen`.
 
     Returns:
         None if no multiplier between `1 / MAX_SCALE` and `MAX_SCALE` does.
     """
 
     def is_cheaper(multiplier: float) -> bool:
-        return cost(factor, {knob: multiplier}) < cost(chosen, {knob: multiplier})
+        return cost(factor, {quantity: multiplier}) < cost(chosen, {quantity: multiplier})
 
     largest = 1.0
     while largest < MAX_SCALE:
@@ -166,19 +169,21 @@ def _alternative_cuts(
 
 
 def _axis_choices_by_time(
-    graph: Graph, mesh: DeviceMatrix, decisions: Decisions, pricing: Pricing, mem_coeff: float
+    graph: Graph, mesh: DeviceMatrix, decisions: Decisions, timed_step: TimedStep, mem_coeff: float
 ) -> Iterator[AxisChoice]:
     all_cuts = {op.name: decisions.cuts.get(op.name, {}) for op in graph.ops}
     problem = search_problem(graph, all_cuts, decisions.outputs, decisions.arrivals)
-    weight = pricing.parameter_weight(mem_coeff)
-    model = TimeModel(pricing.cluster, mesh, pricing.stages, pricing.optimizer_shard_size, weight)
+    weight = timed_step.parameter_weight(mem_coeff)
+    model = TimeModel(
+        timed_step.cluster, mesh, timed_step.stages, timed_step.optimizer_shard_size, weight
+    )
     objective, edges = Objective(problem, model), problem.edges_around()
     names: dict[int, list[str]] = {}
     for op, index in zip(graph.ops, problem.variable_of, strict=True):
         names.setdefault(index, []).append(op.name)
     cuts: list[Cuts] = [all_cuts[variable.op.name] for variable in problem.variables]
     total_cost = objective.cost(cuts)
-    byte_seconds = pricing.seconds_per_parameter_byte(mem_coeff)
+    byte_seconds = timed_step.seconds_per_parameter_byte(mem_coeff)
 
     def cost_around(index: int, variable: OpVariable, new_cuts: Cuts) -> ObjectiveCost:
         changed = [*cuts[:index], new_cuts, *cuts[index + 1 :]]
@@ -187,12 +192,12 @@ def _axis_choices_by_time(
             cost = cost.plus(objective.edge(edge, changed), edge.count)
         return cost
 
-    def total(cost: ObjectiveCost, knobs: Mapping[str, float]) -> float:
-        mem_coeff_scale = knobs.get(MEM_COEFF, 1.0)
+    def total(cost: ObjectiveCost, multipliers: Mapping[str, float]) -> float:
+        mem_coeff_scale = multipliers.get(MEM_COEFF, 1.0)
         # Terms of parameters contain `weight` already, hence the ratio.
-        parameter_scale = pricing.parameter_weight(mem_coeff * mem_coeff_scale) / weight
-        return _scale_cost(cost, knobs, parameter_scale).total(
-            pricing.micro_batches, byte_seconds * mem_coeff_scale, model.slowdown
+        parameter_scale = timed_step.parameter_weight(mem_coeff * mem_coeff_scale) / weight
+        return _scale_cost(cost, multipliers, parameter_scale).total(
+            timed_step.micro_batches, byte_seconds * mem_coeff_scale, model.slowdown
         )
 
     for index, variable in enumerate(problem.variables):
@@ -213,9 +218,11 @@ def _axis_choices_by_time(
                 continue
 
             def cost(
-                factor: str, knobs: Mapping[str, float], costs: dict[str, ObjectiveCost] = costs
+                factor: str,
+                multipliers: Mapping[str, float],
+                costs: dict[str, ObjectiveCost] = costs,
             ) -> float:
-                return total(costs[factor], knobs)
+                return total(costs[factor], multipliers)
 
             yield _build_axis_choice(
                 tuple(names[index]), name, chosen, other_factors, cost, symbolic=False
@@ -223,15 +230,15 @@ def _axis_choices_by_time(
 
 
 def _scale_cost(
-    cost: ObjectiveCost, knobs: Mapping[str, float], parameter_scale: float
+    cost: ObjectiveCost, multipliers: Mapping[str, float], parameter_scale: float
 ) -> ObjectiveCost:
     """Return `cost` for other communication times, batch sizes and parameter weights.
 
     Args:
-        knobs: multipliers of communication time and batch size, 1 if missing.
+        multipliers: multipliers of communication time and batch size, 1 if missing.
         parameter_scale: multiplier of the seconds of gathering, reducing and updating parameters.
     """
-    links, batch = knobs.get(COMMUNICATION, 1.0), knobs.get(BATCH, 1.0)
+    links, batch = multipliers.get(COMMUNICATION, 1.0), multipliers.get(BATCH, 1.0)
     # A larger batch computes and sends more activations, but gathers, reduces and updates the same
     # parameters.
     return replace(
@@ -253,7 +260,7 @@ def _axis_choices_by_symbolic_cost(
     for axis, name in enumerate(mesh.alias_names):
         shard_counts, choice = _shard_counts_and_choices(indexed, mesh, decisions, axis)
         level = AxisLevel(indexed, shard_counts, mesh.device_matrix[axis])
-        level.choice = choice
+        level.choices = choice
         equal_ops: dict[object, list[int]] = {}
 
         def costs(op: int, scale: float, level: AxisLevel = level) -> dict[str, float]:
@@ -279,14 +286,14 @@ def _axis_choices_by_symbolic_cost(
             equal_ops.setdefault(key, []).append(op)
         for ops in equal_ops.values():
             first, factors = ops[0], indexed.op_types[ops[0]].factors
-            level.choice = _choices_before_deciding_op(level, choice, first)
+            level.choices = _choices_before_deciding_op(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
             op_costs = costs(first, 1.0)
             if chosen not in op_costs:
                 continue
 
-            def cost(factor: str, knobs: Mapping[str, float], op: int = first) -> float:
-                return costs(op, knobs.get(MEM_COEFF, 1.0))[factor]
+            def cost(factor: str, multipliers: Mapping[str, float], op: int = first) -> float:
+                return costs(op, multipliers.get(MEM_COEFF, 1.0))[factor]
 
             other_factors = [factor for factor in op_costs if factor != chosen]
             names = tuple(indexed.names[op] for op in ops)
@@ -317,9 +324,11 @@ def _choices_before_deciding_op(level: AxisLevel, choice: list[int], op: int) ->
             elif neighbor not in region:
                 region.add(neighbor)
                 queue.append(neighbor)
-    level.choice = [UNDECIDED if current in region else each for current, each in enumerate(choice)]
+    level.choices = [
+        UNDECIDED if current in region else each for current, each in enumerate(choice)
+    ]
     level.propagate(sorted(borders - region))
-    return level.choice
+    return level.choices
 
 
 def _shard_counts_and_choices(

@@ -89,9 +89,7 @@ class TensorContext:
         # A program runs leading steps that several redistributions of a value share only once.
         num_shared = max(
             (
-                _num_steps_shared_with_other_targets(
-                    path, self._redistribution_steps_and_bytes(source, o)[0]
-                )
+                _num_common_leading_steps(path, self._redistribution_steps_and_bytes(source, o)[0])
                 for o in other_targets
             ),
             default=0,
@@ -133,7 +131,7 @@ def _redistribution_steps_and_bytes(
     )
 
 
-def _num_steps_shared_with_other_targets(
+def _num_common_leading_steps(
     first: Sequence[RedistributionStep], second: Sequence[RedistributionStep]
 ) -> int:
     length = 0
@@ -186,8 +184,8 @@ class DecidedLayouts:
         self.rules = {op.name: rule_of(op) for op in graph.ops}
         # Every rank receives full inputs, buffers and constants; callers replace the layouts of
         # inputs that arrive sharded.
-        arriving = (*graph.input_values, *graph.buffers, *graph.constants)
-        self.initial_layouts = {value: mesh.replicated(len(value.shape)) for value in arriving}
+        passed_in = (*graph.input_values, *graph.buffers, *graph.constants)
+        self.initial_layouts = {value: mesh.replicated(len(value.shape)) for value in passed_in}
         self.consumer_layouts: dict[Value, dict[tuple[str, int], TensorLayout]] = {
             value: {} for value in graph.values()
         }
@@ -237,7 +235,7 @@ class DecidedLayouts:
                 yield self.initial_layouts[value], target, targets[:index]
 
 
-def inner_reductions(
+def kernel_collectives(
     op: Op, rule: ShardingRule, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[tuple[InnerReduction, int]]:
     """Yield each collective inside the operator's kernel with its communication volume in bytes,

@@ -26,8 +26,8 @@ The value is -1 so that `input_dims[NO_CUT]` and `output_dims[NO_CUT]` are the l
 
 
 @dataclass(frozen=True, slots=True)
-class PricedTensor:
-    """A tensor of an operator, with the number of elements that counts in the symbolic cost.
+class CostedTensor:
+    """Size of an operator's tensor, as it counts in the symbolic cost.
 
     Args:
         size: number of elements of the full tensor.
@@ -55,8 +55,7 @@ class OpType:
             attention, `s` for the sequence of the queries, and `NO_CUT` for that of the keys, which
             only `ring` cuts.
         input_dims, output_dims: `input_dims[factor][i]` is the dim of input i that cutting `factor`
-            shards; `NO_CUT` if it shards none. The last row, `input_dims[NO_CUT]`, stands for no
-            cut.
+            shards; `NO_CUT` if it shards none. The last row, `input_dims[NO_CUT]`, is for no cut.
         choices: the factors that the symbolic search chooses from; ties go to the first.
         labels: name of each choice in the log, `I-axis` to `K-axis` for a matrix product.
         weight: index of the input whose memory is weighted by `mem_coeff`; None if no input is.
@@ -65,8 +64,8 @@ class OpType:
         is_main: whether the symbolic search decides operators of this type by cost; other operators
             follow neighbors.
         tensors: sizes of the inputs, then of the outputs.
-        priced: sizes of the inputs and outputs in the symbolic cost. They differ from `tensors` for
-            an embedding, which costs the same as the product `one_hot(ids) @ table`.
+        costed_tensors: sizes of the inputs and outputs in the symbolic cost. They differ from
+            `tensors` for an embedding, which costs the same as `one_hot(ids) @ table`.
     """
 
     factors: tuple[str, ...]
@@ -75,19 +74,19 @@ class OpType:
     outputs: tuple[tuple[int, ...], ...]
     input_dims: tuple[tuple[int, ...], ...]
     output_dims: tuple[tuple[int, ...], ...]
-    tensors: tuple[PricedTensor, ...]
+    tensors: tuple[CostedTensor, ...]
     choices: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
     weight: int | None = None
     exclusive: tuple[tuple[int, ...], ...] = ()
     joined: tuple[tuple[int, int], ...] = ()
     is_main: bool = False
-    priced: tuple[PricedTensor, ...] = ()
+    costed_tensors: tuple[CostedTensor, ...] = ()
 
     @property
-    def looks_up(self) -> bool:
+    def is_lookup(self) -> bool:
         """Whether the operator looks up rows of its weight, as an embedding does."""
-        return self.priced != self.tensors and self.is_main
+        return self.costed_tensors != self.tensors and self.is_main
 
     def shard_counts(
         self, choices: Sequence[int], sizes: Sequence[int], except_axis: int
@@ -136,7 +135,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         )
 
     tensors = tuple(
-        PricedTensor(value.numel, frozenset(index[f] for f in rule.factors_of(dims) if f in index))
+        CostedTensor(value.numel, frozenset(index[f] for f in rule.factors_of(dims) if f in index))
         for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True)
     )
     factors_and_none = (*factors, None)
@@ -165,7 +164,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         exclusive=tuple(tuple(factors_of_one) for factors_of_one in excluded),
         joined=tuple((index[f], index[o]) for f, o in rule.joined.items() if {f, o} <= {*index}),
         is_main=main is not None,
-        priced=_tensors_in_symbolic_cost(rule, tensors, index),
+        costed_tensors=_tensors_in_symbolic_cost(rule, tensors, index),
     )
 
 
@@ -180,13 +179,13 @@ def _first_dim_cut_by_factor(rule: ShardingRule, factor: str | None, dims: Dims)
 
 
 def _tensors_in_symbolic_cost(
-    rule: ShardingRule, tensors: tuple[PricedTensor, ...], index: Mapping[str, int]
-) -> tuple[PricedTensor, ...]:
-    """Return the sizes of `tensors` in the symbolic cost (see `OpType.priced`); () if the operator
-    has no symbolic cost."""
+    rule: ShardingRule, tensors: tuple[CostedTensor, ...], index: Mapping[str, int]
+) -> tuple[CostedTensor, ...]:
+    """Return the sizes of `tensors` in the symbolic cost (see `OpType.costed_tensors`); () if the
+    operator has no symbolic cost."""
     if rule.main is None:
         return ()
-    priced = list(tensors)
+    costed = list(tensors)
     # K is contracted. Where no input but the weight carries K, the operator looks up rows: its
     # other inputs contain indices, each of which counts as a one-hot row of K elements.
     for factor in (f for f, letter in rule.main.labels.items() if letter == "K"):
@@ -194,12 +193,12 @@ def _tensors_in_symbolic_cost(
             index[factor],
             [i for i in range(len(rule.inputs)) if i != rule.main.weight],
         )
-        if not any(contracted in priced[i].factors for i in other_inputs):
+        if not any(contracted in costed[i].factors for i in other_inputs):
             for i in other_inputs:
-                tensor = priced[i]
+                tensor = costed[i]
                 size = tensor.size * rule.capacity[factor]
-                priced[i] = PricedTensor(size, tensor.factors | {contracted})
-    return tuple(priced)
+                costed[i] = CostedTensor(size, tensor.factors | {contracted})
+    return tuple(costed)
 
 
 def _max_shard_counts(
@@ -241,13 +240,13 @@ class IndexedGraph:
         producer: (operator, output index) that computes each value; None for parameters, buffers,
             constants and inputs of the model.
         consumers: for each value the (operator, input index) of each operator that reads the value.
-        data: for each value whether it depends on an input of the model (else only on parameters,
-            buffers and constants).
+        depends_on_input: for each value whether it depends on an input of the model (else only on
+            parameters, buffers and constants).
         batch_dims: for each value the batch dimension if it is an input of the model that has one,
             else `NO_CUT`.
         replicates_op: for each operator and input whether a replicated input makes the operator
-            replicated. False for a broadcast operand, and for a parameter if another operand is
-            data.
+            replicated. False for a broadcast operand, and for a parameter if another operand
+            depends on an input of the model.
         batch_size: size of the batch; None if the model has no tensor input.
     """
 
@@ -258,7 +257,7 @@ class IndexedGraph:
     outputs: tuple[tuple[int, ...], ...]
     producer: tuple[tuple[int, int] | None, ...]
     consumers: tuple[tuple[tuple[int, int], ...], ...]
-    data: tuple[bool, ...]
+    depends_on_input: tuple[bool, ...]
     batch_dims: tuple[int, ...]
     replicates_op: tuple[tuple[bool, ...], ...]
     batch_size: int | None
@@ -317,7 +316,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
         outputs=outputs,
         producer=tuple(producer),
         consumers=tuple(tuple(uses) for uses in consumers),
-        data=tuple(data),
+        depends_on_input=tuple(data),
         batch_dims=tuple(batch_dims),
         replicates_op=_replicating_inputs_of_ops(op_types, inputs, data),
         batch_size=batch_size,

@@ -104,7 +104,7 @@ class NearbyCuts:
             axes += [axis for axis in axes_of[factor] if axis not in axes]
             divisible_axes: Axes = ()
             for axis in axes:
-                # An axis that does not divide the rest is skipped; later ones may still divide it.
+                # An axis that does not divide the size is skipped; later axes may still divide it.
                 if limit % self.mesh.size((*divisible_axes, axis)) == 0:
                     divisible_axes = (*divisible_axes, axis)
             if divisible_axes:

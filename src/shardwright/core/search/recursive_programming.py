@@ -20,13 +20,13 @@ class RecursiveProgramming(SearchMode):
     the number of devices."""
 
     name: ClassVar[str] = "recursive_programming"
-    takes_pricing: ClassVar[bool] = True
+    takes_cost_model: ClassVar[bool] = True
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
         return self.candidate_cuts(request)[0]
 
     def candidate_cuts(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
-        if request.pricing is not None:
+        if request.timed_step is not None:
             return candidates_by_time(request)
         try:
             return with_uncosted_ops_sharded(request, search_recursively(request))

@@ -26,7 +26,7 @@ significance."""
 
 
 @dataclass(frozen=True)
-class Pricing:
+class TimedStep:
     """The cluster and the training step whose predicted time a search minimizes.
 
     Args:
@@ -65,10 +65,10 @@ class SearchRequest:
         pinned: cuts of pinned operators, by operator name; the search decides all other operators.
         outputs: fixed output layouts, by operator name; see `Outputs`.
         arrivals: axes that shard each dim of model inputs that arrive sharded, by input name.
-        pricing: cluster and training step whose seconds are minimized; None to minimize the
+        timed_step: cluster and training step whose seconds are minimized; None to minimize the
             symbolic cost.
         mem_coeff: weight of parameter memory. Small values favor data parallelism, large values
-            tensor parallelism; with tiny values no operator is cut. With `pricing` a byte of
+            tensor parallelism; with tiny values no operator is cut. With `timed_step` a byte of
             parameters on a device counts as `mem_coeff` bytes sent over the fastest link, and
             gathers, updates and gradient reductions of parameters count less if `mem_coeff` is
             below the default.
@@ -87,7 +87,7 @@ class SearchRequest:
     pinned: Mapping[str, Cuts] = field(default_factory=dict)
     outputs: Outputs = field(default_factory=dict)
     arrivals: Mapping[str, CutAxes] = field(default_factory=dict)
-    pricing: Pricing | None = None
+    timed_step: TimedStep | None = None
     mem_coeff: float = DEFAULT_MEM_COEFF
     order: str = "weight"
     log_costs: bool = False
@@ -110,15 +110,15 @@ class SearchMode(ABC):
     Attributes:
         name: value of the users' option `mode`.
         takes_pins: whether operators may be pinned; if not, the mode decides every operator.
-        takes_pricing: whether the mode uses `mem_coeff` and, if the request has a cluster,
-            minimizes seconds.
-        requires_pricing: whether the mode needs a cluster in the request.
+        takes_cost_model: whether the mode minimizes a cost with `mem_coeff`: seconds if the request
+            has a cluster, else the symbolic cost.
+        requires_cluster: whether the mode needs a cluster in the request.
     """
 
     name: ClassVar[str]
     takes_pins: ClassVar[bool] = True
-    takes_pricing: ClassVar[bool] = False
-    requires_pricing: ClassVar[bool] = False
+    takes_cost_model: ClassVar[bool] = False
+    requires_cluster: ClassVar[bool] = False
 
     @abstractmethod
     def search(self, request: SearchRequest) -> Mapping[str, Cuts]:

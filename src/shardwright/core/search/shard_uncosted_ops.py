@@ -22,7 +22,7 @@ from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.decided_layouts import (
     DecidedLayouts,
-    inner_reductions,
+    kernel_collectives,
     tensor_context,
     without_partial,
 )
@@ -228,7 +228,7 @@ class _UncostedOps(DecidedLayouts):
                 sent_bytes += size
         for op in ops:
             if (rule := self.rules[op.name]) is not None:
-                for inner, size in inner_reductions(op, rule, self.mesh, self.cuts[op.name]):
+                for inner, size in kernel_collectives(op, rule, self.mesh, self.cuts[op.name]):
                     calls.append((inner.reduction.collective, self.mesh.size(inner.axes)))
                     sent_bytes += size
             for index, value in enumerate(op.inputs):

@@ -11,7 +11,7 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.plan import Plan
 from shardwright.core.planner.options import MEM_COEFFS, NO_LIMIT
 from shardwright.core.planner.requirement import parse_bytes
-from shardwright.core.search.recursive.break_even import break_evens, main_operators
+from shardwright.core.search.recursive.break_even import break_even_mem_coeffs, main_operators
 from shardwright.errors import ConfigError
 from shardwright.progress import nested_progress
 from shardwright.run.config import Run
@@ -128,7 +128,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         )
         for each, plan, size, decision in zip(mem_coeffs, plans, peaks, decisions, strict=True)
     ]
-    values = break_evens(graph, prime_mesh(plans[0].mesh.num_devices))
+    values = break_even_mem_coeffs(graph, prime_mesh(plans[0].mesh.num_devices))
     return Tuning(devices, parallel.cluster, limit, tuple(trials), values)
 
 

@@ -27,7 +27,7 @@ from shardwright.core.search.by_time.exact import _JointTables
 from shardwright.core.search.by_time.problem import search_problem
 from shardwright.core.search.by_time.redistribution_bound import RedistributionBound
 from shardwright.core.search.by_time.search import cuts_of_graph
-from shardwright.core.search.request import Pricing, SearchRequest
+from shardwright.core.search.request import SearchRequest, TimedStep
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=["trees", "rings", "gloo"])
@@ -66,7 +66,7 @@ def test_no_combination_of_cuts_is_below_the_bound(
     states = _JointTables(search.problem, search.model, search.objective).all_cuts
     costs = [search.total(search.objective.cost(list(cuts))) for cuts in product(*states)]
     best = list(product(*states))[costs.index(min(costs))]
-    request = SearchRequest(graph, mesh, pricing=Pricing(cluster))
+    request = SearchRequest(graph, mesh, timed_step=TimedStep(cluster))
     found = certify(request, cuts_of_graph(graph, search.problem, best))
     assert found.cost == pytest.approx(min(costs))
     assert 0.5 * found.cost < found.bound <= min(costs)
@@ -79,7 +79,7 @@ def test_blocks_that_repeat_prove_no_more_as_one_than_one_by_one(
     monkeypatch: pytest.MonkeyPatch, micro_batches: int
 ) -> None:
     graph, mesh = captured(llama, width=64, vocabulary=256, sequence=32, layers=6), prime_mesh(2)
-    request = SearchRequest(graph, mesh, pricing=Pricing(TOY, micro_batches=micro_batches))
+    request = SearchRequest(graph, mesh, timed_step=TimedStep(TOY, micro_batches=micro_batches))
     search = searcher(graph, mesh, TOY)
     plan = cuts_of_graph(graph, search.problem, search.best())
     apart = certify(request, plan)
@@ -99,7 +99,7 @@ def test_the_gap_of_a_plan_does_not_depend_on_how_its_axes_are_folded() -> None:
 
 def fold_gap(graph: Graph, mesh: Layout, axes: tuple[tuple[int, ...], ...]) -> float | None:
     cuts = {op.name: {"b": axes[0]} for op in graph.ops if op.name}
-    return gap_of(graph, mesh, Decisions(cuts, {}), Pricing(TOY), 0.1)
+    return gap_of(graph, mesh, Decisions(cuts, {}), TimedStep(TOY), 0.1)
 
 
 @random_cases(6)
@@ -109,7 +109,7 @@ def test_no_random_plan_of_a_random_model_is_below_the_bound(seed: int) -> None:
     search = searcher(graph, mesh, TOY, fold=False)
     states = _JointTables(search.problem, search.model, search.objective).all_cuts
     best = search.best()
-    request = SearchRequest(graph, mesh, pricing=Pricing(TOY))
+    request = SearchRequest(graph, mesh, timed_step=TimedStep(TOY))
     found = certify(request, cuts_of_graph(graph, search.problem, best))
     assert found.bound > 0.3 * found.cost
     draw = random.Random(seed)

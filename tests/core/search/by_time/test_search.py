@@ -26,7 +26,7 @@ from shardwright.core.search.by_time.objective import Objective, ObjectiveCost
 from shardwright.core.search.by_time.problem import search_problem
 from shardwright.core.search.by_time.search import candidates_by_time, cuts_of_graph
 from shardwright.core.search.optimizer_sharding import sharded_storage
-from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
+from shardwright.core.search.request import CutsOfGraph, SearchRequest, TimedStep
 from shardwright.errors import ConfigError, StrategyError
 
 
@@ -39,7 +39,9 @@ def language_model() -> Graph:
 
 
 def by_time(graph: Graph, mesh: Layout, cluster: Cluster, **others: Any) -> CutsOfGraph:
-    return candidates_by_time(SearchRequest(graph, mesh, pricing=Pricing(cluster), **others))[0]
+    return candidates_by_time(SearchRequest(graph, mesh, timed_step=TimedStep(cluster), **others))[
+        0
+    ]
 
 
 def timed(graph: Graph, mesh: Layout, cuts: dict[str, Cuts], cluster: Cluster) -> StepTime:
@@ -132,7 +134,7 @@ def test_a_small_mem_coeff_gives_data_parallel_a_large_one_tensor_parallel(
             SearchRequest(
                 language_model,
                 mesh,
-                pricing=Pricing(cluster, optimizer_shard_size=-1),
+                timed_step=TimedStep(cluster, optimizer_shard_size=-1),
                 mem_coeff=mem_coeff,
             )
         )[0]
@@ -205,7 +207,7 @@ def test_a_cluster_with_too_few_devices_and_a_request_without_one_are_refused() 
     small = Cluster("small", TOY.device, (LinkLevel("node", 1e8, 1e-5, devices=4),))
     with pytest.raises(ConfigError, match="has 4 devices, but 8 were requested"):
         by_time(graph, prime_mesh(8), small)
-    with pytest.raises(StrategyError, match="needs a cluster: the request has no pricing"):
+    with pytest.raises(StrategyError, match="needs a cluster: the request has no cluster"):
         candidates_by_time(SearchRequest(graph, prime_mesh(8)))
 
 

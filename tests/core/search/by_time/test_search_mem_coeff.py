@@ -18,7 +18,7 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.partition.communication import storage_as_used
 from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.indexed_graph import index_graph
-from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
+from shardwright.core.search.request import CutsOfGraph, SearchRequest, TimedStep
 
 MODELS = {
     "llama": (llama, {"batch": 8, "width": 512, "vocabulary": 2048, "sequence": 256}),
@@ -42,10 +42,10 @@ def test_a_small_mem_coeff_gives_data_and_a_large_one_model_parallelism(
 ) -> None:
     model, sizes = MODELS[name]
     graph = captured(model, **sizes)
-    pricing = Pricing(TOY if cluster == "toy" else load_cluster(cluster))
+    timed_step = TimedStep(TOY if cluster == "toy" else load_cluster(cluster))
     small, large = (
         candidates_by_time(
-            SearchRequest(graph, prime_mesh(4), pricing=pricing, mem_coeff=mem_coeff)
+            SearchRequest(graph, prime_mesh(4), timed_step=timed_step, mem_coeff=mem_coeff)
         )[0]
         for mem_coeff in (1e-6, 1e4)
     )
@@ -53,7 +53,7 @@ def test_a_small_mem_coeff_gives_data_and_a_large_one_model_parallelism(
     assert kept_elements(graph, small) > 0.95 * every
     assert kept_elements(graph, large) < 0.35 * every
     indexed = index_graph(graph)
-    for op in (op for op in indexed.main if not indexed.op_types[op].looks_up):
+    for op in (op for op in indexed.main if not indexed.op_types[op].is_lookup):
         assert len(small[indexed.names[op]]) == 1, indexed.names[op]
     batch = {tuple(axes) for each in small.values() for axes in each.values()}
     assert (0, 1) in batch

@@ -13,7 +13,7 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.search import TimedSearch, timed_search
 from shardwright.core.search.by_time.swap_axes import swap_axes
-from shardwright.core.search.request import Pricing, SearchRequest
+from shardwright.core.search.request import SearchRequest, TimedStep
 from shardwright.progress import ignore_share
 
 NODE, NETWORK = 2, 0
@@ -60,10 +60,10 @@ def test_long_sequences_are_as_fast_as_with_pinned_attention() -> None:
     graph = capture(net, args, kwargs, compute_dtype=torch.bfloat16)
     attention = [op.name for op in graph.ops if "scaled_dot_product" in op.name]
     pinned = {name: {"h": (0, 1, 2, 3, 4), "s": (5,)} for name in attention}
-    pricing = Pricing(load_cluster("h100_flash2"))
+    timed_step = TimedStep(load_cluster("h100_flash2"))
 
     def least(pins: dict[str, Cuts]) -> float:
-        search = timed_search(SearchRequest(graph, prime_mesh(64), pins, pricing=pricing))
+        search = timed_search(SearchRequest(graph, prime_mesh(64), pins, timed_step=timed_step))
         return search.total(search.objective.cost(search.best()))
 
     assert least({}) <= 1.01 * least(pinned)

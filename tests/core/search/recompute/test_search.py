@@ -18,7 +18,7 @@ from shardwright.core.graph.graph import Graph
 from shardwright.core.partition.communication import communication
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.partitioned import Partitioned
-from shardwright.core.search.recompute.blocks import RecomputeBlocks, RecomputePrices
+from shardwright.core.search.recompute.blocks import RecomputeBlocks, RecomputeCosts
 from shardwright.core.search.recompute.levels import RecomputeLevels
 from shardwright.core.search.recompute.search import (
     MeasuredDecisions,
@@ -135,11 +135,11 @@ def test_what_the_user_marked_stays() -> None:
 def test_on_slow_links_what_is_sent_again_costs_more() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
     costs = []
-    for prices in (
-        RecomputePrices.on(load_cluster("h100"), torch.bfloat16),
-        RecomputePrices(sent=1e6),
+    for costs in (
+        RecomputeCosts.of_cluster(load_cluster("h100"), torch.bfloat16),
+        RecomputeCosts(flops_per_sent_byte=1e6),
     ):
-        found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, lambda op: 0, prices)
+        found = RecomputeBlocks(GRAPH, plan.mesh, plan.decisions, lambda op: 0, costs)
         options = next(
             b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
         ).options

@@ -16,14 +16,14 @@ def first_level(graph: IndexedGraph, axis_size: int = 2) -> AxisLevel:
 def decide(level: AxisLevel, name: str, factor: str | None) -> None:
     op = level.graph.names.index(name)
     factors = level.graph.op_types[op].factors
-    level.choice[op] = NO_CUT if factor is None else factors.index(factor)
+    level.choices[op] = NO_CUT if factor is None else factors.index(factor)
     level.propagate([op])
 
 
 def chosen(level: AxisLevel, name: str) -> str | int:
     """The factor that an operator cuts, else `NO_CUT` or `UNDECIDED`."""
     op = level.graph.names.index(name)
-    choice = level.choice[op]
+    choice = level.choices[op]
     return level.graph.op_types[op].factors[choice] if choice >= 0 else choice
 
 
@@ -60,7 +60,7 @@ def test_sizes_that_do_not_divide_are_not_followed() -> None:
     decide(level, "dense", "b")
     assert chosen(level, "relu") == "b"
     level = first_level(index_graph(net.build()), axis_size=4)
-    level.choice[0] = level.graph.op_types[0].factors.index("j")
+    level.choices[0] = level.graph.op_types[0].factors.index("j")
     level.propagate([0])
     assert chosen(level, "relu") == NO_CUT
 
@@ -82,7 +82,7 @@ def test_fill_prefers_a_cut_to_no_cut() -> None:
     cut = net.op("cut", aten.relu.default, net.input("y", 8, 8))
     net.op("add", aten.add.Tensor, whole, cut)
     level = first_level(index_graph(net.build()))
-    level.choice[0], level.choice[1] = NO_CUT, level.graph.op_types[1].factors.index("s")
+    level.choices[0], level.choices[1] = NO_CUT, level.graph.op_types[1].factors.index("s")
     level.decide_remaining()
     assert chosen(level, "add") == "s"
 
@@ -92,6 +92,6 @@ def test_an_embedding_is_priced_as_the_product_with_one_hot_rows() -> None:
     ids = net.input("ids", 4, 6, dtype=torch.int64)
     net.op("embed", aten.embedding.default, net.parameter("table", 10, 16), ids)
     op_type = index_graph(net.build()).op_types[0]
-    assert op_type.looks_up
-    assert [tensor.size for tensor in op_type.priced] == [10 * 16, 4 * 6 * 10, 4 * 6 * 16]
+    assert op_type.is_lookup
+    assert [tensor.size for tensor in op_type.costed_tensors] == [10 * 16, 4 * 6 * 10, 4 * 6 * 16]
     assert [tensor.size for tensor in op_type.tensors] == [10 * 16, 4 * 6, 4 * 6 * 16]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.core.layout.layout import Layout
-from shardwright.core.search.recursive.break_even import break_evens, main_operators
+from shardwright.core.search.recursive.break_even import break_even_mem_coeffs, main_operators
 
 MESH = Layout((2,), ("a",))
 
@@ -26,7 +26,7 @@ class Small(nn.Module):
 def test_the_break_even_is_the_published_figure_and_the_search_turns_there() -> None:
     with torch.device("meta"):
         graph = sw.capture(Small(), (torch.empty(8192, 4096),))
-    found = break_evens(graph, MESH)
+    found = break_even_mem_coeffs(graph, MESH)
     assert {name: round(value, 6) for name, value in found.items()} == {"dense": 0.012207}
     below, above = (
         sw.plan(graph, devices=2, mem_coeff=found["dense"] * factor).cuts.get("dense", {})
@@ -46,6 +46,6 @@ def test_what_has_no_weight_or_no_batch_to_cut_has_none() -> None:
     with torch.device("meta"):
         graph = sw.capture(Product(), (torch.empty(4, 8, 8),))
         odd = sw.capture(nn.Linear(8, 8), (torch.empty(7, 8),))
-    assert len(main_operators(graph)) == 1 and break_evens(graph, MESH) == {}
-    assert len(main_operators(odd)) == 1 and break_evens(odd, MESH) == {}
-    assert break_evens(odd, Layout((1,), ("a",))) == {}
+    assert len(main_operators(graph)) == 1 and break_even_mem_coeffs(graph, MESH) == {}
+    assert len(main_operators(odd)) == 1 and break_even_mem_coeffs(odd, MESH) == {}
+    assert break_even_mem_coeffs(odd, Layout((1,), ("a",))) == {}

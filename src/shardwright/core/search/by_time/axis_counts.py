@@ -1,8 +1,8 @@
 """Layouts as counts of axes, and lower bounds on the seconds of redistributions between them.
 
 Axes of equal size on one link level form a group. A lower bound depends only on how many axes of
-each group shard each dim, not on which axes; there are far fewer layouts given as counts. The bound
-follows from the bytes that a device must receive:
+each group shard each dim, not on which axes, so that layouts are given as counts, which are far
+fewer. The bound follows from the bytes that a device must receive:
 
 - From a layout without partial sums: the bytes of the target shard, minus its largest possible
   overlap with the source shard on the device.
@@ -51,7 +51,7 @@ def group_axes(links: Links) -> tuple[AxisGroup, ...]:
     """Group the axes of a device matrix, all of prime size, by link level and size, fastest links
     first.
 
-    An axis that crosses several levels counts as on the fastest, which can only lower the bound.
+    An axis that crosses several levels belongs to the fastest, which can only lower the bound.
     """
     by_group: dict[tuple[int, int], list[int]] = {}
     for axis, size in enumerate(links.mesh.device_matrix):

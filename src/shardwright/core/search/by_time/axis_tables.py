@@ -38,7 +38,7 @@ from shardwright.core.search.by_time.read_layouts import (
     layout_sets,
     redistribution_table,
     table_index,
-    united_reads,
+    union_of_reads,
 )
 from shardwright.core.search.indexed_graph import NO_CUT
 
@@ -68,7 +68,7 @@ class Weights:
     gradients: float
     parameter_bytes: float
 
-    def of(self, cost: ObjectiveCost) -> float:
+    def weighted_seconds(self, cost: ObjectiveCost) -> float:
         """Return the weighted sum of the components of a cost, in seconds."""
         return (
             self.forward * cost.forward
@@ -276,7 +276,7 @@ class AxisTables:
             for consumer, input_index in consumers:
                 layouts = self._read_layouts(edge, consumer, input_index)
                 reads[consumer] = (
-                    united_reads(reads[consumer], layouts) if consumer in reads else layouts
+                    union_of_reads(reads[consumer], layouts) if consumer in reads else layouts
                 )
             is_replicated = edge.returned and all(dim == REPLICATED for dim in other_dims)
             returned = frozenset({REPLICATED} if is_replicated else ())
@@ -429,7 +429,7 @@ class AxisTables:
                 factor_between(producer, consumer, costs @ column_sums(layouts, columns))
             )
             return
-        all_sets, serves = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
+        all_sets, consumer_tables = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
         # Without a variable for the set, a table over the producer and all consumers would be
         # needed, which grows exponentially with the consumers.
         set_variable = len(sizes)
@@ -438,7 +438,7 @@ class AxisTables:
             factor_between(producer, set_variable, costs @ column_sums(all_sets, columns))
         )
         for consumer, layouts in reads.items():
-            factors.append(factor_between(consumer, set_variable, serves[layouts]))
+            factors.append(factor_between(consumer, set_variable, consumer_tables[layouts]))
 
 
 class _ProducedLayouts(NamedTuple):

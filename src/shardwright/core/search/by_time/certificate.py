@@ -21,7 +21,7 @@ from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.by_time.bound import lower_bound
 from shardwright.core.search.by_time.count_tables import CountTables, TooManyCutsError
 from shardwright.core.search.by_time.search import TimedSearch, timed_search
-from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
+from shardwright.core.search.request import CutsOfGraph, SearchRequest, TimedStep
 from shardwright.progress import OnShare, ignore_share, subrange
 
 MAX_UNFOLDED_VARIABLES = 600
@@ -72,12 +72,12 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     # λ of `by_time/search.py`. It drops out where devices share a processor; λ = 0 is exact where
     # nothing is exposed.
     exposed_shares = (1.0,) if unfolded.model.shared else (1.0, 0.5) if cost.exposed else (0.0,)
-    pricing, weight = unfolded.pricing, unfolded.model.parameter_weight
-    fast = _with_fastest_links(pricing.cluster)
+    timed_step, weight = unfolded.timed_step, unfolded.model.parameter_weight
+    fast = _with_fastest_links(timed_step.cluster)
     # If the tables for the cluster's links are too large, those with equal links may not be.
     models = (
         unfolded.model,
-        TimeModel(fast, request.mesh, pricing.stages, pricing.optimizer_shard_size, weight),
+        TimeModel(fast, request.mesh, timed_step.stages, timed_step.optimizer_shard_size, weight),
     )
     for model in models:
         try:
@@ -152,7 +152,7 @@ def gap_of(
     graph: Graph,
     mesh: DeviceMatrix,
     decisions: Decisions,
-    pricing: Pricing,
+    timed_step: TimedStep,
     mem_coeff: float,
     on_share: OnShare = ignore_share,
 ) -> float | None:
@@ -167,7 +167,7 @@ def gap_of(
     Returns:
         None if the tables of the bound would be too large.
     """
-    levels = Links(pricing.cluster, mesh, pricing.stages).levels
+    levels = Links(timed_step.cluster, mesh, timed_step.stages).levels
     primes, prime_axes_of = to_prime_axes(mesh, levels)
 
     def to_primes(axes: Axes) -> Axes:
@@ -177,7 +177,7 @@ def gap_of(
         graph,
         primes,
         arrivals={n: tuple(map(to_primes, axes)) for n, axes in decisions.arrivals.items()},
-        pricing=pricing,
+        timed_step=timed_step,
         mem_coeff=mem_coeff,
         on_share=on_share,
     )

@@ -112,7 +112,7 @@ class Elimination:
         self, sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], limit: int = LARGEST_TABLE
     ) -> None:
         self._sizes = sizes
-        self._order = min_fill(sizes, scopes)
+        self._order = min_fill_order(sizes, scopes)
         self._position = [0] * len(sizes)
         for position, variable in enumerate(self._order):
             self._position[variable] = position
@@ -181,7 +181,7 @@ class Elimination:
         return Minimum(sum(float(all_tables[table]) for table in self._constants), tuple(choices))
 
 
-def min_fill(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]:
+def min_fill_order(sizes: Sequence[int], scopes: Iterable[Sequence[int]]) -> list[int]:
     """Return the variables in min-fill order: next is the variable whose elimination connects the
     fewest pairs of neighbors.
 

@@ -109,8 +109,8 @@ class ExactSearch(SearchMode):
     """Search mode that optimizes all operators and axes jointly; for small models."""
 
     name: ClassVar[str] = "exact"
-    takes_pricing: ClassVar[bool] = True
-    requires_pricing: ClassVar[bool] = True
+    takes_cost_model: ClassVar[bool] = True
+    requires_cluster: ClassVar[bool] = True
 
     def search(self, request: SearchRequest) -> CutsOfGraph:
         result = search_exactly(request)
@@ -167,7 +167,7 @@ class _JointTables:
         for n, variable in enumerate(self.problem.variables):
             if not variable.differentiable and variable.pinned is None:
                 # Replicate operators without gradients (masks, positions), so that their consumers
-                # need no redistributions. Lower the bound by what their best cuts would save.
+                # need no redistributions. Lower the bound by the saving of their best cuts.
                 table = factors[n][1]
                 slack += float(table[-1] - table.min())
                 factors.append(((n,), np.array([np.inf] * (sizes[n] - 1) + [0.0])))
@@ -201,7 +201,7 @@ class _JointTables:
         return all_cuts
 
     def _weighted_operator_cost(self, variable: OpVariable, cuts: Cuts, weights: Weights) -> float:
-        return variable.count * weights.of(self.objective.operator(variable, cuts))
+        return variable.count * weights.weighted_seconds(self.objective.operator(variable, cuts))
 
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
         """Return a table for each consumer, with its share of the cost of redistributing the
@@ -245,7 +245,10 @@ class _JointTables:
                 "redistributions\nuse fewer devices for a joint optimum"
             )
         costs = np.array(
-            [[weights.of(self._redistribution_cost(edge, a, b)) for b in columns] for a in rows]
+            [
+                [weights.weighted_seconds(self._redistribution_cost(edge, a, b)) for b in columns]
+                for a in rows
+            ]
         )
         # Many cuts give a tensor the same layout, so costs are computed for distinct layouts only.
         row_of = {layout: i for i, layout in enumerate(rows)}

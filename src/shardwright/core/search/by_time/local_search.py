@@ -22,7 +22,7 @@ from shardwright.core.search.nearby_cuts import (
 )
 from shardwright.progress import OnShare, ignore_share
 
-MAX_NEW_PRICES = 250
+MAX_NEW_EDGE_COSTS = 250
 """Maximum number of (edge, layouts) combinations whose cost one local search computes. Nearly all
 of the time is spent on searching for the redistribution steps of these combinations."""
 
@@ -45,8 +45,8 @@ def local_search(
         total: function from an `ObjectiveCost` to the seconds to minimize.
         max_rounds: maximum number of visits to each operator.
         min_gain: minimum decrease of the objective by a change, as a fraction of the objective.
-        on_share: called with the completed fraction of the visits or of `MAX_NEW_PRICES`, whichever
-            is larger.
+        on_share: called with the completed fraction of the visits or of `MAX_NEW_EDGE_COSTS`,
+            whichever is larger.
     """
     edges = objective.problem.edges_around()
     neighborhoods = [
@@ -56,20 +56,22 @@ def local_search(
     ]
     total_cost = objective.cost(cuts)
     best_total = total(total_cost)
-    # Counted from here: prices of earlier steps are cached, and cost nothing more.
-    max_priced = objective.num_priced + MAX_NEW_PRICES
+    # Counted from here: edge costs of earlier steps are cached.
+    max_cached_edges = objective.num_cached_edges + MAX_NEW_EDGE_COSTS
     for round_index in range(max_rounds):
         previous_total = best_total
-        # The largest possible gain first, since `MAX_NEW_PRICES` may end the round. Operators that
-        # stand for many repeated blocks come early, too.
+        # The largest possible gain first, since `MAX_NEW_EDGE_COSTS` may end the round. Operators
+        # that represent many repeated blocks come early, too.
         order = sorted(neighborhoods, key=lambda each: -each.redistribution_seconds(cuts))
         for num_visited, neighborhood in enumerate(order):
             visit_share = (round_index + num_visited / len(order)) / max_rounds
-            price_share = min(1.0, 1 - (max_priced - objective.num_priced) / MAX_NEW_PRICES)
-            on_share(max(visit_share, price_share))
+            edge_cost_share = min(
+                1.0, 1 - (max_cached_edges - objective.num_cached_edges) / MAX_NEW_EDGE_COSTS
+            )
+            on_share(max(visit_share, edge_cost_share))
             if neighborhood.redistribution_seconds(cuts) <= MIN_COMMUNICATION_SHARE * best_total:
                 continue
-            if objective.num_priced > max_priced:
+            if objective.num_cached_edges > max_cached_edges:
                 return
             index = neighborhood.index
             other_cost = total_cost.plus(neighborhood.cost(cuts), -1)

@@ -52,9 +52,10 @@ def log_costs(
                     "no_cut" if factor == NO_CUT else op_type.labels[op_type.choices.index(factor)]
                 )
                 redistribution_seconds = sum(
-                    weights.of(objective.edge(edge, all_cuts)) for edge in edges_around[index]
+                    weights.weighted_seconds(objective.edge(edge, all_cuts))
+                    for edge in edges_around[index]
                 )
-                operator_seconds = weights.of(objective.operator(variable, new_cuts))
+                operator_seconds = weights.weighted_seconds(objective.operator(variable, new_cuts))
                 alternatives.append(
                     CutAlternative(factor, label, operator_seconds, redistribution_seconds)
                 )

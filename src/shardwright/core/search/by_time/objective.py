@@ -140,21 +140,21 @@ class Objective:
             total: function from an `ObjectiveCost` to the seconds to minimize.
             bound: seconds that the objective must be below.
         """
-        # A bound above the best total discards a candidate without pricing any of its edges.
-        unpriced: list[tuple[float, TensorEdge]] = []
+        # A bound above the best total discards a candidate without the cost of any edge.
+        bounded_edges: list[tuple[float, TensorEdge]] = []
         for edge in edges:
-            cost, is_priced = self.lower_bound(edge, cuts)
-            if is_priced:
+            cost, is_cached = self.lower_bound(edge, cuts)
+            if is_cached:
                 base = base.plus(cost, edge.count)
             else:
-                unpriced.append((edge.count * cost.redistributions, edge))
-        unpriced_seconds = sum(edge_bound for edge_bound, _ in unpriced)
-        # The largest bound first: its price is most likely to lift the total above `bound`.
-        for edge_bound, edge in sorted(unpriced, key=lambda each: -each[0]):
-            if total(base.plus(ObjectiveCost(redistributions=unpriced_seconds), 1)) >= bound:
+                bounded_edges.append((edge.count * cost.redistributions, edge))
+        bound_seconds = sum(edge_bound for edge_bound, _ in bounded_edges)
+        # The largest bound first: its cost is most likely to lift the total above `bound`.
+        for edge_bound, edge in sorted(bounded_edges, key=lambda each: -each[0]):
+            if total(base.plus(ObjectiveCost(redistributions=bound_seconds), 1)) >= bound:
                 return None
             base = base.plus(self.edge(edge, cuts), edge.count)
-            unpriced_seconds -= edge_bound
+            bound_seconds -= edge_bound
         return base if total(base) < bound else None
 
     def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
@@ -235,7 +235,7 @@ class Objective:
         return ObjectiveCost(redistributions=seconds), False
 
     @property
-    def num_priced(self) -> int:
+    def num_cached_edges(self) -> int:
         """Number of combinations of an edge and its layouts whose cost is cached."""
         return len(self._edges)
 
@@ -283,14 +283,14 @@ class Objective:
         self, edge: TensorEdge, source: TensorLayout, targets: Sequence[TensorLayout]
     ) -> ObjectiveCost:
         value, seconds = edge.value, 0.0
-        priced_paths: set[object] = set()
+        counted_paths: set[object] = set()
         for target in targets:
             path = redistribution_steps(source, target, value.shape, edge.differentiable)
             for length, step in enumerate(path, start=1):
                 # Consumers share the first steps of their paths, as the lowered program runs them
                 # once.
-                if path[:length] not in priced_paths:
-                    priced_paths.add(path[:length])
+                if path[:length] not in counted_paths:
+                    counted_paths.add(path[:length])
                     seconds += sum(self.model.step(step, value, edge.differentiable))
         if not edge.is_shared_parameter:
             return ObjectiveCost(redistributions=seconds)

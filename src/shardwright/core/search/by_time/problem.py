@@ -162,8 +162,8 @@ def search_problem(
         fold: whether repeated blocks share variables.
     """
     pins = tuple((name, tuple(cuts.items())) for name, cuts in pinned.items())
-    arriving = tuple((arrivals or {}).items())
-    key = num_rules(), pins, tuple(outputs.items()), arriving, fold
+    passed_in = tuple((arrivals or {}).items())
+    key = num_rules(), pins, tuple(outputs.items()), passed_in, fold
     cached = _LAST_PROBLEM.get(graph)
     if cached is None or cached[0] != key:
         problem = _build_problem(graph, pinned, outputs, arrivals or {}, fold)
@@ -190,10 +190,10 @@ def _build_problem(
         _op_folding_key(op, work, pinned, outputs)
         for op, work in zip(graph.ops, works, strict=True)
     ]
-    decided_by = representatives(indexed, op_keys) if fold else list(range(len(graph.ops)))
+    representative_of = representatives(indexed, op_keys) if fold else list(range(len(graph.ops)))
     # Sorted, so that variables are in graph order.
-    index_of = {op: index for index, op in enumerate(sorted(set(decided_by)))}
-    variable_of = tuple(index_of[op] for op in decided_by)
+    index_of = {op: index for index, op in enumerate(sorted(set(representative_of)))}
+    variable_of = tuple(index_of[op] for op in representative_of)
     own_parameters = _unshared_parameter_indices(graph, indexed)
     counts = [0] * len(index_of)
     for variable in variable_of:
@@ -309,15 +309,15 @@ def representatives(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[
         op_keys: a hashable key of each operator; operators share cuts only if their keys and types
             are equal.
     """
-    decided_by = list(range(len(indexed.names)))
+    representative_of = list(range(len(indexed.names)))
     for run in block_runs(indexed, op_keys):
         # The first block reads from the embedding and the last is read by the head: redistributions
         # there differ from those between blocks.
         for block in range(2, run.blocks - 1):
             first = run.start + block * run.period
             for offset in range(run.period):
-                decided_by[first + offset] = run.start + run.period + offset
-    return decided_by
+                representative_of[first + offset] = run.start + run.period + offset
+    return representative_of
 
 
 def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[BlockRun]:

@@ -126,7 +126,7 @@ def layout_sets(
 
 
 @cache
-def united_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
+def union_of_reads(first: ReadLayouts, second: ReadLayouts) -> ReadLayouts:
     """Return, per choice, the union of the layouts in which two inputs of an operator read a
     value."""
     return tuple(a | b for a, b in zip(first, second, strict=True))

@@ -112,25 +112,28 @@ class RedistributionBound:
         read_share = common_share = 1.0
         paired_axes: set[int] = set()
         for source_axes, target_axes in zip(source, target, strict=True):
-            source_rest, target_rest = (
+            source_crossing, target_crossing = (
                 self._axes_crossing_level(source_axes, crossed),
                 self._axes_crossing_level(target_axes, crossed),
             )
-            read_share /= self._num_devices(target_rest)
-            num_common = sum(1 for _ in takewhile(bool, map(eq, source_rest, target_rest)))
-            common_share /= self._num_devices(source_rest[:num_common])
-            source_rest, target_rest = source_rest[num_common:], target_rest[num_common:]
+            read_share /= self._num_devices(target_crossing)
+            num_common = sum(1 for _ in takewhile(bool, map(eq, source_crossing, target_crossing)))
+            common_share /= self._num_devices(source_crossing[:num_common])
+            source_crossing, target_crossing = (
+                source_crossing[num_common:],
+                target_crossing[num_common:],
+            )
             sizes, axes = (
-                (self._num_devices(source_rest), self._num_devices(target_rest)),
-                {*source_rest, *target_rest},
+                (self._num_devices(source_crossing), self._num_devices(target_crossing)),
+                {*source_crossing, *target_crossing},
             )
             # Source and target blocks overlap independently, so that the mean overlap is the
             # product of both shares, unless some axis selects blocks on both sides.
             independent = (
-                len(axes) == len(source_rest) + len(target_rest) and not axes & paired_axes
+                len(axes) == len(source_crossing) + len(target_crossing) and not axes & paired_axes
             )
             common_share /= sizes[0] * sizes[1] if independent else max(sizes)
-            paired_axes |= axes if source_rest and target_rest else set()
+            paired_axes |= axes if source_crossing and target_crossing else set()
         # Partial sums of p terms: p - 1 messages until an element is summed, and one for each copy
         # of the sum but the first.
         received = (

@@ -31,7 +31,7 @@ from shardwright.core.search.by_time.problem import SearchProblem, search_proble
 from shardwright.core.search.by_time.swap_axes import swap_axes
 from shardwright.core.search.indexed_graph import NO_CUT
 from shardwright.core.search.nearby_cuts import axes_of_factors
-from shardwright.core.search.request import CutsOfGraph, Pricing, SearchRequest
+from shardwright.core.search.request import CutsOfGraph, SearchRequest, TimedStep
 from shardwright.errors import StrategyError
 from shardwright.progress import OnShare, ignore_share, subrange, track
 
@@ -80,19 +80,19 @@ def timed_search(request: SearchRequest, fold: bool = True) -> TimedSearch:
         StrategyError: if `request` has no cluster, so that its costs are not in seconds.
         ConfigError: if the cluster has fewer devices than the mesh and its pipeline stages.
     """
-    pricing = request.pricing
-    if pricing is None:
+    timed_step = request.timed_step
+    if timed_step is None:
         raise StrategyError(
-            "a search by seconds needs a cluster: the request has no pricing\n"
-            "set it, as in SearchRequest(graph, mesh, pricing=Pricing(cluster))"
+            "a search by seconds needs a cluster: the request has no cluster\n"
+            "set it, as in SearchRequest(graph, mesh, timed_step=TimedStep(cluster))"
         )
     problem = search_problem(request.graph, request.pinned, request.outputs, request.arrivals, fold)
-    weight = pricing.parameter_weight(request.mem_coeff)
+    weight = timed_step.parameter_weight(request.mem_coeff)
     model = TimeModel(
-        pricing.cluster, request.mesh, pricing.stages, pricing.optimizer_shard_size, weight
+        timed_step.cluster, request.mesh, timed_step.stages, timed_step.optimizer_shard_size, weight
     )
     return TimedSearch(
-        problem, model, pricing, pricing.seconds_per_parameter_byte(request.mem_coeff)
+        problem, model, timed_step, timed_step.seconds_per_parameter_byte(request.mem_coeff)
     )
 
 
@@ -118,7 +118,7 @@ class TimedSearch:
 
     problem: SearchProblem
     model: TimeModel
-    pricing: Pricing
+    timed_step: TimedStep
     seconds_per_parameter_byte: float
     tables: dict[object, Table] = field(default_factory=dict)
 
@@ -382,7 +382,7 @@ class TimedSearch:
             exposed_share: λ, the fraction of the seconds by which the communication of parameters
                 exceeds the computation that hides it.
         """
-        micro_batches = self.pricing.micro_batches
+        micro_batches = self.timed_step.micro_batches
         slowdown = self.model.slowdown
         exposed_weight = (1 - slowdown) * exposed_share
         # Without sharded storage (ZeRO) no parameters are gathered in the forward pass, so that it
@@ -425,5 +425,5 @@ class TimedSearch:
     def total(self, cost: ObjectiveCost) -> float:
         """Return the seconds that the search minimizes, for a given `ObjectiveCost`."""
         return cost.total(
-            self.pricing.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
+            self.timed_step.micro_batches, self.seconds_per_parameter_byte, self.model.slowdown
         )

@@ -38,7 +38,7 @@ MAX_OPS_PER_TABLE = 4
 the value to get a table of 2ⁿ entries. Values without a table cost nothing until the exact cost of
 a combination is computed."""
 
-MAX_PRICED_COMBINATIONS = 6
+MAX_EVALUATED_COMBINATIONS = 6
 """Maximum number of combinations of present and swapped cuts to evaluate exactly for one pair of
 axes."""
 
@@ -140,17 +140,17 @@ class _AxisSwap:
     ) -> None:
         self.objective, self.cuts_of_choice, self.weights = objective, (cuts, swapped_cuts), weights
         pairs = zip(cuts, swapped_cuts, strict=True)
-        self.changed = [
+        self.changed_variables = [
             index for index, (current, swapped) in enumerate(pairs) if current != swapped
         ]
         self._cuts = list(cuts)
-        changed = {*self.changed}
+        changed = {*self.changed_variables}
         self._ops_of_edge = {
             edge: sorted({end.variable for end in edge.ends()} & changed)
             for edge in objective.problem.edges
             if any(end.variable in changed for end in edge.ends())
         }
-        for variable in self.changed:
+        for variable in self.changed_variables:
             total_cost = self._add_operator_cost(total_cost, variable, -1)
         for edge in self._ops_of_edge:
             total_cost = total_cost.plus(objective.edge(edge, cuts), -edge.count)
@@ -170,12 +170,12 @@ class _AxisSwap:
         tabulated = {
             edge: ops for edge, ops in self._ops_of_edge.items() if len(ops) <= MAX_OPS_PER_TABLE
         }
-        if not self.changed:
+        if not self.changed_variables:
             return None
-        op_tables = [self._operator_table(op) for op in self.changed]
+        op_tables = [self._operator_table(op) for op in self.changed_variables]
         edge_tables = [self._edge_table(edge, ops) for edge, ops in tabulated.items()]
         # The variables of the elimination are numbered within `changed`.
-        number_of_op = {op: number for number, op in enumerate(self.changed)}
+        number_of_op = {op: number for number, op in enumerate(self.changed_variables)}
         scopes: list[tuple[int, ...]] = [(number,) for number in range(len(op_tables))]
         scopes += [tuple(number_of_op[op] for op in ops) for ops in tabulated.values()]
         tables = [*op_tables, *edge_tables]
@@ -184,18 +184,18 @@ class _AxisSwap:
             elimination = Elimination([2] * len(op_tables), scopes)
         except TooWideError:
             return None
-        for _ in range(MAX_PRICED_COMBINATIONS):
+        for _ in range(MAX_EVALUATED_COMBINATIONS):
             minimum = elimination.minimum(tables)
             # The tables are lower bounds, so no combination costs less than their minimum.
             if minimum.cost >= cost_without_swap - MIN_GAIN * bound:
                 return None
-            num_priced = self.objective.num_priced
-            self._select_combination(self.changed, minimum.choices)
+            num_cached_edges = self.objective.num_cached_edges
+            self._select_combination(self.changed_variables, minimum.choices)
             cost = self._cost_of_combination(total, bound)
             if cost is not None:
                 return list(self._cuts), cost
             # All edges were cached, so their entries are exact already and would not change.
-            if self.objective.num_priced == num_priced:
+            if self.objective.num_cached_edges == num_cached_edges:
                 return None
             for (edge, ops), table in zip(tabulated.items(), edge_tables, strict=True):
                 table[tuple(minimum.choices[number_of_op[op]] for op in ops)] = (
@@ -211,7 +211,7 @@ class _AxisSwap:
         """Return the cost of the current combination of present and swapped cuts; None if its
         objective is not below `bound` seconds."""
         cost = self._unchanged_cost
-        for op in self.changed:
+        for op in self.changed_variables:
             cost = self._add_operator_cost(cost, op, 1)
         return self.objective.add_edges(cost, self._ops_of_edge, self._cuts, total, bound)
 
@@ -223,7 +223,7 @@ class _AxisSwap:
     def _operator_table(self, index: int) -> Table:
         variable = self.objective.problem.variables[index]
         costs = [self.objective.operator(variable, cuts[index]) for cuts in self.cuts_of_choice]
-        return variable.count * np.array([self.weights.of(cost) for cost in costs])
+        return variable.count * np.array([self.weights.weighted_seconds(cost) for cost in costs])
 
     def _edge_table(self, edge: TensorEdge, ops: Sequence[int]) -> Table:
         """Return the lower bound on the weighted seconds of an edge, for each combination of the
@@ -237,4 +237,4 @@ class _AxisSwap:
 
     def _lower_bound_of_edge(self, edge: TensorEdge) -> float:
         cost, _ = self.objective.lower_bound(edge, self._cuts)
-        return edge.count * self.weights.of(cost)
+        return edge.count * self.weights.weighted_seconds(cost)

@@ -24,7 +24,7 @@ from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.decided_layouts import (
     SharedRedistribution,
     TensorContext,
-    inner_reductions,
+    kernel_collectives,
     without_partial,
 )
 from shardwright.core.search.nearby_cuts import (
@@ -152,7 +152,7 @@ class LocalProblem:
         """Return the communication volume per device with `cuts`, in bytes, including gradients of
         parameters and collectives inside the kernel."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
-        inner = inner_reductions(self.op, self.rule, self.mesh, cuts)
+        inner = kernel_collectives(self.op, self.rule, self.mesh, cuts)
         sent_bytes = sum(size for _, size in inner)
         for context, layouts in chain(
             self._input_redistributions(inputs), self._output_redistributions(outputs)

@@ -156,7 +156,7 @@ class _CutsPropagation(DecidedLayouts):
         decide: Callable[[], dict[str, Axes]],
     ) -> dict[str, Axes]:
         """Return the result of `decide()`, cached by rule, neighbor layouts and `extra_key`."""
-        # Equal operators share one rule object, so that its id stands for shapes and arguments.
+        # Equal operators share one rule object, so that its id identifies shapes and arguments.
         key = (id(problem.rule), problem.inputs, problem.outputs, *extra_key)
         if key not in self._cached_cuts:
             self._cached_cuts[key] = decide()

@@ -42,22 +42,22 @@ RecomputeByOp = Mapping[str, Recompute]
 
 
 @dataclass(frozen=True)
-class RecomputePrices:
-    """Cost in FLOPs of a byte that is moved in memory or sent: the FLOPs that take as long.
+class RecomputeCosts:
+    """FLOPs that take as long as moving a byte in memory or sending a byte.
 
     The defaults are the ratios of an A100: 312e12 operations per second in bfloat16, 2e12 bytes per
     second in memory, and 300e9 bytes per second over NVLink in one direction (NVIDIA's data sheet).
 
     Args:
-        moved: FLOPs per byte that is read or written in device memory.
-        sent: FLOPs per byte that is sent over the fastest links.
+        flops_per_moved_byte: FLOPs per byte that is read or written in device memory.
+        flops_per_sent_byte: FLOPs per byte that is sent over the fastest links.
     """
 
-    moved: float = 156.0
-    sent: float = 1040.0
+    flops_per_moved_byte: float = 156.0
+    flops_per_sent_byte: float = 1040.0
 
     @classmethod
-    def on(cls, cluster: Cluster, dtype: torch.dtype) -> RecomputePrices:
+    def of_cluster(cls, cluster: Cluster, dtype: torch.dtype) -> RecomputeCosts:
         """Return the costs in FLOPs of moved and sent bytes on a device of `cluster` that computes
         in `dtype`."""
         rate = cluster.device.rate(dtype)
@@ -81,7 +81,7 @@ class RecomputeBlock:
     options: Mapping[str, tuple[KnapsackItem, RecomputeByOp]]
 
 
-DEFAULT_PRICES = RecomputePrices()
+DEFAULT_COSTS = RecomputeCosts()
 
 PEAK_TOLERANCE = 1.25
 """Maximum estimated peak memory with blocks at a depth, relative to the lowest estimate over all
@@ -93,7 +93,7 @@ class RecomputeBlocks:
 
     Args:
         stage_of: function from an operator to the index of its pipeline stage.
-        prices: cost of moved and sent bytes in FLOPs.
+        costs: cost of moved and sent bytes in FLOPs.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class RecomputeBlocks:
         mesh: DeviceMatrix,
         decisions: Decisions,
         stage_of: Callable[[Op], int],
-        prices: RecomputePrices = DEFAULT_PRICES,
+        costs: RecomputeCosts = DEFAULT_COSTS,
     ) -> None:
-        self.prices = prices
+        self.costs = costs
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
         self._estimate = ActivationEstimate(graph, self._saved, mesh, decisions)
@@ -316,7 +316,7 @@ class RecomputeBlocks:
         """Return the FLOPs that a device repeats for each block, with moved and sent bytes as
         FLOPs.
 
-        Moved and sent bytes are converted by `RecomputePrices`.
+        Moved and sent bytes are converted by `RecomputeCosts`.
 
         Args:
             flow: communication with recomputation.
@@ -332,7 +332,7 @@ class RecomputeBlocks:
             # The communication of a segment across blocks counts for the block of its first
             # operator.
             if (first_block := block_of.get(segment.ops[0])) is not None:
-                sending = self.prices.sent * sent.get(segment.name, 0)
+                sending = self.costs.flops_per_sent_byte * sent.get(segment.name, 0)
                 operations[first_block] = operations.get(first_block, 0.0) + sending
             for name in segment.repeated_ops:
                 if (block := block_of.get(name)) is not None:
@@ -344,7 +344,7 @@ class RecomputeBlocks:
     def _num_forward_operations(self, name: str) -> float:
         """Return the FLOPs of an operator's forward pass on a device.
 
-        Bytes moved in memory are converted by `RecomputePrices`.
+        Bytes moved in memory are converted by `RecomputeCosts`.
         """
         op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
         work = work_of(op)
@@ -357,7 +357,7 @@ class RecomputeBlocks:
                 for size, factors in work.forward_bytes
             )
             flops = work.forward_flops / prod(shard_counts.values())
-            self._cached_operations[key] = flops + self.prices.moved * moved_bytes
+            self._cached_operations[key] = flops + self.costs.flops_per_moved_byte * moved_bytes
         return self._cached_operations[key]
 
 
@@ -436,8 +436,7 @@ class ActivationEstimate:
     def _local_fraction_of_saved_tensor(
         self, op: Op, shape: Sequence[int], flow: Communication
     ) -> float:
-        """Return the fraction that a device holds of a tensor that `op` saves besides inputs and
-        outputs.
+        """Return the fraction on one device of a tensor that `op` saves besides inputs and outputs.
 
         A tensor is sharded like the output or an input of equal shape, such as the softmax that a
         loss saves. Without a tensor of equal shape, it is sharded like an output that is at least

@@ -16,11 +16,11 @@ from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.search.recompute.blocks import (
-    DEFAULT_PRICES,
+    DEFAULT_COSTS,
     RecomputeBlock,
     RecomputeBlocks,
     RecomputeByOp,
-    RecomputePrices,
+    RecomputeCosts,
 )
 from shardwright.core.search.recompute.knapsack import cheapest
 
@@ -37,10 +37,10 @@ MIN_ACTIVATION_RATIO = 0.75
 whose memory is mostly not activations."""
 
 
-WHOLE_BLOCK_OPTIONS = ("block", "block_and_communication")
+FULL_BLOCK_OPTIONS = ("block", "block_and_communication")
 """Names of the options that recompute all operators of a block at once."""
 
-UNIFORM_OPTIONS = ("lean", "cheap", *WHOLE_BLOCK_OPTIONS)
+UNIFORM_OPTIONS = ("lean", "cheap", *FULL_BLOCK_OPTIONS)
 """Names of the options that form a level of their own, in which all blocks take the option, as
 users configure by hand."""
 
@@ -196,14 +196,14 @@ def _bytes_at_start_of_backward(block: RecomputeBlock) -> int:
     option, (item, _) = max(block.options.items(), key=lambda option: option[1][0].freed)
     # All activations of a block that is recomputed as a whole exist before its backward pass; the
     # cheap options recompute short segments one by one.
-    return item.freed if option in WHOLE_BLOCK_OPTIONS else 0
+    return item.freed if option in FULL_BLOCK_OPTIONS else 0
 
 
 class RecomputeLevels:
     """The recomputation levels of all stages of a plan, in addition to the user's recomputation.
 
     Args:
-        prices: cost of moved and sent bytes in FLOPs.
+        costs: cost of moved and sent bytes in FLOPs.
         depths: groups of depths of the module tree at which modules may be blocks; None for
             `RecomputeBlocks.depths`.
         blocks: blocks of another plan with equal sharding and equal operators in each stage.
@@ -215,12 +215,12 @@ class RecomputeLevels:
         mesh: DeviceMatrix,
         decisions: Decisions,
         pipeline: PipelineSpec,
-        prices: RecomputePrices = DEFAULT_PRICES,
+        costs: RecomputeCosts = DEFAULT_COSTS,
         depths: Sequence[Sequence[int]] | None = None,
         blocks: RecomputeBlocks | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self.blocks = blocks or RecomputeBlocks(graph, mesh, decisions, self._stage_of_op, prices)
+        self.blocks = blocks or RecomputeBlocks(graph, mesh, decisions, self._stage_of_op, costs)
         self.depths = self.blocks.depths if depths is None else depths
         self._by_depth: dict[int, tuple[StageLevels, ...]] = {}
 

@@ -37,7 +37,7 @@ class AxisLevel:
         self.graph = graph
         self.shard_counts = shard_counts
         self.axis_size = axis_size
-        self.choice = [UNDECIDED] * len(graph.names)
+        self.choices = [UNDECIDED] * len(graph.names)
 
     def propagate(self, decided: Iterable[int]) -> None:
         """Propagate new choices to operators without a cost model, forward and backward.
@@ -49,7 +49,7 @@ class AxisLevel:
         Args:
             decided: indices of the operators whose choice is new.
         """
-        graph, choice = self.graph, self.choice
+        graph, choice = self.graph, self.choices
         queue = deque(decided)
         while queue:
             op = queue.popleft()
@@ -63,7 +63,9 @@ class AxisLevel:
                     self._enqueue_op(producer[0], dim, queue)
                 # Only where the value depends on the inputs: consumers of a table that all layers
                 # share, such as rotary positions, need not agree.
-                elif graph.data[value] and (producer is None or choice[producer[0]] == UNDECIDED):
+                elif graph.depends_on_input[value] and (
+                    producer is None or choice[producer[0]] == UNDECIDED
+                ):
                     self._propagate_to_consumers(value, dim, queue)
 
     def _propagate_to_consumers(self, value: int, dim: int, queue: deque[int]) -> None:
@@ -71,17 +73,17 @@ class AxisLevel:
         operators."""
         for consumer, input_index in self.graph.consumers[value]:
             if self._is_undecided_follower(consumer):
-                self.choice[consumer] = self.choice_from_input(consumer, input_index, dim)
+                self.choices[consumer] = self.choice_from_input(consumer, input_index, dim)
                 self._enqueue_op(consumer, dim, queue)
 
     def _is_undecided_follower(self, op: int) -> bool:
-        return self.choice[op] == UNDECIDED and not self.graph.op_types[op].is_main
+        return self.choices[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
     def _enqueue_op(self, op: int, dim: int, queue: deque[int]) -> None:
         """Add `op` to `queue`, unless `op` is replicated because a size is not divisible."""
         # The other neighbors of an operator that is replicated because its size is not divisible
         # may still be cut.
-        if self.choice[op] >= 0 or (self.choice[op] == NO_CUT and dim == NO_CUT):
+        if self.choices[op] >= 0 or (self.choices[op] == NO_CUT and dim == NO_CUT):
             queue.append(op)
 
     def choice_from_input(self, op: int, input_index: int, dim: int) -> int:
@@ -129,15 +131,15 @@ class AxisLevel:
         # Producers first, since the batch of the inputs decides where no main operator does.
         # Operators without a decided input, such as a mask made from constants, then follow their
         # consumers.
-        undecided = [op for op, choice in enumerate(self.choice) if choice == UNDECIDED]
+        undecided = [op for op, choice in enumerate(self.choices) if choice == UNDECIDED]
         for op in undecided:
-            self.choice[op] = _first_choice_that_cuts(self._choices_of_producers(op))
+            self.choices[op] = _first_choice_that_cuts(self._choices_of_producers(op))
         for op in reversed(undecided):
-            if self.choice[op] == UNDECIDED:
-                self.choice[op] = _first_choice_that_cuts(self._choices_of_consumers(op))
+            if self.choices[op] == UNDECIDED:
+                self.choices[op] = _first_choice_that_cuts(self._choices_of_consumers(op))
         for op in undecided:
-            if self.choice[op] == UNDECIDED:
-                self.choice[op] = NO_CUT
+            if self.choices[op] == UNDECIDED:
+                self.choices[op] = NO_CUT
 
     def next_shard_counts(self) -> list[tuple[int, ...]]:
         """Return the number of shards of each factor of each operator over the axes up to this
@@ -150,7 +152,7 @@ class AxisLevel:
             )
             if factor >= 0
             else shard_counts
-            for shard_counts, factor in zip(self.shard_counts, self.choice, strict=True)
+            for shard_counts, factor in zip(self.shard_counts, self.choices, strict=True)
         ]
 
     def _choices_of_producers(self, op: int) -> Iterator[int]:
@@ -159,8 +161,8 @@ class AxisLevel:
             producer_output = graph.producer[value]
             if producer_output is not None:
                 producer, output_index = producer_output
-                if self.choice[producer] != UNDECIDED:
-                    dim = graph.op_types[producer].output_dims[self.choice[producer]][output_index]
+                if self.choices[producer] != UNDECIDED:
+                    dim = graph.op_types[producer].output_dims[self.choices[producer]][output_index]
                     yield self.choice_from_input(op, input_index, dim)
             elif (dim := graph.batch_dims[value]) != NO_CUT:
                 factor = self._factor_of_tensor_dim(op, graph.op_types[op].inputs[input_index], dim)
@@ -171,8 +173,8 @@ class AxisLevel:
         graph = self.graph
         for output_index, value in enumerate(graph.outputs[op]):
             for consumer, input_index in graph.consumers[value]:
-                if self.choice[consumer] != UNDECIDED:
-                    dim = graph.op_types[consumer].input_dims[self.choice[consumer]][input_index]
+                if self.choices[consumer] != UNDECIDED:
+                    dim = graph.op_types[consumer].input_dims[self.choices[consumer]][input_index]
                     yield self.choice_from_output(op, output_index, dim)
 
 

@@ -13,7 +13,7 @@ from shardwright.core.search.recursive.search import operator_costs
 SMALL_MEM_COEFF = 1e-9
 
 
-def break_evens(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
+def break_even_mem_coeffs(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
     """Return for each main operator the `mem_coeff` above which cutting the batch beats no cut.
 
     Costs are taken on the first axis of `mesh`, without redistributions. The formula is explained

@@ -56,7 +56,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     recursion = Recursion(indexed, request.mem_coeff, request.order, log)
     cuts: CutsOfGraph = {}
     # Outermost axis first: costs on an axis are those of the shards over all earlier axes, as in
-    # the published logs, whose figures depend on this order.
+    # MindSpore's published logs, whose figures depend on this order.
     for axis, axis_size in enumerate(mesh.device_matrix):
         if axis_size > 1:
             choices = recursion.decide_axis(axis, axis_size, _pinned_choices(indexed, pins, axis))
@@ -105,7 +105,7 @@ class Recursion:
         """
         level = AxisLevel(self.graph, self.shard_counts, axis_size)
         for op, choice in pinned.items():
-            level.choice[op] = choice
+            level.choices[op] = choice
         # Pins first, so that they are decided neighbors of all other operators.
         level.propagate(pinned)
         for op in self._undecided_ops_in_order(level):
@@ -113,13 +113,13 @@ class Recursion:
             # `min` takes the first of equal totals; `alternatives` is in the order that breaks
             # ties.
             chosen = min(alternatives, key=lambda alternative: alternative.total)
-            level.choice[op] = chosen.factor
+            level.choices[op] = chosen.factor
             level.propagate((op,))
             if self.log is not None:
                 log_choice(self.log, self.graph.names[op], axis, axis_size, alternatives, chosen)
         level.decide_remaining()
         self.shard_counts = level.next_shard_counts()
-        return level.choice
+        return level.choices
 
     def _undecided_ops_in_order(self, level: AxisLevel) -> list[int]:
         """Return the undecided main operators in the order of decision, embeddings last.
@@ -127,13 +127,13 @@ class Recursion:
         The cost of an embedding does not include the operators that would follow its choice.
         """
         op_types = self.graph.op_types
-        undecided = [op for op in self.graph.main if level.choice[op] == UNDECIDED]
+        undecided = [op for op in self.graph.main if level.choices[op] == UNDECIDED]
         if self.order == "weight":
             weights = {op: self._operator_costs(level, op).weight for op in undecided}
             # The operator with the largest costs first, since later operators take redistributions
             # from its layouts into account. Both sorts are stable, so ties are in graph order.
             undecided.sort(key=lambda op: -weights[op])
-        return sorted(undecided, key=lambda op: op_types[op].looks_up)
+        return sorted(undecided, key=lambda op: op_types[op].is_lookup)
 
     def _operator_costs(self, level: AxisLevel, op: int) -> OperatorCosts:
         op_type, shard_counts = self.graph.op_types[op], self.shard_counts[op]
@@ -179,10 +179,13 @@ def operator_costs(
         shard_counts: number of shards of each factor over the axes decided so far.
         axis_size: number of devices along the axis to decide.
     """
-    priced = [tensor.elements(shard_counts) for tensor in op_type.priced]
+    costed = [tensor.elements(shard_counts) for tensor in op_type.costed_tensors]
     costs = [
         cut_cost(
-            priced, [f in tensor.factors for tensor in op_type.priced], op_type.weight, mem_coeff
+            costed,
+            [f in tensor.factors for tensor in op_type.costed_tensors],
+            op_type.weight,
+            mem_coeff,
         )
         for f in op_type.choices
     ]
@@ -206,13 +209,13 @@ def operator_costs(
 
 
 _INPUT, _OUTPUT = 0, 1
-_CUT_SOMEWHERE = -3
+_ANY_DIM = -3
 """Sentinel dim of a model input whose batch size is not divisible by the axis: a choice that
 replicates the input costs a redistribution, and a choice that cuts any of its dims costs none."""
 
 
 def _needs_redistribution(dim: int, neighbor_dim: int) -> bool:
-    return dim == NO_CUT if neighbor_dim == _CUT_SOMEWHERE else dim != neighbor_dim
+    return dim == NO_CUT if neighbor_dim == _ANY_DIM else dim != neighbor_dim
 
 
 def _tensors_shared_with_decided_ops(
@@ -226,21 +229,21 @@ def _tensors_shared_with_decided_ops(
     Returns:
         (`_INPUT` or `_OUTPUT`, index among inputs or outputs, dim that the neighbor shards, number
         of elements) for each tensor. A model input that `op` reads counts as sharded along the
-        batch if its batch size is divisible by the axis, else as `_CUT_SOMEWHERE`.
+        batch if its batch size is divisible by the axis, else as `_ANY_DIM`.
     """
-    graph, choice = level.graph, level.choice
+    graph, choice = level.graph, level.choices
     inputs, neighbors = graph.inputs[op], []
     for input_index, value in enumerate(inputs):
         if (producer_output := graph.producer[value]) is not None:
             producer, output_index = producer_output
-            if graph.data[value] and choice[producer] != UNDECIDED:
+            if graph.depends_on_input[value] and choice[producer] != UNDECIDED:
                 dim = graph.op_types[producer].output_dims[choice[producer]][output_index]
                 neighbors.append((_INPUT, input_index, dim, elements[input_index]))
         elif (batch_dim := graph.batch_dims[value]) != NO_CUT:
             # The batch arrives sharded, so that reading it in another layout costs a
             # redistribution, as in the published figures.
             divides = level.choice_from_input(op, input_index, batch_dim) >= 0
-            dim = batch_dim if divides else _CUT_SOMEWHERE
+            dim = batch_dim if divides else _ANY_DIM
             neighbors.append((_INPUT, input_index, dim, elements[input_index]))
     for output_index, value in enumerate(graph.outputs[op]):
         # A set: an operator that reads a value twice in one layout needs one redistribution.
