@@ -9,7 +9,7 @@ from svg import COLORS, INK, SOFT, Drawing
 from torch import nn
 
 from shardwright.core.capture.capture import capture
-from shardwright.core.search.by_time.elimination import min_fill
+from shardwright.core.search.by_time.elimination import min_fill_order
 from shardwright.core.search.by_time.problem import SearchProblem, search_problem
 
 PANEL = (292.0, 196.0)
@@ -36,7 +36,7 @@ def elimination() -> Drawing:
         graph = capture(Block(), (torch.empty(32, 64),))
     problem = search_problem(graph, pinned={})
     scopes = [sorted({end.variable for end in edge.ends()}) for edge in problem.edges]
-    order = min_fill([2] * len(problem.variables), scopes)
+    order = min_fill_order([2] * len(problem.variables), scopes)
     lines = {pair for scope in scopes for pair in combinations(scope, 2)}
     places = _places(problem)
     columns = 3

@@ -131,7 +131,7 @@ class SearchProblem:
             level = AxisLevel(self.indexed, shard_counts, axis_size)
             level.decide_remaining()
             # Reversed, so that the first of the operators that share a variable wins.
-            decided = dict(zip(reversed(self.variable_of), reversed(level.choice), strict=True))
+            decided = dict(zip(reversed(self.variable_of), reversed(level.choices), strict=True))
             choices = tuple(decided[variable] for variable in range(len(self.variables)))
             self._data_parallel_choices[axis_size] = choices
         return self._data_parallel_choices[axis_size]
