@@ -73,7 +73,7 @@ def test_each_device_has_as_many_causal_pairs_in_every_step(devices: int, rows: 
             send = Reduce(none, none, none)
             ring = _AttentionRing(devices, index, 1, 0, (rows // 2, rows // 2), True, 4, None, send)
             counted = 0
-            for queries, keys, diagonal in ring.parts_of_step(step, rows, rows):
+            for queries, keys, diagonal in ring.blocks_of_step(step, rows, rows):
                 shape = queries.stop - queries.start, keys.stop - keys.start
                 counted += int(torch.ones(shape, dtype=torch.int).tril(diagonal).sum())
             pairs.add(counted)
