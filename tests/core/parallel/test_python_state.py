@@ -61,13 +61,25 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.config = Config()
         self.flag = True
-        self.hidden: Tensor | None = None
         self.inner = Scaled()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.inner(x)
-        y = self.hidden**self.config.power * sum(self.config.sizes)
+        y = self.inner(x) ** self.config.power * sum(self.config.sizes)
         return (y if self.flag else -y).square().mean() + y.sum()
+
+
+class Storing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden: Tensor | None = None
+        self.num_rows = 0
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.linear(x)
+        self.num_rows = len(x)
+        return self.hidden.square().mean()
 
 
 def in_place(net: Any) -> None:
@@ -167,9 +179,27 @@ def test_an_equal_number_of_another_type_is_another_state() -> None:
     assert len(planned.execution._forwards) == 4
 
 
-def test_what_forward_sets_is_not_left_from_before() -> None:
-    planned = parallel(Net())
-    planned(BATCH)
+def test_what_forward_sets_is_set_by_each_call() -> None:
+    net = Storing()
+    planned = parallel(net)
+    for batch in (BATCH, torch.randn(4, 8), torch.randn(2, 8)):
+        losses = []
+        for model in (net, planned):
+            model.zero_grad()
+            loss = model(batch)
+            (loss + model.hidden.mean()).backward()
+            losses.append(loss)
+        assert torch.equal(*losses) and torch.equal(net.hidden, planned.hidden)
+        assert torch.equal(net.linear.weight.grad, planned.linear.weight.grad)
+        assert planned.num_rows == len(batch)
+
+
+def test_what_micro_batches_would_set_is_not_left_from_before() -> None:
+    net = Storing()
+    planned: Any = sw.parallelize(
+        net, sw.plan(net, (BATCH,), devices=1, micro_batches=2), copy=True
+    )
+    planned.train_step(BATCH)
     uses: list[Callable[[Any], Any]] = [
         lambda hidden: hidden + 1,
         lambda hidden: torch.ones(()) * hidden,

@@ -70,8 +70,9 @@ class SetByForward:
 
     def _refuse_assignment(self, *_: object) -> NoReturn:
         raise PlanError(
-            f"attribute {self._name!r} is set by `forward`, but the program of a planned model runs"
-            " operators only\nreturn its value from `forward`, or keep it in a buffer"
+            f"attribute {self._name!r} is set by `forward`, but this program of the model runs"
+            " operators only\nplan with micro_batches=1 and stages=1, or return its value from"
+            " `forward`"
         )
 
     @classmethod

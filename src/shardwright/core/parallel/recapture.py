@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwright.core.capture.attributes import SET
 from shardwright.core.capture.autocast import Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.shapes import Captures
@@ -76,8 +77,14 @@ class Recapture:
         self.partitioned = self._bind_local_maps(partitioned)
         graph = self.partitioned.graph
         self._parameters_as_planned = PlannedParameters(module, graph.frozen)
-        self._state = PythonState(module, graph.attributes, hooks)
+        stored = self._attributes_stored_by_calls
+        watched = [entry for entry in graph.attributes if entry not in stored]
+        self._state = PythonState(module, watched, hooks)
         self._reachable = ReachablePython(self._user_module, module)
+        if stored:
+            # The plan's program computes operators only, for micro-batches and stages. The first
+            # call captures one that stores the attributes too.
+            self._reachable.version += 1
         # Guards know what the call of the plan has read.
         self._reachable.is_guarded = graph.python is not None
         self._planned_call = PlannedCall(template.forward, graph)
@@ -90,6 +97,13 @@ class Recapture:
         """Whether a training step has several micro-batches or pipeline stages."""
         pipeline = self.partitioned.pipeline
         return pipeline.micro_batches * pipeline.stages > 1
+
+    @property
+    def _attributes_stored_by_calls(self) -> Collection[tuple[str, str, str]]:
+        """The entries of `Graph.attributes` that `forward` sets, if it runs once per step."""
+        if self._has_micro_batches_or_stages:
+            return ()
+        return [entry for entry in self.partitioned.graph.attributes if entry[2] == SET]
 
     def _move_attributes_to_user_class(self) -> None:
         """Move attributes set on the planned model's class, `type(net)`, to the user's class."""
