@@ -187,9 +187,9 @@ class _Padding:
             return True
         x, indices = node.args
         assert isinstance(x, fx.Node) and isinstance(indices, (list, tuple))
-        found = self._mask_of_indices(node, x, indices)
-        if found is not None:
-            self._replace_by_rows(node, x, *found)
+        selection = self._mask_of_indices(node, x, indices)
+        if selection is not None:
+            self._replace_by_rows(node, x, *selection)
             return True
         if self._gathers_per_row(node, x, indices):
             return True
@@ -221,7 +221,7 @@ class _Padding:
         self._record(node, traced[dim], mask)
         sizes = (*shape[:dim], prod(mask.shape), *shape[dim + len(mask.shape) :])
         rows = self._reshape(node, x, sizes)
-        replace(node, self._mark(node, rows, mask, dim, traced))
+        replace(node, self._mark_rows(node, rows, mask, dim, traced))
 
     def _record(self, node: fx.Node, size: Any, mask: _Mask) -> None:
         """Record the mask of a symbolic number of rows."""
@@ -241,7 +241,7 @@ class _Padding:
     def _reshape(self, node: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         return x if node_shape(x) == shape else insert(node, aten.reshape.default, (x, list(shape)))
 
-    def _mark(
+    def _mark_rows(
         self,
         node: fx.Node,
         rows: fx.Node,
@@ -281,7 +281,7 @@ class _Padding:
         mask = self._mask(node, self._boolean(node))
         table = insert(node, aten.stack.default, (self._coordinate_tensors(node, mask), 1))
         self._record(node, value.shape[0], mask)
-        new = self._mark(node, table, mask, 0, value.shape)
+        new = self._mark_rows(node, table, mask, 0, value.shape)
         self.index_tables[new] = mask
         replace(node, new)
 
@@ -292,7 +292,7 @@ class _Padding:
             dim = getitem.args[1]
             assert isinstance(dim, int)
             self._record(node, getitem.meta["val"].shape[0], mask)
-            new = self._mark(node, tensors[dim], mask, 0, getitem.meta["val"].shape)
+            new = self._mark_rows(node, tensors[dim], mask, 0, getitem.meta["val"].shape)
             self.coordinates[new] = (mask, dim)
             replace(getitem, new)
         self.graph.erase_node(node)
@@ -344,15 +344,15 @@ class _Padding:
         if not by_index and values not in self.traced:
             return False
         if node.target in _INDEXED_WRITES:
-            found = self._mask_of_indices(node, x, indices)
+            selection = self._mask_of_indices(node, x, indices)
             # An index that is not of a mask's own elements: rows may be added by `index_put`.
-            if found is None and arguments["accumulate"]:
+            if selection is None and arguments["accumulate"]:
                 return False
         else:
-            found = self._mask_of_elements(node, x, indices, values)
-        if found is None:
+            selection = self._mask_of_elements(node, x, indices, values)
+        if selection is None:
             raise _refusal(node, "writes selected rows to other places")
-        mask, dim = found
+        mask, dim = selection
         trailing = len(node_shape(x)) - dim - len(mask.shape)
         if values in self.traced:
             values = self._unflatten(node, values, mask, trailing)
@@ -483,16 +483,16 @@ class _Padding:
         if len(symbols) != 1 or not expression.is_polynomial(symbols[0]):
             raise _refusal(node, "computes with the number of selected rows")
         (symbol,) = symbols
-        factor, rest = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
-        if expression.expand() != (factor * symbol + rest).expand() or not (
-            factor.is_Integer and rest.is_Integer
+        factor, constant_term = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
+        if expression.expand() != (factor * symbol + constant_term).expand() or not (
+            factor.is_Integer and constant_term.is_Integer
         ):
             raise _refusal(node, "computes with the number of selected rows")
         count = insert(node, aten.sum.default, (self.masks[symbol].flat,))
         if factor != 1:
             count = insert(node, aten.mul.Scalar, (count, int(factor)))
-        if rest != 0:
-            count = insert(node, aten.add.Scalar, (count, int(rest)))
+        if constant_term != 0:
+            count = insert(node, aten.add.Scalar, (count, int(constant_term)))
         return count
 
     def _mark_creation(self, node: fx.Node, value: Any) -> None:
@@ -503,7 +503,9 @@ class _Padding:
         symbol = _expression(value.shape[dims[0]])
         if len(dims) > 1 or symbol not in self.masks:
             raise _refusal(node, "needs the number of selected rows")
-        marked = self._mark(node.next, node, self.masks[symbol], dims[0], value.shape, fill=False)
+        marked = self._mark_rows(
+            node.next, node, self.masks[symbol], dims[0], value.shape, fill=False
+        )
         node.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
 
     def _follow_index_table(self, node: fx.Node, mask: _Mask) -> None:

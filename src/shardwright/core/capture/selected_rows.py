@@ -298,9 +298,9 @@ class SelectedRows:
 
     def _input_nodes(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensor arguments of a node, in the order of `Op.inputs`."""
-        found: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
-        return [each for each in found if is_tensor(each)]
+        input_nodes: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), lambda each: input_nodes.append(each) or each)  # type: ignore[func-returns-value]
+        return [each for each in input_nodes if is_tensor(each)]
 
 
 def operator_of(node: fx.Node) -> Op:
