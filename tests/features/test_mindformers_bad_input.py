@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "a part of a layer": (
         {"model__model_config__num_layers": 3.5},
         8,
-        "model.model_config.num_layers: 3.5 is not an integer\nset it to one",
+        "model.model_config.num_layers: 3.5 is not an integer\nset it to an integer",
     ),
     "labels that are ignored otherwise": (
         {"model__model_config__ignore_token_id": 0},
