@@ -211,12 +211,13 @@ def test_small_matrices_reach_less_and_attention_what_it_reaches() -> None:
 
 
 def test_attention_over_few_keys_reaches_less() -> None:
-    keys = (
-        "attention_half: 512\n  overlaps_products: true\n  sends_routed_tokens: true\n  matrix_eff"
-    )
+    halves = "attention_half: 512\n  attention_head_half: 1e9\n  "
+    keys = halves + "overlaps_products: true\n  sends_routed_tokens: true\n  matrix_eff"
     device = read_cluster(TEXT.replace("matrix_eff", keys), "full").device
     long = device.rate(torch.float32, attention=True)
     assert device.rate(torch.float32, (1536,), attention=True) == pytest.approx(long * 3 / 4)
+    assert device.rate(torch.float32, (1536, 64), attention=True) == pytest.approx(long * 3 / 8)
+    assert device.rate(torch.float32, (1536, 256), attention=True) == pytest.approx(long * 3 / 4)
     assert device.overlaps_products
     assert device.sends_routed_tokens
     with pytest.raises(ConfigError, match=r"device.overlaps_products must be true or false, not 3"):

@@ -69,7 +69,8 @@ def test_a_query_of_causal_attention_reads_half_of_the_keys_in_the_mean() -> Non
                 return F.scaled_dot_product_attention(q, q, q, is_causal=causal)
 
         (op,) = capture(Attention(), (torch.zeros(1, 2, 64, 8),)).ops
-        ((size, _),) = work_of(op).sides
+        (size, _), (head_size, _) = work_of(op).sides
+        assert head_size == 8
         return size
 
     assert (keys(causal=False), keys(causal=True)) == (64, 32)

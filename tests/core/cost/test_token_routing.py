@@ -30,6 +30,17 @@ def test_a_token_reaches_as_many_devices_as_it_has_experts(devices: int, share: 
     assert set(shares.values()) <= {share, 0.0}
 
 
+def test_a_token_sent_once_reaches_fewer_devices_if_one_has_several_of_its_experts() -> None:
+    plan = partitioned(data_parallel=8, expert_parallel=4)
+    (chunk,) = plan.chunks
+    flow, cuts = chunk.communication, chunk.decisions.cuts
+    once, copies = (
+        max(routed_shares(chunk.graph, flow, cuts, each).values()) for each in (True, False)
+    )
+    # Of 4 devices both experts of a token are on one with probability 1/4.
+    assert (once, copies) == (pytest.approx(1.75 / 4), 2 / 4)
+
+
 def test_only_devices_that_send_routed_tokens_are_predicted_so() -> None:
     plan = partitioned(data_parallel=8, expert_parallel=8)
     h100 = load_cluster("h100")

@@ -21,6 +21,9 @@ from shardwright.errors import ConfigError
 LOCAL = "local"
 """Name of the cluster of processes on this machine's CPU."""
 
+REFERENCE_HEAD_SIZE = 128
+"""Size of the attention heads with which `Device.attention_efficiency` is measured."""
+
 Spans = tuple[tuple[int, int], ...]
 """Link levels that a group of devices crosses, innermost first: (index of the level, number of
 devices or inner groups that the level joins)."""
@@ -78,6 +81,9 @@ class Device:
         attention_half: number of keys of a query at which fused attention reaches half its rate; in
             general t keys multiply the rate by t / (t + `attention_half`). With causal attention a
             query has half of all keys in the mean.
+        attention_head_half: h, if fused attention with heads of size d < 128 reaches the fraction
+            d / (d + h) · (128 + h) / 128 of its rate with heads of 128; 0 for no difference.
+            Smaller heads have fewer FLOPs for each exponential of the softmax.
         matrix_half: size of a matrix dimension (m, n or k) at which a product reaches half its
             rate; in general a dimension of size d multiplies the rate by d / (d + `matrix_half`).
         norm_traffic: bytes that a norm reads and writes, relative to a fused kernel; above 1 for
@@ -90,6 +96,10 @@ class Device:
             with the product.
         sends_routed_tokens: whether a token is sent only to the devices of its experts, and not to
             all devices that share the experts.
+        sends_tokens_once: whether a token is sent once to a device that has several of its experts;
+            only with `sends_routed_tokens`.
+        routing_traffic: bytes that kernels read and write to sort tokens by expert and to sum the
+            outputs of experts, relative to sorting and weighting all copies of tokens separately.
         overlap_slowdown: seconds by which one second of overlapped communication slows down
             computation; 0 for free overlap, 1 for no gain from overlap.
         overhead: minimum seconds of each operator, such as the time of a kernel launch.
@@ -107,12 +117,15 @@ class Device:
     memory_efficiency: float = 1.0
     attention_efficiency: float | None = None
     attention_half: float = 0.0
+    attention_head_half: float = 0.0
     matrix_half: float = 0.0
     norm_traffic: float = 1.0
     pointwise_traffic: float = 1.0
     overlaps_parameters: bool = True
     overlaps_products: bool = False
     sends_routed_tokens: bool = False
+    sends_tokens_once: bool = False
+    routing_traffic: float = 1.0
     overlap_slowdown: float = 0.0
     overhead: float = 0.0
     pass_overhead: float = 0.0
@@ -130,15 +143,25 @@ class Device:
         """Return the FLOP per second that a matrix product reaches.
 
         Args:
-            sides: sizes m, n and k of the product, or the mean number of keys of a query; empty if
-                all are large.
+            sides: sizes m, n and k of the product; for fused attention, the mean number of keys of
+                a query and the size of a head. Empty if all are large, and heads have size 128.
             attention: whether the product is part of fused attention.
         """
         peak_rate = self.peak_rate(dtype)
         if attention:
             share = self.attention_efficiency or self.matrix_efficiency
-            return peak_rate * share * prod(keys / (keys + self.attention_half) for keys in sides)
+            return peak_rate * share * self._attention_share(tuple(sides))
         return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
+
+    def _attention_share(self, sides: tuple[float, ...]) -> float:
+        """Return the fraction of the rate of fused attention over many keys with heads of 128."""
+        share = 1.0
+        for keys in sides[:1]:
+            share *= keys / (keys + self.attention_half)
+        for head_size in sides[1:]:
+            size, half = min(head_size, REFERENCE_HEAD_SIZE), self.attention_head_half
+            share *= size / (size + half) * (REFERENCE_HEAD_SIZE + half) / REFERENCE_HEAD_SIZE
+        return share
 
     @property
     def stream(self) -> float:

@@ -188,9 +188,10 @@ class _ClusterMappingReader:
 def _read_device(entries: _ClusterMappingReader) -> Device:
     entries.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
-        *("attention_efficiency", "attention_half", "matrix_half", "overlap_slowdown", "overhead"),
+        *("attention_efficiency", "attention_half", "attention_head_half"),
+        *("matrix_half", "overlap_slowdown", "overhead"),
         *("norm_traffic", "pointwise_traffic", "overlaps_parameters", "overlaps_products"),
-        "sends_routed_tokens",
+        *("sends_routed_tokens", "sends_tokens_once", "routing_traffic"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
     rates = _ClusterMappingReader(
@@ -219,12 +220,15 @@ def _read_device(entries: _ClusterMappingReader) -> Device:
             else None
         ),
         attention_half=entries.number("attention_half", {"": 1.0}, 0.0, zero=True),
+        attention_head_half=entries.number("attention_head_half", {"": 1.0}, 0.0, zero=True),
         matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
         norm_traffic=entries.number("norm_traffic", SHARE, 1.0),
         pointwise_traffic=entries.share("pointwise_traffic"),
         overlaps_parameters=entries.yes("overlaps_parameters", True),
         overlaps_products=entries.yes("overlaps_products", False),
         sends_routed_tokens=entries.yes("sends_routed_tokens", False),
+        sends_tokens_once=entries.yes("sends_tokens_once", False),
+        routing_traffic=entries.share("routing_traffic"),
         overlap_slowdown=entries.share("overlap_slowdown", 0.0),
         overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
         pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),

@@ -41,9 +41,10 @@ two, as scores are recomputed (Dao et al., "FlashAttention", 2022; the same in
 
 WorkKind = Literal["attention", "matrix products", "other operators"]
 
-MemoryTraffic = Literal["norm", "pointwise", "other"]
-"""Types of operators whose memory traffic depends on the software: a norm may be composed of
-several operators, and one kernel may compute several element-wise operators."""
+MemoryTraffic = Literal["norm", "pointwise", "routing", "other"]
+"""Types of kernels whose memory traffic depends on the software: a norm may be composed of several
+operators, one kernel may compute several element-wise operators, and sort tokens by expert while it
+sends or receives them."""
 
 
 MovedBytes = tuple[tuple[MemoryTraffic, int, frozenset[str]], ...]
@@ -64,7 +65,8 @@ class Work:
             such as those that sort tokens by expert.
         gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
-            other operators. For attention, the mean number of keys of a query.
+            other operators. For attention, the mean number of keys of a query, and the size of a
+            head.
         category: type of operator, such as attention, under which reports list the FLOPs.
         traffic: type of operator that determines how the software changes its memory traffic.
     """
@@ -177,10 +179,11 @@ def _matmul_dims(
     """Return (size, factors) of m, n and k of a matrix product, or of a convolution lowered to one
     (im2col).
 
-    Returns () for other operators.
+    Returns the mean number of keys and the size of a head for attention; () for other operators.
     """
     if op.target in _ATTENTION:
-        return ((_mean_num_keys(op), frozenset()),)
+        head_size = float(call_arguments(op)["query"].shape[-1])
+        return (_mean_num_keys(op), frozenset()), (head_size, frozenset())
     if rule is None or not flops or op.target in _RECURRENT or len(op.inputs) < 2:
         return ()
     if isinstance(op.target, LocalCall):
@@ -350,7 +353,7 @@ def _bytes_beside_products(op: Op, rule: ShardingRule) -> tuple[MovedBytes, Move
 
     def moved(by_hidden: int, by_inner: int) -> MovedBytes:
         return (
-            ("other", by_hidden * copies * hidden, factors),
+            ("routing", by_hidden * copies * hidden, factors),
             ("pointwise", by_inner * copies * inner, factors | {"i"}),
         )
 

@@ -265,7 +265,12 @@ def activation_seconds(
             repeated = forward_part if name in flow.recomputed_ops else 0.0
             yield None, tuple(bound.axes), (forward_part, backward_part + repeated)
     bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
-    shares = routed_shares(graph, flow, cuts) if model.device.sends_routed_tokens else {}
+    device = model.device
+    shares = (
+        routed_shares(graph, flow, cuts, device.sends_tokens_once)
+        if device.sends_routed_tokens
+        else {}
+    )
     for transfer in flow.transfers:
         if id(transfer) not in bucketed:
             share = shares.get(transfer, 1.0)

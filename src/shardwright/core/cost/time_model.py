@@ -104,7 +104,11 @@ class TimeModel:
         def shard(size: float, factors: frozenset[str]) -> float:
             return size / prod(shard_counts.get(factor, 1) for factor in factors)
 
-        scales = {"norm": self.device.norm_traffic, "pointwise": self.device.pointwise_traffic}
+        scales = {
+            "norm": self.device.norm_traffic,
+            "pointwise": self.device.pointwise_traffic,
+            "routing": self.device.routing_traffic,
+        }
         traffic = scales.get(work.traffic, 1.0)
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:

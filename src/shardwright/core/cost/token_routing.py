@@ -2,8 +2,9 @@
 
 A plan gathers the tokens of all devices along the axes of the experts, and sums their outputs.
 Megatron Core and torchtitan send each token once to each of its experts, by all-to-all (Lepikhin et
-al., "GShard", arXiv:2006.16668): of d devices only k receive it, for k experts per token. All later
-redistributions, such as those over tensor-parallel devices, have only these tokens as well. And the
+al., "GShard", arXiv:2006.16668): of d devices only k receive it, for k experts per token. DeepEP
+sends a token once to a device with several of its experts. All later redistributions, such as those
+over tensor-parallel devices, have only these tokens as well. And the
 matrices of experts are stored as the kernels read them.
 """
 
@@ -24,7 +25,7 @@ SUMS = ("reduce_scatter", "all_reduce")
 
 
 def routed_shares(
-    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts]
+    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], sends_once: bool = False
 ) -> dict[Transfer, float]:
     """Return the fraction of the data of a transfer that is sent if tokens are sent only to their
     experts, for each transfer to or from a mixture of experts.
@@ -32,12 +33,16 @@ def routed_shares(
     Args:
         flow: communication of `graph`.
         cuts: the axes of each factor of each operator of `graph`, by operator name.
+        sends_once: whether a token is sent once to a device that has several of its experts.
     """
     readers = Counter(transfer for route in flow.routes.values() for transfer in route)
     shares: dict[Transfer, float] = {}
     for op in (op for op in graph.ops if op.target is experts):
         devices = flow.mesh.size(cuts.get(op.name, {}).get("e", ()))
-        share = min(1.0, call_arguments(op)["ids"].shape[-1] / devices)
+        top_k = call_arguments(op)["ids"].shape[-1]
+        # With balanced routing a device has none of the k experts of a token with (1 - 1/d)^k.
+        once = 1 - (1 - 1 / devices) ** top_k
+        share = once if sends_once else min(1.0, top_k / devices)
         for index, value in enumerate(op.inputs):
             route = [each for each in flow.routes[op.name, index] if readers[each] == 1]
             if index == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Protocol
 
 import torch
@@ -15,22 +14,24 @@ from shardwright.core.capture.capture import capture
 from shardwright.core.constraints.recompute import recompute
 from shardwright.core.constraints.shard import pins_of
 from shardwright.core.cost.cluster import Cluster
+from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory
 from shardwright.core.cost.predict import predict
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.partition.decisions import Recompute
 from shardwright.core.planner.candidate import Candidate, CapturedModel, candidates
 from shardwright.core.planner.options import PlanOptions
-from shardwright.core.rules import rule_of
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
+from shardwright.tools.compare.published_memory import local_output_bytes, peak_bytes
 from shardwright.tools.compare.published_rows import (
     DTYPES,
     MeasuredRun,
     PublishedRun,
     check_below_peak,
 )
+from shardwright.tools.compare.published_software import Software, software_of_run
 from shardwright.tools.compare.repeated_blocks import CAPTURED_BLOCKS, with_more_blocks
 
 aten = torch.ops.aten
@@ -93,7 +94,7 @@ class PlannedRun:
         """Predicted peak memory per device, in bytes."""
         candidate = self.candidate
         if self.run.recompute != "selective":
-            return self._peak_bytes(candidate.memory())
+            return self._peak_bytes(candidate.memory(), self.run.recompute == "full")
         # Selective recomputation in torchtitan saves the block's input and the results of operators
         # that are not recomputed. Ours also saves the inputs of the recomputed segments between
         # them, so memory is predicted with full recomputation plus the saved results.
@@ -103,23 +104,23 @@ class PlannedRun:
             op.name: path for op in graph.ops if (path := _path_of_enclosing_block(op, blocks))
         }
         all_recomputed = {name: Recompute(path) for name, path in block_ops.items()}
-        peak_bytes = self._peak_bytes(
-            candidate.memory(replace(decisions, recompute=all_recomputed))
-        )
+        recomputed = candidate.memory(replace(decisions, recompute=all_recomputed))
+        recomputed_peak = self._peak_bytes(recomputed, recomputes=True)
         saved_bytes = sum(
-            _output_bytes(graph.by_name[name], candidate)
+            local_output_bytes(graph.by_name[name], candidate.mesh, decisions.cuts)
             for name in block_ops
             if name not in decisions.recompute
         )
         stages = self.run.stages
-        return peak_bytes + int(saved_bytes / stages * min(stages, self.run.micro_batches))
+        return recomputed_peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
 
-    def _peak_bytes(self, memory: Memory) -> int:
-        # Where the model itself is in float16, so are its gradients, with a scaled loss; a plan
-        # accumulates them in the dtype of the stored parameters, float32. Sharded parameters and
-        # their gradients are in float32 in both.
-        is_half = self.run.dtype == "fp16" and self.run.sharded != "parameters"
-        return max(stage.peak - (stage.gradients // 2 if is_half else 0) for stage in memory.stages)
+    def _peak_bytes(self, memory: Memory, recomputes: bool) -> int:
+        return peak_bytes(memory, self.candidate.partitioned, self.software, recomputes)
+
+    @property
+    def software(self) -> Software:
+        """Memory of the framework of the run."""
+        return software_of_run(self.run)
 
     @cached_property
     def candidate(self) -> Candidate:
@@ -132,7 +133,8 @@ class PlannedRun:
     def _plan_as_published(self) -> Candidate:
         run = self.run
         net, graph, blocks = self._capture_blocks()
-        level = ZERO_LEVELS[run.sharded]
+        defers = self.software.defers_gradients and run.sharded == "parameters"
+        level = ZERO_LEVELS["optimizer" if defers else run.sharded]
         options = PlanOptions(
             devices=run.devices,
             mode="sharding_propagation",
@@ -140,11 +142,14 @@ class PlannedRun:
             stage_config=self._stage_of_each_block(net, blocks),
             schedule=run.schedule_name,
             micro_batches=run.micro_batches,
-            compute_dtype=None if run.dtype == "fp32" else "bfloat16",
+            compute_dtype=None if self._autocast_dtype is None else "bfloat16",
             hsdp=None if level is None else {"level": level},
         )
         names = (*(name for name, _ in net.named_modules()), *blocks)
-        searched = candidates(CapturedModel(graph, pins_of(graph), names, True), options)
+        # The runs were on accelerators, whatever this machine has.
+        dry_runs = DryRunCache(on_accelerator=True)
+        model = CapturedModel(graph, pins_of(graph), names, True, dry_runs=dry_runs)
+        searched = candidates(model, options)
         candidate = searched[0].aligned
         if run.recompute != "selective":
             return candidate
@@ -176,6 +181,7 @@ class PlannedRun:
                 run.sizes,
                 num_layers=layers,
                 attention="explicit" if run.has_explicit_attention else "fused",
+                dtype=getattr(torch, self.software.parameter_dtype),
             )
             batch = example_batch(run.sizes, run.micro_batch * run.data_parallel)
         blocks = list(paths_of_blocks(net))
@@ -190,9 +196,15 @@ class PlannedRun:
             expert_parallel=run.expert_parallel,
             seq_parallel=run.sequence_parallel,
         )
+        return net, capture(net, batch, {}, compute_dtype=self._autocast_dtype), blocks
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """Dtype of computation where it is not that of the parameters."""
+        if self.run.dtype == "fp32" or self.software.parameter_dtype == "bfloat16":
+            return None
         # Captured in bfloat16 instead of float16, which has the same rates.
-        autocast_dtype = None if run.dtype == "fp32" else torch.bfloat16
-        return net, capture(net, batch, {}, compute_dtype=autocast_dtype), blocks
+        return torch.bfloat16
 
     @property
     def _recomputes_attention_only(self) -> bool:
@@ -247,15 +259,6 @@ def _attention_ops_to_recompute(
         products = [index for index, op in enumerate(ops) if op.target is aten.matmul.default]
         for op in ops[products[0] : products[-1] + 1] if products else ():
             yield op.name, Recompute(block)
-
-
-def _output_bytes(op: Op, candidate: Candidate) -> float:
-    """Return the bytes of `op`'s output on one device in the plan `candidate`."""
-    rule = rule_of(op)
-    assert rule is not None
-    shard_counts = rule.shard_counts(candidate.mesh, candidate.decisions.cuts.get(op.name, {}))
-    output_counts = (shard_counts[factor] for factor in rule.outputs[0] if factor is not None)
-    return op.output.numel * op.output.itemsize / prod(output_counts)
 
 
 def _path_of_enclosing_block(op: Op, blocks: Collection[str]) -> str | None:

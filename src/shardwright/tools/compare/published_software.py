@@ -1,4 +1,4 @@
-"""Select the framework variant of a cluster and the kernel figures for a published run.
+"""Select the framework variant of a cluster, the kernel figures and the memory of a published run.
 
 The selection uses only names in the row, never its measured throughput: the row names its kernel,
 and the row or its source names the framework.
@@ -7,14 +7,67 @@ and the row or its source names the framework.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.clusters import built_in, load_cluster
 from shardwright.errors import ConfigError
 from shardwright.tools.compare.published_rows import PublishedRun
 
+
+@dataclass(frozen=True)
+class Software:
+    """What a training framework stores on a device, where that differs from this program.
+
+    Args:
+        parameter_dtype: dtype in which parameters and optimizer state are stored, `float32` or
+            `bfloat16`.
+        gradient_bytes: bytes per element of gradients of float32 parameters.
+        logit_bytes: bytes per local logit that are alive in the backward pass of the loss; None for
+            those of this program.
+        fuses_activations: whether a kernel computes an activation function and the product with its
+            result, and saves the inputs of both.
+        gathers_again: whether only the shard of an all-gathered input of a linear layer is saved,
+            and gathered again in the backward pass.
+        defers_gradients: whether FSDP keeps gathered parameters and full gradients over the
+            micro-batches of a step, as ZeRO-1 does.
+    """
+
+    parameter_dtype: str = "float32"
+    gradient_bytes: int = 4
+    logit_bytes: int | None = None
+    fuses_activations: bool = False
+    gathers_again: bool = False
+    defers_gradients: bool = False
+
+
+MEGATRON_CORE = Software(
+    gradient_bytes=2, logit_bytes=6, fuses_activations=True, gathers_again=True
+)
+"""NeMo and Megatron-Bridge in their performance recipes.
+
+Gradients are in bfloat16 (`grad_reduce_in_fp32=False`, `grad_sync_dtype: bf16`). The vocabulary-
+parallel cross entropy overwrites one float32 copy of the logits with the softmax
+(megatron/core/tensor_parallel/cross_entropy.py); their gradient is in bfloat16."""
+
+AUTOMODEL = Software(
+    parameter_dtype="bfloat16", logit_bytes=6, fuses_activations=True, defers_gradients=True
+)
+"""NeMo Automodel: `from_config` builds models in bfloat16, which FSDP2 and Adam keep, and the loss
+of its benchmarks has bfloat16 logits (`fp32_upcast: false`): logits, log-probabilities, gradient.
+Gradients are reduced after the last micro-batch (`defer_fsdp_grad_sync`), until when parameters are
+not resharded (`reshard_after_forward: false`)."""
+
+SOFTWARE: Mapping[str, Software] = {
+    "automodel": AUTOMODEL,
+    "megatron-bridge": MEGATRON_CORE,
+    "dgxc-benchmarking": MEGATRON_CORE,
+    "nemo": MEGATRON_CORE,
+}
+"""Memory of frameworks, by a word in the row's `framework` or `source`."""
+
 FRAMEWORKS = {
+    "automodel": "automodel",
     "megatron-bridge": "nemo",
     "dgxc-benchmarking": "nemo",
     "megatron-core": "nemo",
@@ -36,6 +89,13 @@ COMPOSED_NORMS = 14.0
 For each bfloat16 element, float32 operators (cast, square, mean, product, cast, product with the
 weight) move 34 bytes in the forward pass and 106 in the backward pass; a fused kernel, 4 and 6."""
 
+H100_FLASH2 = {
+    "attention_efficiency": 0.365,
+    "attention_half": 256.0,
+    "attention_head_half": 22.0,
+}
+"""Figures of FlashAttention 2 on an H100, those of the cluster `h100_flash2`."""
+
 KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "torch": {"a100": {"norm_traffic": COMPOSED_NORMS}},
     "fused": {"a100": {"norm_traffic": COMPOSED_NORMS}},
@@ -45,13 +105,10 @@ KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
             "attention_efficiency": 0.302,
             "attention_half": 0.0,
         },
-        "h100": {"attention_efficiency": 0.171, "attention_half": 0.0},
+        "h100": {"attention_efficiency": 0.171, "attention_half": 0.0, "attention_head_half": 0.0},
     },
-    "fa2": {
-        "a100": {"norm_traffic": COMPOSED_NORMS},
-        "h100": {"attention_efficiency": 0.365, "attention_half": 256.0},
-    },
-    "fa2rms": {"h100": {"attention_efficiency": 0.365, "attention_half": 256.0}},
+    "fa2": {"a100": {"norm_traffic": COMPOSED_NORMS}, "h100": H100_FLASH2},
+    "fa2rms": {"h100": H100_FLASH2},
 }
 """Device figures that replace those of the cluster, by `kernel` or `attention` and by hardware.
 
@@ -77,6 +134,18 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
         figures = KERNELS.get(name or "", {}).get(run.hardware, {})
         cluster = replace(cluster, device=replace(cluster.device, **figures))  # type: ignore[arg-type]
     return cluster
+
+
+def software_of_run(run: PublishedRun) -> Software:
+    """Return what the framework of a published run stores on a device."""
+    for label in filter(None, (run.framework, run.source)):
+        for word, software in SOFTWARE.items():
+            if word in label.lower():
+                return software
+    # Models in float16 have gradients in float16, with a scaled loss. Sharded parameters and their
+    # gradients are in float32.
+    is_half = run.dtype == "fp16" and run.sharded != "parameters"
+    return Software(gradient_bytes=2 if is_half else 4)
 
 
 def _cluster_name_with_framework(run: PublishedRun) -> str:

@@ -1,0 +1,165 @@
+"""Peak memory of a published run, with the tensors that the run's framework allocates.
+
+A dry run measures what a plan of this program allocates. Frameworks differ in what they store
+(`Software`): dtype of gradients, logits that the loss copies, and activations that a fused kernel
+or a repeated all-gather makes unnecessary to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+
+import torch
+
+from shardwright.core.cost.dry_run import ACTIVATIONS
+from shardwright.core.cost.memory import Memory, StageMemory
+from shardwright.core.cost.pipeline_timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    FORWARD,
+    Action,
+    actions,
+)
+from shardwright.core.graph.custom_ops import cross_entropy, experts
+from shardwright.core.graph.graph import Op, Origin, Value
+from shardwright.core.layout.layout import DeviceMatrix
+from shardwright.core.partition.chunk import Chunk
+from shardwright.core.partition.partitioned import Partitioned
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.notation import call_arguments
+from shardwright.core.rules.rule import Cuts
+from shardwright.tools.compare.published_software import Software
+
+aten = torch.ops.aten
+
+_ACTIVATIONS = {aten.silu.default, aten.gelu.default}
+"""Activation functions of gates."""
+
+
+def peak_bytes(
+    memory: Memory, partitioned: Partitioned, software: Software, recomputes: bool
+) -> int:
+    """Return the peak bytes of a device, as the framework of a run allocates memory.
+
+    Args:
+        memory: memory of the same plan, as measured by dry runs of this program.
+        recomputes: whether blocks are recomputed, so that they save only their inputs.
+    """
+    orders = actions(partitioned.pipeline)
+    peaks = []
+    for stage in memory.stages:
+        chunks = partitioned.chunks_of(stage.stage)
+        peak = stage.peak - _unsaved_loss_bytes(stage, chunks, software)
+        peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
+        if not recomputes:
+            unsaved = sum(unsaved_bytes(chunk, software) for chunk in chunks) / len(chunks)
+            peak -= int(unsaved * _passes_in_flight(orders[stage.stage]))
+        peaks.append(peak)
+    return max(peaks)
+
+
+def unsaved_bytes(chunk: Chunk, software: Software) -> float:
+    """Return the bytes per micro-batch of activations that a dry run of `chunk` saves for the
+    backward pass, and that the framework of a run does not save."""
+    unsaved = 0.0
+    if software.fuses_activations:
+        unsaved += sum(_fused_activation_bytes(chunk))
+    if software.gathers_again:
+        unsaved += sum(_gathered_activation_bytes(chunk))
+    return unsaved
+
+
+def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
+    """Yield the bytes of each result of an activation function that is only multiplied.
+
+    A kernel that computes both, such as SwiGLU, saves the inputs of the activation function and of
+    the product.
+    """
+    graph = chunk.graph
+    readers: dict[Value, list[Op]] = {}
+    for op in graph.ops:
+        for value in set(op.inputs):
+            readers.setdefault(value, []).append(op)
+    for op in graph.ops:
+        if op.target is experts:
+            yield _fused_bytes_of_experts(op, chunk)
+        elif op.target in _ACTIVATIONS and all(
+            reader.target is aten.mul.Tensor for reader in readers.get(op.output, [])
+        ):
+            yield local_output_bytes(op, chunk.mesh, chunk.decisions.cuts)
+
+
+def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
+    """Return the bytes of the activation of the gate, and of its product with the value before it
+    is scaled by the weight of the token's expert."""
+    arguments = call_arguments(op)
+    inner = arguments["down"].shape[-1]
+    rule = rule_of(op)
+    assert rule is not None
+    counts = rule.shard_counts(chunk.mesh, chunk.decisions.cuts.get(op.name, {}))
+    num_copies: int = arguments["ids"].numel
+    return 2.0 * num_copies * inner * op.output.itemsize / prod(counts.values())
+
+
+def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
+    """Yield the bytes that the input of linear layers has in excess of its shard, for each
+    all-gather of an activation.
+
+    With sequence parallelism Megatron-LM saves the shard, and gathers it again in the backward
+    pass, during the gradient of the input (Korthikanti et al., "Reducing activation recomputation
+    in large transformer models", 2022).
+    """
+    gathered = {}
+    for op in chunk.graph.ops:
+        if op.target is aten.linear.default:
+            for transfer in chunk.communication.routes[op.name, 0][-1:]:
+                gathered[id(transfer)] = transfer
+    for transfer in gathered.values():
+        step, value = transfer.step, transfer.value
+        if step.operation == "all_gather" and value.origin is not Origin.PARAMETER:
+            source, target = (
+                prod(layout.shard_shape(value.shape)) for layout in (step.source, step.target)
+            )
+            yield float(value.itemsize * (target - source))
+
+
+def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> float:
+    """Return the bytes of the output of `op` on one device.
+
+    Args:
+        cuts: the axes of each factor of each operator, by operator name.
+    """
+    rule = rule_of(op)
+    assert rule is not None
+    shard_counts = rule.shard_counts(mesh, cuts.get(op.name, {}))
+    output_counts = (shard_counts[factor] for factor in rule.outputs[0] if factor is not None)
+    return op.output.numel * op.output.itemsize / prod(output_counts)
+
+
+def _unsaved_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
+    """Return the bytes of the loss at the peak of `stage`, in excess of those of the framework's
+    loss; 0 if memory does not peak in the backward pass of the loss."""
+    if software.logit_bytes is None:
+        return 0
+    for chunk in chunks:
+        for op in (op for op in chunk.graph.ops if op.target is cross_entropy):
+            entries = (
+                size for name, kind, size in stage.largest if (name, kind) == (op.name, ACTIVATIONS)
+            )
+            if saved := sum(entries):
+                layout = chunk.communication.input_layouts[op.name][0]
+                logits = prod(layout.shard_shape(op.inputs[0].shape))
+                return saved + stage.temporary - int(software.logit_bytes * logits)
+    return 0
+
+
+def _passes_in_flight(order: Iterable[Action]) -> int:
+    """Return the largest number of forward passes of chunks of a stage whose activations are alive
+    at the same time."""
+    alive = largest = 0
+    for action in order:
+        alive += 1 if action.pass_type == FORWARD else 0
+        largest = max(largest, alive)
+        alive -= 1 if action.pass_type in (BACKWARD, BACKWARD_INPUT) else 0
+    return largest
