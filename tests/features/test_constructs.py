@@ -135,7 +135,10 @@ REFUSED: dict[str, tuple[Forward, str]] = {
         lambda net, x: net.a(x) * net.a(x).max().item(),
         "this converts the value of a tensor to a Python number",
     ),
-    "a shape of values": (lambda net, x: net.a(x)[x > 0], "the shape of the result depends on"),
+    "an order of selected rows": (
+        lambda net, x: net.a(x)[x > 0].sort()[0],
+        "`sort` combines rows that a mask selects",
+    ),
     "Python's random numbers": (lambda net, x: net.a(x) * random.random(), "draws from `random`"),
 }
 

@@ -21,13 +21,13 @@ class Selecting(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.program = program
+        self.computed = program
         self.hidden, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.table, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
         self.double()
 
     def forward(self, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        return self.program(self, x, labels, mask)
+        return self.computed(self, x, labels, mask)
 
 
 Program = Callable[[Selecting, Tensor, Tensor, Tensor], Tensor]
