@@ -50,12 +50,12 @@ def peak_bytes(
     peaks = []
     for stage in memory.stages:
         chunks = partitioned.chunks_of(stage.stage)
-        peak = stage.peak - _unsaved_loss_bytes(stage, chunks, software)
-        peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
+        stage_peak = stage.peak - _unsaved_loss_bytes(stage, chunks, software)
+        stage_peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
         if not recomputes:
             unsaved = sum(unsaved_bytes(chunk, software) for chunk in chunks) / len(chunks)
-            peak -= int(unsaved * _passes_in_flight(orders[stage.stage]))
-        peaks.append(peak)
+            stage_peak -= int(unsaved * _passes_in_flight(orders[stage.stage]))
+        peaks.append(stage_peak)
     return max(peaks)
 
 
@@ -145,7 +145,9 @@ def _unsaved_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: S
     for chunk in chunks:
         for op in (op for op in chunk.graph.ops if op.target is cross_entropy):
             entries = (
-                size for name, kind, size in stage.largest if (name, kind) == (op.name, ACTIVATIONS)
+                size
+                for name, category, size in stage.largest
+                if (name, category) == (op.name, ACTIVATIONS)
             )
             if saved := sum(entries):
                 layout = chunk.communication.input_layouts[op.name][0]

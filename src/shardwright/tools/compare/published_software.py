@@ -17,7 +17,7 @@ from shardwright.tools.compare.published_rows import PublishedRun
 
 @dataclass(frozen=True)
 class Software:
-    """What a training framework stores on a device, where that differs from this program.
+    """Memory of a training framework on a device, where it differs from that of this program.
 
     Args:
         parameter_dtype: dtype in which parameters and optimizer state are stored, `float32` or
