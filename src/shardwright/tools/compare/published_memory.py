@@ -94,7 +94,7 @@ def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
     """Return the bytes of the activation of the gate, and of its product with the value before it
     is scaled by the weight of the token's expert."""
     arguments = call_arguments(op)
-    inner = arguments["down"].shape[-1]
+    inner: int = arguments["down"].shape[-1]
     rule = rule_of(op)
     assert rule is not None
     counts = rule.shard_counts(chunk.mesh, chunk.decisions.cuts.get(op.name, {}))
