@@ -355,7 +355,7 @@ class _Padding:
         mask, dim = selection
         trailing = len(node_shape(x)) - dim - len(mask.shape)
         if values in self.traced:
-            values = self._unflatten(node, values, mask, trailing)
+            values = self._at_mask_positions(node, values, mask, trailing)
         elif len(node_shape(values)) > trailing:
             raise _refusal(node, "writes rows that the same mask does not select")
         condition = self._reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
@@ -369,7 +369,9 @@ class _Padding:
         replace(node, new)
         return True
 
-    def _unflatten(self, node: fx.Node, rows: fx.Node, mask: _Mask, trailing: int) -> fx.Node:
+    def _at_mask_positions(
+        self, node: fx.Node, rows: fx.Node, mask: _Mask, trailing: int
+    ) -> fx.Node:
         """Return selected rows at the positions of the mask's elements."""
         sizes = node_shape(rows)
         dim = len(sizes) - trailing - 1
@@ -419,11 +421,11 @@ class _Padding:
         for old, new in zip(values, news, strict=True):
             if not isinstance(old, Tensor):
                 continue
-            sizes = tuple(self._size(size) for size in old.shape)
+            sizes = tuple(self._padded_size(size) for size in old.shape)
             if _has_symbols(new) or sizes != tuple(new.shape) or old.dtype != new.dtype:
                 raise _refusal(node, "needs the number of selected rows")
 
-    def _size(self, size: Any) -> Any:
+    def _padded_size(self, size: Any) -> Any:
         """Return a size with the numbers of all rows in place of those of selected rows."""
         if not isinstance(size, SYMBOLS):
             return size
@@ -464,7 +466,7 @@ class _Padding:
     def _static(self, node: fx.Node, leaf: Any) -> Any:
         if not _is_symbolic(leaf):
             return leaf
-        size = self._size(leaf.meta["val"])
+        size = self._padded_size(leaf.meta["val"])
         if size is None:
             raise _refusal(node, "needs the number of selected rows")
         return size
