@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from core.capture.selections import STEPS, Program, Selecting, assert_equal_to_eager, batch
+from core.capture.selections import Program, Selecting, assert_equal_to_eager, batch
 from shardwright.core.capture.capture import capture
 from shardwright.errors import CaptureError
 
@@ -40,11 +39,6 @@ def per_row_labels(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> T
     return -scores[torch.arange(len(chosen)), chosen].mean()
 
 
-def new_constants(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    h = net.hidden(x)[mask].mean(-1)
-    return F.mse_loss(h, h.new_ones(h.shape[0])) + (h * torch.zeros(len(h))).sum()
-
-
 EQUAL: dict[str, Program] = {
     "a mask": lambda net, x, labels, mask: net.hidden(x)[mask].square().mean(),
     "a mask of columns": lambda net, x, labels, mask: net.hidden(x)[:, mask[0]].square().mean(),
@@ -58,14 +52,10 @@ EQUAL: dict[str, Program] = {
     "rows of selected rows": lambda net, x, labels, mask: (
         net.hidden(x)[mask][labels[mask] > 4].square().mean()
     ),
-    "the number of rows": lambda net, x, labels, mask: (
-        net.hidden(x)[mask].sum() / x[mask].shape[0] + net.hidden(x)[mask].sum() / x[mask].numel()
-    ),
     "flat rows": lambda net, x, labels, mask: net.hidden(x)[mask].view(-1).abs().mean(),
     "heads": lambda net, x, labels, mask: (
         net.hidden(x)[mask].view(-1, 2, 4).transpose(1, 2).softmax(-1).square().mean()
     ),
-    "new constants": new_constants,
     "a label of each row": per_row_labels,
     "a write": write,
     "a write of elements": write_elements,
@@ -79,18 +69,12 @@ def test_a_selection_equals_the_model(selection: str) -> None:
     assert_equal_to_eager(EQUAL[selection])
 
 
-def halved(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    h = net.hidden(x)[mask]
-    return h[: h.shape[0] // 2].mean()
-
-
 def columns(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     h = net.hidden(x)[mask][:, :4].reshape(4, -1)
     return (h * torch.arange(4.0)[:, None]).sum()
 
 
 REFUSED: dict[str, tuple[Program, str]] = {
-    "half of the rows": (halved, "needs the number of selected rows"),
     # With as many rows as columns, the shapes alone would not tell rows from columns.
     "rows that become columns": (columns, "rearranges selected rows"),
     "numbered rows": (
@@ -98,12 +82,6 @@ REFUSED: dict[str, tuple[Program, str]] = {
             net.head(x)[mask].sum(-1) * torch.arange(x[mask].shape[0])
         ).sum(),
         "numbers the selected rows",
-    ),
-    "a fixed number of rows": (
-        lambda net, x, labels, mask: (
-            net.hidden(x)[mask] + torch.ones(4 * STEPS, 1, dtype=x.dtype).cumsum(0)
-        ).sum(),
-        "needs a fixed number of rows",
     ),
     "samples of equally many rows": (
         lambda net, x, labels, mask: net.hidden(x)[mask].reshape(len(x), -1).std(),

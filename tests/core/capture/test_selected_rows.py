@@ -41,7 +41,16 @@ def reinforcement(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Te
     return -torch.min(ratio[mask] * gain[mask], bounded).mean()
 
 
+def attention_within_rows(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    present, chosen = mask | (labels > 4), mask.any(-1)
+    rows = net.hidden(x)[chosen]
+    scores = rows @ net.norm(rows).transpose(1, 2)
+    weights = scores.masked_fill(~present[chosen][:, None], -torch.inf).softmax(-1)
+    return (weights @ net.hidden(rows)).square().mean()
+
+
 EQUAL: dict[str, Program] = {
+    "attention within rows, to their present elements": attention_within_rows,
     "targets that are NaN": missing_targets,
     "infinite values elsewhere": large_elsewhere,
     "invalid labels elsewhere": invalid_labels,
@@ -116,6 +125,12 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "joined with others": (
         lambda net, x, labels, mask: torch.cat([rows(net, x, mask), x[0]]).square().mean(),
         "`cat` combines rows",
+    ),
+    "factorized": (
+        lambda net, x, labels, mask: torch.linalg.cholesky(
+            (x.transpose(1, 2) @ x + torch.eye(x.shape[-1]))[mask.any(-1)]
+        ).sum(),
+        "select the rows of its result instead",
     ),
     "attention among rows": (
         lambda net, x, labels, mask: F.scaled_dot_product_attention(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.tools.compare.published_memory import peak_bytes, unsaved_bytes
+from shardwright.tools.compare.published_memory import framework_peak_bytes, unsaved_bytes
 from shardwright.tools.compare.published_rows import PublishedRun
 from shardwright.tools.compare.published_software import Software, cluster_of_run, software_of_run
 from tools.compare.test_published_rows import planned, row
@@ -26,7 +26,9 @@ def unsaved(software: Software, **changes: Any) -> float:
 
 def peak(software: Software, **changes: Any) -> int:
     run = planned(**changes)
-    return peak_bytes(run.candidate.memory(), run.candidate.partitioned, software, recomputes=False)
+    return framework_peak_bytes(
+        run.candidate.memory(), run.candidate.partitioned, software, recomputes=False
+    )
 
 
 def test_a_kernel_of_swiglu_does_not_save_the_activation_of_the_gate() -> None:
@@ -52,7 +54,7 @@ def test_activations_that_are_not_saved_count_for_each_micro_batch_in_flight() -
     partitioned, memory = run.candidate.partitioned, run.candidate.memory()
     first = replace(memory, stages=memory.stages[:1])
     fused = replace(PLAIN, fuses_activations=True)
-    plain, less = (peak_bytes(first, partitioned, each, False) for each in (PLAIN, fused))
+    plain, less = (framework_peak_bytes(first, partitioned, each, False) for each in (PLAIN, fused))
     assert plain - less == 2 * (TOKENS * 128 * 2)
 
 

@@ -10,7 +10,6 @@ what they would compute from the selected rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,20 +25,24 @@ from shardwright.core.capture.fx_nodes import (
     replace,
     tensor,
 )
-from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.row_counts import (
+    SYMBOLS,
+    RowCounts,
+    RowMask,
+    count_refusal,
+    expression_of,
+    has_symbols,
+)
 from shardwright.core.capture.views import SAME_ELEMENTS
 from shardwright.core.torch_internals.operators import (
     OpOverload,
     is_erased,
-    operator_name,
     schema_of,
 )
 from shardwright.core.torch_internals.tensors import FakeTensor
-from shardwright.errors import CaptureError
 
 aten = torch.ops.aten
 
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _NONZERO = (aten.nonzero.default, aten.argwhere.default)
 _COORDINATES = (aten.nonzero_numpy.default, aten.where.default)
@@ -50,7 +53,6 @@ _CREATIONS = (
     *(aten.zeros.default, aten.ones.default, aten.full.default),
     *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
 )
-_SIZE_ARGUMENTS = ("size", "shape", "sizes", "self_size")
 
 
 def select_rows(x: Tensor, mask: Tensor, dim: int, fill: bool = True) -> Tensor:
@@ -79,7 +81,7 @@ def pad_selected_rows(graph: fx.Graph) -> None:
     selections = (*_NONZERO, *_READS)
     if any(
         node.target in _COORDINATES
-        or (node.target in selections and _has_symbols(node.meta.get("val")))
+        or (node.target in selections and has_symbols(node.meta.get("val")))
         for node in graph.nodes
     ):
         padding = _Padding(graph)
@@ -87,31 +89,6 @@ def pad_selected_rows(graph: fx.Graph) -> None:
             if node.op == "call_function" and not is_erased(node):
                 padding.run(node)
         padding.erase_sizes()
-
-
-def _has_symbols(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_has_symbols(each) for each in value)
-    sizes = value.shape if isinstance(value, Tensor) else (value,)
-    return any(isinstance(size, SYMBOLS) for size in sizes)
-
-
-def _expression(size: Any) -> Any:
-    """Return the SymPy expression of a symbolic size; other sizes are returned unchanged."""
-    return size.node.expr if isinstance(size, SYMBOLS) else size
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """A mask that selects rows.
-
-    Args:
-        flat: copy of the mask as it was at the selection, `[rows]`.
-        shape: shape of the mask in the user's code.
-    """
-
-    flat: fx.Node
-    shape: tuple[int, ...]
 
 
 class _Padding:
@@ -125,13 +102,10 @@ class _Padding:
         self.graph = graph
         fakes = (node.meta.get("val") for node in graph.nodes)
         self.mode: Any = next(x.fake_mode for x in fakes if isinstance(x, FakeTensor))
-        self.masks: dict[Any, _Mask] = {}
-        """The mask of each symbolic number of selected rows."""
-        self.traced: dict[fx.Node, tuple[Any, ...]] = {}
-        """Shape of each tensor of selected rows as it was traced, with symbolic sizes."""
-        self.coordinates: dict[fx.Node, tuple[_Mask, int]] = {}
+        self.counts = RowCounts()
+        self.coordinates: dict[fx.Node, tuple[RowMask, int]] = {}
         """(mask, its dimension) of each tensor of indices of True elements."""
-        self.index_tables: dict[fx.Node, _Mask] = {}
+        self.index_tables: dict[fx.Node, RowMask] = {}
         """The mask of each result of `nonzero`."""
         self.positions: dict[fx.Node, Any] = {}
         """Symbolic number of rows of each `arange` over selected rows."""
@@ -144,17 +118,17 @@ class _Padding:
             return
         if isinstance(value, SYMBOLS) or value is None:
             return
-        if target in _READS and _has_symbols(value) and self._select(node):
+        if target in _READS and has_symbols(value) and self._select(node):
             return
         if target in _NONZERO:
             self._replace_nonzero(node)
         elif target in _WRITES and self._write(node):
             return
-        elif target is aten.arange.default and _has_symbols(value):
-            self.positions[node] = _expression(value.shape[0])
+        elif target is aten.arange.default and has_symbols(value):
+            self.positions[node] = expression_of(value.shape[0])
         elif (
-            _has_symbols(value)
-            or any(each in self.traced for each in inputs)
+            has_symbols(value)
+            or any(each in self.counts.traced for each in inputs)
             or any(isinstance(each.meta.get("val"), SYMBOLS) for each in inputs)
         ):
             self._update(node, value)
@@ -194,12 +168,12 @@ class _Padding:
         if self._gathers_per_row(node, x, indices):
             return True
         if any(is_tensor(i) and tensor(i).dtype in (torch.bool, torch.uint8) for i in indices):
-            raise _refusal(node, "combines a mask with other indices")
+            raise count_refusal(node, "combines a mask with other indices")
         return False
 
     def _mask_of_indices(
         self, node: fx.Node, x: fx.Node, indices: Sequence[Any]
-    ) -> tuple[_Mask, int] | None:
+    ) -> tuple[RowMask, int] | None:
         """Return the mask by which `x[indices]` selects, and its first dimension in `x`."""
         indexed = [dim for dim, index in enumerate(indices) if index is not None]
         first, *others = (indices[dim] for dim in indexed)
@@ -214,29 +188,22 @@ class _Padding:
         same = adjacent and [self.coordinates.get(indices[dim]) for dim in indexed] == in_order
         return (mask, start) if same and node_shape(x)[start:][:rank] == mask.shape else None
 
-    def _replace_by_rows(self, node: fx.Node, x: fx.Node, mask: _Mask, dim: int) -> None:
+    def _replace_by_rows(self, node: fx.Node, x: fx.Node, mask: RowMask, dim: int) -> None:
         """Replace a selection from `x` by `mask`, whose first dimension is dimension `dim` of
         `x`."""
         shape, traced = node_shape(x), node.meta["val"].shape
-        self._record(node, traced[dim], mask)
+        self.counts.record(node, traced[dim], mask)
         sizes = (*shape[:dim], prod(mask.shape), *shape[dim + len(mask.shape) :])
         rows = self._reshape(node, x, sizes)
         replace(node, self._mark_rows(node, rows, mask, dim, traced))
 
-    def _record(self, node: fx.Node, size: Any, mask: _Mask) -> None:
-        """Record the mask of a symbolic number of rows."""
-        symbol = _expression(size)
-        if isinstance(symbol, int) or not symbol.is_Symbol:
-            raise _refusal(node, "needs a fixed number of rows")
-        self.masks.setdefault(symbol, mask)
-
-    def _mask(self, node: fx.Node, mask: fx.Node) -> _Mask:
+    def _mask(self, node: fx.Node, mask: fx.Node) -> RowMask:
         """Return a copy of a boolean tensor, which later writes do not change."""
         shape = node_shape(mask)
         if prod(shape) == 1:
-            raise _refusal(node, "selects from one row")
+            raise count_refusal(node, "selects from one row")
         flat = self._reshape(node, mask, (prod(shape),))
-        return _Mask(insert(node, aten.clone.default, (flat,)), shape)
+        return RowMask(insert(node, aten.clone.default, (flat,)), shape)
 
     def _reshape(self, node: fx.Node, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
         return x if node_shape(x) == shape else insert(node, aten.reshape.default, (x, list(shape)))
@@ -245,14 +212,14 @@ class _Padding:
         self,
         node: fx.Node,
         rows: fx.Node,
-        mask: _Mask,
+        mask: RowMask,
         dim: int,
         traced: Sequence[Any],
         fill: bool = True,
     ) -> fx.Node:
         """Insert the mark of selected rows before `node`; `traced` is their traced shape."""
         marked = insert(node, select_rows, (rows, mask.flat, dim, fill))
-        self.traced[marked] = tuple(map(_expression, traced))
+        self.counts.traced[marked] = tuple(map(expression_of, traced))
         return marked
 
     def _gathers_per_row(self, node: fx.Node, x: fx.Node, indices: Sequence[Any]) -> bool:
@@ -265,13 +232,13 @@ class _Padding:
         column = insert(node, aten.unsqueeze.default, (index, 1))
         column = insert(node, aten.gather.default, (x, 1, column))
         new = insert(node, aten.squeeze.dim, (column, 1))
-        self.traced[new] = tuple(map(_expression, node.meta["val"].shape))
+        self.counts.traced[new] = tuple(map(expression_of, node.meta["val"].shape))
         replace(node, new)
         return True
 
     def _rows_of(self, x: fx.Node) -> Any:
         """Return the symbolic number of rows of `x`; None if dimension 0 has a static size."""
-        size = self.traced[x][0] if x in self.traced else None
+        size = self.counts.traced[x][0] if x in self.counts.traced else None
         return None if isinstance(size, int) else size
 
     # Indices of True elements
@@ -280,7 +247,7 @@ class _Padding:
         value = node.meta["val"]
         mask = self._mask(node, self._boolean(node))
         table = insert(node, aten.stack.default, (self._coordinate_tensors(node, mask), 1))
-        self._record(node, value.shape[0], mask)
+        self.counts.record(node, value.shape[0], mask)
         new = self._mark_rows(node, table, mask, 0, value.shape)
         self.index_tables[new] = mask
         replace(node, new)
@@ -291,7 +258,7 @@ class _Padding:
         for getitem in list(node.users):
             dim = getitem.args[1]
             assert isinstance(dim, int)
-            self._record(node, getitem.meta["val"].shape[0], mask)
+            self.counts.record(node, getitem.meta["val"].shape[0], mask)
             new = self._mark_rows(node, tensors[dim], mask, 0, getitem.meta["val"].shape)
             self.coordinates[new] = (mask, dim)
             replace(getitem, new)
@@ -304,7 +271,7 @@ class _Padding:
             return x
         return insert(node, aten.ne.Scalar, (x, 0))
 
-    def _coordinate_tensors(self, node: fx.Node, mask: _Mask) -> list[fx.Node]:
+    def _coordinate_tensors(self, node: fx.Node, mask: RowMask) -> list[fx.Node]:
         """Insert, for each dimension of a mask, the coordinate of every element, `[elements]`."""
         rank, coordinates = len(mask.shape), []
         for dim, size in enumerate(mask.shape):
@@ -341,7 +308,7 @@ class _Padding:
             by_index = any(each in self.coordinates for each in indices)
         else:
             indices, values, by_index = arguments["mask"], arguments["source"], False
-        if not by_index and values not in self.traced:
+        if not by_index and values not in self.counts.traced:
             return False
         if node.target in _INDEXED_WRITES:
             selection = self._mask_of_indices(node, x, indices)
@@ -351,13 +318,13 @@ class _Padding:
         else:
             selection = self._mask_of_elements(node, x, indices, values)
         if selection is None:
-            raise _refusal(node, "writes selected rows to other places")
+            raise count_refusal(node, "writes selected rows to other places")
         mask, dim = selection
         trailing = len(node_shape(x)) - dim - len(mask.shape)
-        if values in self.traced:
+        if values in self.counts.traced:
             values = self._at_mask_positions(node, values, mask, trailing)
         elif len(node_shape(values)) > trailing:
-            raise _refusal(node, "writes rows that the same mask does not select")
+            raise count_refusal(node, "writes rows that the same mask does not select")
         condition = self._reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
         if tensor(values).dtype != tensor(x).dtype:
             values = insert(node, aten.to.dtype, (values, tensor(x).dtype))
@@ -370,19 +337,23 @@ class _Padding:
         return True
 
     def _at_mask_positions(
-        self, node: fx.Node, rows: fx.Node, mask: _Mask, trailing: int
+        self, node: fx.Node, rows: fx.Node, mask: RowMask, trailing: int
     ) -> fx.Node:
         """Return selected rows at the positions of the mask's elements."""
         sizes = node_shape(rows)
         dim = len(sizes) - trailing - 1
-        if dim < 0 or sizes[dim] != prod(mask.shape) or isinstance(self.traced[rows][dim], int):
-            raise _refusal(node, "broadcasts selected rows")
+        if (
+            dim < 0
+            or sizes[dim] != prod(mask.shape)
+            or isinstance(self.counts.traced[rows][dim], int)
+        ):
+            raise count_refusal(node, "broadcasts selected rows")
         restored = insert(node, restore_rows, (rows, mask.flat, dim))
         return self._reshape(node, restored, (*sizes[:dim], *mask.shape, *sizes[dim + 1 :]))
 
     def _mask_of_elements(
         self, node: fx.Node, x: fx.Node, mask: fx.Node, values: fx.Node
-    ) -> tuple[_Mask, int] | None:
+    ) -> tuple[RowMask, int] | None:
         """Return the mask of rows that `mask`, a mask of elements of `x`, repeats for every
         element of a row; None if `values`, one row after another, have other rows."""
         shape = node_shape(x)
@@ -402,115 +373,32 @@ class _Padding:
         """Replace symbols in the arguments of an operator, and infer its static shape."""
         self._check_reshape(node, value)
         if any(each in self.positions for each in node.all_input_nodes):
-            raise _refusal(node, "numbers the selected rows")
+            raise count_refusal(node, "numbers the selected rows")
         if isinstance(node.target, OpOverload):
-            self._replace_symbols(node)
+            self.counts.replace_symbols(node)
         node.meta["val"] = self._evaluate(node)
-        if isinstance(value, Tensor) and _has_symbols(value):
-            self.traced[node] = tuple(map(_expression, value.shape))
-        self._check_sizes(node, value)
+        if isinstance(value, Tensor) and has_symbols(value):
+            self.counts.traced[node] = tuple(map(expression_of, value.shape))
+        self.counts.check_sizes(node, value)
         self._mark_creation(node, value)
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and source in self.index_tables:
             self._follow_index_table(node, self.index_tables[source])
 
-    def _check_sizes(self, node: fx.Node, value: Any) -> None:
-        """Check that a result has the shape of the traced result, with all rows."""
-        values = value if isinstance(value, (list, tuple)) else [value]
-        news = node.meta["val"] if isinstance(value, (list, tuple)) else [node.meta["val"]]
-        for old, new in zip(values, news, strict=True):
-            if not isinstance(old, Tensor):
-                continue
-            sizes = tuple(self._padded_size(size) for size in old.shape)
-            if _has_symbols(new) or sizes != tuple(new.shape) or old.dtype != new.dtype:
-                raise _refusal(node, "needs the number of selected rows")
-
-    def _padded_size(self, size: Any) -> Any:
-        """Return a size with the numbers of all rows in place of those of selected rows."""
-        if not isinstance(size, SYMBOLS):
-            return size
-        expression = _expression(size)
-        sizes = {s: prod(m.shape) for s, m in self.masks.items()}
-        number = expression.subs(sizes)
-        return int(number) if number.is_Integer else None
-
-    def _replace_symbols(self, node: fx.Node) -> None:
-        target: Any = node.target
-        arguments = schema_of(target).arguments
-        names = {argument.name: str(argument.type) for argument in arguments}
-        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
-        for name, argument in given.items():
-            leaves = argument if isinstance(argument, (list, tuple)) else [argument]
-            if not any(_is_symbolic(leaf) for leaf in leaves):
-                continue
-            if isinstance(argument, (list, tuple)) and name in _SIZE_ARGUMENTS:
-                new: Any = [self._static(node, leaf) for leaf in leaves]
-            elif target is aten.slice.Tensor and name == "end" and self._is_full_slice(given):
-                new = None
-            elif name == "other":
-                new = self._count(node, argument)
-                if names[name] != "Tensor":
-                    packet = getattr(aten, operator_name(target), None)
-                    target = getattr(packet, "Tensor", None)
-                    if target is None:
-                        raise _refusal(node, "needs the number of selected rows")
-                    node.target = target
-            else:
-                raise _refusal(node, "needs the number of selected rows")
-            position = list(names).index(name)
-            if position < len(node.args):
-                node.update_arg(position, new)
-            else:
-                node.update_kwarg(name, new)
-
-    def _static(self, node: fx.Node, leaf: Any) -> Any:
-        if not _is_symbolic(leaf):
-            return leaf
-        size = self._padded_size(leaf.meta["val"])
-        if size is None:
-            raise _refusal(node, "needs the number of selected rows")
-        return size
-
-    def _is_full_slice(self, arguments: dict[str, Any]) -> bool:
-        """Whether `x[:n]` reads all n rows of `x`."""
-        source, dim = arguments["self"], arguments.get("dim", 0)
-        full = source in self.traced and self.traced[source][dim]
-        end = _expression(arguments["end"].meta["val"])
-        return bool(full == end) and not arguments.get("start") and arguments.get("step", 1) == 1
-
-    def _count(self, node: fx.Node, size: fx.Node) -> fx.Node:
-        """Insert the number of selected rows, or a multiple of it, as a tensor."""
-        expression = _expression(size.meta["val"])
-        symbols = [each for each in expression.free_symbols if each in self.masks]
-        if len(symbols) != 1 or not expression.is_polynomial(symbols[0]):
-            raise _refusal(node, "computes with the number of selected rows")
-        (symbol,) = symbols
-        factor, constant_term = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
-        if expression.expand() != (factor * symbol + constant_term).expand() or not (
-            factor.is_Integer and constant_term.is_Integer
-        ):
-            raise _refusal(node, "computes with the number of selected rows")
-        count = insert(node, aten.sum.default, (self.masks[symbol].flat,))
-        if factor != 1:
-            count = insert(node, aten.mul.Scalar, (count, int(factor)))
-        if constant_term != 0:
-            count = insert(node, aten.add.Scalar, (count, int(constant_term)))
-        return count
-
     def _mark_creation(self, node: fx.Node, value: Any) -> None:
         """Mark constants with one element per selected row, as `zeros(len(rows))`."""
-        if node.target not in _CREATIONS or not _has_symbols(value):
+        if node.target not in _CREATIONS or not has_symbols(value):
             return
         dims = [dim for dim, size in enumerate(value.shape) if isinstance(size, SYMBOLS)]
-        symbol = _expression(value.shape[dims[0]])
-        if len(dims) > 1 or symbol not in self.masks:
-            raise _refusal(node, "needs the number of selected rows")
+        symbol = expression_of(value.shape[dims[0]])
+        if len(dims) > 1 or symbol not in self.counts.masks:
+            raise count_refusal(node, "needs the number of selected rows")
         marked = self._mark_rows(
-            node.next, node, self.masks[symbol], dims[0], value.shape, fill=False
+            node.next, node, self.counts.masks[symbol], dims[0], value.shape, fill=False
         )
         node.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
 
-    def _follow_index_table(self, node: fx.Node, mask: _Mask) -> None:
+    def _follow_index_table(self, node: fx.Node, mask: RowMask) -> None:
         """Record which indices of True elements a node reads from the result of `nonzero`."""
         arguments = node_arguments(node)
         if node.target in SAME_ELEMENTS and len(mask.shape) == 1:
@@ -530,14 +418,14 @@ class _Padding:
         source = node.args[0] if node.args else None
         if node.target not in SAME_ELEMENTS or not is_tensor(source) or not is_tensor(node):
             return
-        before = self.traced.get(source, node_shape(source))
-        after = [_expression(size) for size in value.shape]
+        before = self.counts.traced.get(source, node_shape(source))
+        after = [expression_of(size) for size in value.shape]
         firsts = []
         for shape in (before, after):
             rows = [dim for dim, size in enumerate(shape) if not isinstance(size, int)]
             firsts.append(prod(shape[: rows[0]]) if len(rows) == 1 else None)
         if firsts[0] is None or firsts[0] != firsts[1]:
-            raise _refusal(node, "rearranges selected rows")
+            raise count_refusal(node, "rearranges selected rows")
 
 
 def _without_last_dim(mask: fx.Node) -> fx.Node | None:
@@ -551,14 +439,3 @@ def _without_last_dim(mask: fx.Node) -> fx.Node | None:
         return source if expanded else None
     is_new = mask.target is aten.unsqueeze.default and mask.args[1] in (-1, len(sizes))
     return source if is_new else None
-
-
-def _is_symbolic(leaf: Any) -> bool:
-    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), SYMBOLS)
-
-
-def _refusal(node: fx.Node, what: str) -> CaptureError:
-    return CaptureError(
-        f"{line_of(node)}: this {what}, and how many rows a mask selects is unknown during "
-        "capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
-    )

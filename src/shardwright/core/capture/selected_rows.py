@@ -44,7 +44,7 @@ aten = torch.ops.aten
 
 _BOUNDED = frozenset(
     {
-        *("add", "sub", "rsub", "mul", "neg", "abs", "where", "to", "detach", "clone"),
+        *("add", "sub", "rsub", "mul", "neg", "abs", "to", "detach", "clone"),
         *("linear", "matmul", "mm", "bmm", "relu", "gelu", "silu", "tanh", "sigmoid", "elu"),
         *("leaky_relu", "softplus", "log_sigmoid", "softmax", "log_softmax", "layer_norm"),
         *("view", "reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "t"),
@@ -52,11 +52,18 @@ _BOUNDED = frozenset(
         *("sum", "mean", "dropout", "native_dropout", "sin", "cos", "clamp", "maximum", "minimum"),
         *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not"),
         *("bitwise_and", "bitwise_or", "bitwise_not", "getitem", "mse_loss", "smooth_l1_loss"),
-        *("l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "masked_fill"),
+        *("l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
         *("cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d"),
     }
 )
-"""Names of operators with finite values and derivatives for finite inputs, and without indices."""
+"""Names of operators with finite values and derivatives for finite inputs, and without indices.
+
+Not `where` and `masked_fill`, which may write infinities: a mask of each row's elements may be
+False in all of a row that is not selected.
+"""
+
+_FACTORIZATIONS = ("cholesky", "inv", "solve", "eig", "lu_factor", "ldl")
+"""Parts of names of operators that raise an error for singular matrices, which no tag tells."""
 
 _CONSTANTS = (aten.full.default, aten.zeros.default, aten.ones.default)
 
@@ -239,6 +246,12 @@ class SelectedRows:
             or depends_on_position(op, rule, factor)
         ):
             raise refusal(node)
+        if any(word in op.short_name for word in _FACTORIZATIONS):
+            raise CaptureError(
+                f"{line_of(node)}: `{op.short_name}` fails for singular matrices, such as those of "
+                "rows that the mask does not select, which are computed too\n"
+                "select the rows of its result instead"
+            )
         results = [replace_field(first, dim=dim) for dim in dims if dim is not None]
         bounded = op.short_name in _BOUNDED
         if not bounded:

@@ -82,8 +82,8 @@ class Recapture:
         self._state = PythonState(module, watched, hooks)
         self._reachable = ReachablePython(self._user_module, module)
         if stored:
-            # The plan's program computes operators only, for micro-batches and stages. The first
-            # call captures one that stores the attributes too.
+            # The plan's program stores no attributes, so that micro-batches could run it. The first
+            # call captures a program that does.
             self._reachable.version += 1
         # Guards know what the call of the plan has read.
         self._reachable.is_guarded = graph.python is not None

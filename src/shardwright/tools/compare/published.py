@@ -24,7 +24,7 @@ from shardwright.core.planner.options import PlanOptions
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.models import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
-from shardwright.tools.compare.published_memory import local_output_bytes, peak_bytes
+from shardwright.tools.compare.published_memory import framework_peak_bytes, local_output_bytes
 from shardwright.tools.compare.published_rows import (
     DTYPES,
     MeasuredRun,
@@ -115,7 +115,7 @@ class PlannedRun:
         return recomputed_peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
 
     def _peak_bytes(self, memory: Memory, recomputes: bool) -> int:
-        return peak_bytes(memory, self.candidate.partitioned, self.software, recomputes)
+        return framework_peak_bytes(memory, self.candidate.partitioned, self.software, recomputes)
 
     @property
     def software(self) -> Software:

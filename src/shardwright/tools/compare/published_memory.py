@@ -37,10 +37,11 @@ _ACTIVATIONS = {aten.silu.default, aten.gelu.default}
 """Activation functions of gates."""
 
 
-def peak_bytes(
+def framework_peak_bytes(
     memory: Memory, partitioned: Partitioned, software: Software, recomputes: bool
 ) -> int:
-    """Return the peak bytes of a device, as the framework of a run allocates memory.
+    """Return the largest peak of all stages, in bytes per device, with the tensors that the framework
+    of a run allocates.
 
     Args:
         memory: memory of the same plan, as measured by dry runs of this program.

@@ -1,0 +1,172 @@
+"""Symbolic numbers of selected rows in a traced graph: sizes of all rows, or sums of masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwright.core.capture.fx_nodes import insert
+from shardwright.core.capture.naming import line_of
+from shardwright.core.torch_internals.operators import operator_name, schema_of
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_SIZE_ARGUMENTS = ("size", "shape", "sizes", "self_size")
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """A mask that selects rows.
+
+    Args:
+        flat: copy of the mask as it was at the selection, `[rows]`.
+        shape: shape of the mask in the user's code.
+    """
+
+    flat: fx.Node
+    shape: tuple[int, ...]
+
+
+class RowCounts:
+    """The symbolic numbers of selected rows, and the tensors whose traced shapes contain them.
+
+    Attributes:
+        masks: the mask of each symbolic number of selected rows.
+        traced: shape of each tensor of selected rows as it was traced, with symbolic sizes.
+    """
+
+    def __init__(self) -> None:
+        self.masks: dict[Any, RowMask] = {}
+        self.traced: dict[fx.Node, tuple[Any, ...]] = {}
+
+    def record(self, node: fx.Node, size: Any, mask: RowMask) -> None:
+        """Record the mask of a symbolic number of rows."""
+        symbol = expression_of(size)
+        if isinstance(symbol, int) or not symbol.is_Symbol:
+            raise count_refusal(node, "needs a fixed number of rows")
+        self.masks.setdefault(symbol, mask)
+
+    def padded_size(self, size: Any) -> Any:
+        """Return a size with the numbers of all rows in place of those of selected rows."""
+        if not isinstance(size, SYMBOLS):
+            return size
+        expression = expression_of(size)
+        sizes = {s: prod(m.shape) for s, m in self.masks.items()}
+        number = expression.subs(sizes)
+        return int(number) if number.is_Integer else None
+
+    def check_sizes(self, node: fx.Node, value: Any) -> None:
+        """Check that a result has the shape of the traced result, with all rows."""
+        values = value if isinstance(value, (list, tuple)) else [value]
+        news = node.meta["val"] if isinstance(value, (list, tuple)) else [node.meta["val"]]
+        for old, new in zip(values, news, strict=True):
+            if not isinstance(old, Tensor):
+                continue
+            sizes = tuple(self.padded_size(size) for size in old.shape)
+            if has_symbols(new) or sizes != tuple(new.shape) or old.dtype != new.dtype:
+                raise count_refusal(node, "needs the number of selected rows")
+
+    def replace_symbols(self, node: fx.Node) -> None:
+        """Replace symbolic numbers in the arguments of an operator: sizes by those of all rows, and
+        a divisor, factor or term by the sum of the mask.
+
+        Raises:
+            CaptureError: for numbers in other arguments.
+        """
+        target: Any = node.target
+        arguments = schema_of(target).arguments
+        names = {argument.name: str(argument.type) for argument in arguments}
+        given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+        for name, argument in given.items():
+            leaves = argument if isinstance(argument, (list, tuple)) else [argument]
+            if not any(is_symbolic(leaf) for leaf in leaves):
+                continue
+            if isinstance(argument, (list, tuple)) and name in _SIZE_ARGUMENTS:
+                new: Any = [self._static(node, leaf) for leaf in leaves]
+            elif target is aten.slice.Tensor and name == "end" and self._is_full_slice(given):
+                new = None
+            elif name == "other":
+                new = self._count(node, argument)
+                if names[name] != "Tensor":
+                    packet = getattr(aten, operator_name(target), None)
+                    target = getattr(packet, "Tensor", None)
+                    if target is None:
+                        raise count_refusal(node, "needs the number of selected rows")
+                    node.target = target
+            else:
+                raise count_refusal(node, "needs the number of selected rows")
+            position = list(names).index(name)
+            if position < len(node.args):
+                node.update_arg(position, new)
+            else:
+                node.update_kwarg(name, new)
+
+    def _static(self, node: fx.Node, leaf: Any) -> Any:
+        if not is_symbolic(leaf):
+            return leaf
+        size = self.padded_size(leaf.meta["val"])
+        if size is None:
+            raise count_refusal(node, "needs the number of selected rows")
+        return size
+
+    def _is_full_slice(self, arguments: dict[str, Any]) -> bool:
+        """Whether `x[:n]` reads all n rows of `x`."""
+        source, dim = arguments["self"], arguments.get("dim", 0)
+        full = source in self.traced and self.traced[source][dim]
+        end = expression_of(arguments["end"].meta["val"])
+        return bool(full == end) and not arguments.get("start") and arguments.get("step", 1) == 1
+
+    def _count(self, node: fx.Node, size: fx.Node) -> fx.Node:
+        """Insert the number of selected rows, or a multiple of it, as a tensor."""
+        expression = expression_of(size.meta["val"])
+        symbols = [each for each in expression.free_symbols if each in self.masks]
+        if len(symbols) != 1 or not expression.is_polynomial(symbols[0]):
+            raise count_refusal(node, "computes with the number of selected rows")
+        (symbol,) = symbols
+        factor, constant_term = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
+        if expression.expand() != (factor * symbol + constant_term).expand() or not (
+            factor.is_Integer and constant_term.is_Integer
+        ):
+            raise count_refusal(node, "computes with the number of selected rows")
+        count = insert(node, aten.sum.default, (self.masks[symbol].flat,))
+        if factor != 1:
+            count = insert(node, aten.mul.Scalar, (count, int(factor)))
+        if constant_term != 0:
+            count = insert(node, aten.add.Scalar, (count, int(constant_term)))
+        return count
+
+
+def has_symbols(value: Any) -> bool:
+    """Whether a number, or a size of tensors, is symbolic."""
+    if isinstance(value, (list, tuple)):
+        return any(has_symbols(each) for each in value)
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, SYMBOLS) for size in sizes)
+
+
+def expression_of(size: Any) -> Any:
+    """Return the SymPy expression of a symbolic size; other sizes are returned unchanged."""
+    return size.node.expr if isinstance(size, SYMBOLS) else size
+
+
+def is_symbolic(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node) and isinstance(leaf.meta.get("val"), SYMBOLS)
+
+
+def count_refusal(node: fx.Node, what: str) -> CaptureError:
+    """Return the error for an operator that needs the number of selected rows.
+
+    Args:
+        what: what the operator does, as a verb in the third person and its object.
+    """
+    return CaptureError(
+        f"{line_of(node)}: this {what}, and how many rows a mask selects is unknown during "
+        "capture\nkeep all rows, and use `torch.where`, or multiply by the mask"
+    )
