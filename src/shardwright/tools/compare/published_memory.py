@@ -40,8 +40,8 @@ _ACTIVATIONS = {aten.silu.default, aten.gelu.default}
 def framework_peak_bytes(
     memory: Memory, partitioned: Partitioned, software: Software, recomputes: bool
 ) -> int:
-    """Return the largest peak of all stages, in bytes per device, with the tensors that the framework
-    of a run allocates.
+    """Return the largest peak of all stages, in bytes per device, with the tensors that the
+    framework of a run allocates.
 
     Args:
         memory: memory of the same plan, as measured by dry runs of this program.
