@@ -52,7 +52,7 @@ def count(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "impure"),
     [
-        (count, ("registry",)),
+        (count, ("registered_rules",)),
         (lambda x: x + noise(len(x)), ("noise",)),
         (lambda x: x + noise_in_place(len(x)), ("noise_in_place",)),
         (lambda x: x * logged(len(x)), ("logged",)),

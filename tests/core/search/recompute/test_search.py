@@ -134,7 +134,7 @@ def test_what_the_user_marked_stays() -> None:
 
 def test_on_slow_links_what_is_sent_again_costs_more() -> None:
     plan = sw.plan(GRAPH, devices=4, mem_coeff=10.0)
-    costs = []
+    added = []
     for costs in (
         RecomputeCosts.of_cluster(load_cluster("h100"), torch.bfloat16),
         RecomputeCosts(flops_per_sent_byte=1e6),
@@ -143,8 +143,8 @@ def test_on_slow_links_what_is_sent_again_costs_more() -> None:
         options = next(
             b for b in found.blocks(found.depths[0][0]) if b.name == "model.layers.1"
         ).options
-        costs.append(options["block_and_communication"][0].cost - options["block"][0].cost)
-    assert 0 < costs[0] < costs[1]
+        added.append(options["block_and_communication"][0].cost - options["block"][0].cost)
+    assert 0 < added[0] < added[1]
 
 
 def test_layers_are_blocks_where_the_loss_outweighs_all_layers() -> None:
