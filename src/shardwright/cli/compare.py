@@ -78,7 +78,8 @@ def compare_command(
     by predicted step time. Exit status 1 if an alternative that fits into memory is faster.
     """
     if run is not None:
-        logs, processes = LogFolder(log_dir), devices or DEFAULT_PROCESSES
+        logs = LogFolder(log_dir)
+        processes = DEFAULT_PROCESSES if devices is None else devices
         with lock_folders(logs.root), show_progress(progress) as on_progress:
             measured = compare_measured(
                 configs,

@@ -62,7 +62,7 @@ def compare_predicted(
     """
     run = replace(expert_run(expert), on_progress=on_progress)
     assert run.foreign is not None
-    num_devices = devices or run.foreign.devices
+    num_devices = run.foreign.devices if devices is None else devices
     loaded_cluster = load_cluster(cluster)
     limit = run.foreign.memory_limit
     if limit is None and loaded_cluster.name != LOCAL:
