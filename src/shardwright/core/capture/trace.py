@@ -52,6 +52,7 @@ from shardwright.core.capture.signature import (
     merge_tied,
     take_as_buffers,
 )
+from shardwright.core.capture.sorted_rows import fold_sorted_experts
 from shardwright.core.capture.static_modules import make_static
 from shardwright.core.capture.transforms import as_operators
 from shardwright.core.capture.unflatten import move_flattening_down
@@ -152,6 +153,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     canonicalize(graph)
     keep_selected_rows(graph)
     fold_causal_masks(graph)
+    fold_sorted_experts(graph)
     sources = gradient_sources(module, leaves, signature, graph)
     drop_redundant_detach(graph, sources)
     remove_dead(graph)

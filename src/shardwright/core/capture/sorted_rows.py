@@ -1,0 +1,339 @@
+"""Mixtures of experts that sort their rows by expert, captured as `custom_ops.experts`.
+
+Such a model sorts the pairs of a token and one of its experts by expert (`argsort`), gathers a row
+for each pair, multiplies each expert's rows by its matrices (`grouped_mm`), and adds the results to
+the tokens (`scatter_add`), or brings them back into the order of the tokens. As any row can be at
+any place, the tokens could not be sharded. But the order does not change the result: an operator
+whose sharding rule has a factor for the rows in all tensors computes each row by itself, and a sum
+over rows is the same in any order. So all tensors of sorted rows are computed in the order before
+the sort; there the expert of a row is its sort key. `routed_products.py` then makes one operator of
+each mixture of experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwright.core.capture.constant_rows import (
+    expert_ends_match,
+    repeats_of_rows,
+    row_numbers,
+)
+from shardwright.core.capture.fx_nodes import (
+    ORIGIN,
+    insert,
+    is_tensor,
+    node_arguments,
+    node_shape,
+    remove_dead,
+    tensor,
+)
+from shardwright.core.capture.routed_products import fold_routed_products, routed_product
+from shardwright.core.capture.selected_rows import operator_of
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.rule import depends_on_position
+from shardwright.core.torch_internals.operators import is_erased
+
+aten = torch.ops.aten
+
+GROUPED_PRODUCTS = (aten._grouped_mm.default, torch.ops.shardwright.segment_matmul.default)
+
+_SORTS = (aten.sort.default, aten.sort.stable)
+_ARGSORTS = (aten.argsort.default, aten.argsort.stable)
+_INDEXED_SUMS = (aten.scatter_add.default, aten.index_add.default, aten.index_put.default)
+
+
+def fold_sorted_experts(graph: fx.Graph) -> None:
+    """Replace each mixture of experts that sorts its rows by one operator, in place.
+
+    What does not have this form stays as it is.
+    """
+    remove_dead(graph)
+    if not any(node.target in GROUPED_PRODUCTS for node in graph.nodes):
+        return
+    for node in list(graph.nodes):
+        if not is_erased(node) and (order := _order_of_sort(node)) is not None:
+            _fold_experts_sorted_by(order)
+            remove_dead(graph)
+
+
+@dataclass
+class RowOrder:
+    """A permutation of rows by a sort, and the tensors whose rows it has permuted.
+
+    Args:
+        positions: position before the sort of each sorted row, `[rows]`.
+        keys: sort keys in the order before the sort, `[rows]`.
+        unsorted: (the same rows in the order before the sort, dimension of the rows) of each tensor
+            of sorted rows.
+        items: the same of each result of an operator with several results.
+        restored: (tensor, equal tensor computed without the sort) pairs of tensors that do not
+            depend on the order.
+        inverses: inverses of the permutation, `[rows]`.
+        products: products of the rows of each expert with its matrix.
+    """
+
+    positions: fx.Node
+    keys: fx.Node
+    unsorted: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
+    items: dict[fx.Node, tuple[fx.Node, tuple[int, ...]]] = field(default_factory=dict)
+    restored: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    inverses: set[fx.Node] = field(default_factory=set)
+    products: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return node_shape(self.keys)[0]
+
+    def argument(self, value: Any) -> Any:
+        """Return an argument of an operator with the rows in the order before the sort."""
+
+        def unsorted(node: fx.Node) -> fx.Node:
+            return self.unsorted[node][0] if node in self.unsorted else node
+
+        return fx.map_arg(value, unsorted)
+
+
+def _order_of_sort(node: fx.Node) -> RowOrder | None:
+    """Return the order in which a vector is sorted; None for any other operator."""
+    if node.target not in (*_SORTS, *_ARGSORTS):
+        return None
+    keys = node_arguments(node)["self"]
+    if len(node_shape(keys)) != 1 or tensor(keys).is_floating_point():
+        return None
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    positions = node if node.target in _ARGSORTS else items.get(1)
+    if positions is None:
+        return None
+    order = RowOrder(positions, keys)
+    order.unsorted[positions] = (_insert_row_numbers(positions, order.num_rows), 0)
+    if node.target in _SORTS and 0 in items:
+        order.unsorted[items[0]] = (keys, 0)
+    return order
+
+
+def _insert_row_numbers(before: fx.Node, count: int) -> fx.Node:
+    with before.graph.inserting_before(before), before.meta["val"].fake_mode:
+        node = before.graph.call_function(aten.arange.default, (count,))
+        node.meta.update({key: before.meta[key] for key in ORIGIN if key in before.meta})
+        node.meta["val"] = torch.arange(count)
+    return node
+
+
+def _fold_experts_sorted_by(order: RowOrder) -> None:
+    following = list(order.positions.graph.nodes)
+    for node in following[following.index(order.positions) + 1 :]:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and any(
+            each in order.unsorted or each in order.items or each in order.inverses
+            for each in inputs
+        ):
+            _compute_unsorted(order, node)
+    if order.products and _is_order_unread(order):
+        fold_routed_products(order.restored, list(order.products.values()))
+
+
+def _is_order_unread(order: RowOrder) -> bool:
+    """Whether the rows of the experts reach other tensors only without their order."""
+    reached = set(order.products)
+    for node in order.positions.graph.nodes:
+        if reached.intersection(node.all_input_nodes) and node not in order.restored:
+            reached.add(node)
+    return all(node in order.unsorted or node in order.items for node in reached)
+
+
+def _compute_unsorted(order: RowOrder, node: fx.Node) -> None:
+    """Insert what computes the result of an operator on sorted rows from unsorted ones, if that is
+    possible."""
+    source = node.args[0] if node.args else None
+    if node.target is operator.getitem and source in order.items:
+        results, dims = order.items[source]  # type: ignore[index]
+        index: Any = node.args[1]
+        order.unsorted[node] = (insert(node, operator.getitem, (results, index)), dims[index])
+    elif node.target in _ARGSORTS and source is order.positions:
+        order.inverses.add(node)
+    elif node.target in GROUPED_PRODUCTS:
+        _compute_product(order, node)
+    elif (reads := _read_of_rows(node)) is not None:
+        _compute_read(order, node, *reads)
+    elif node.target in _INDEXED_SUMS or node.target in (aten.scatter.src,):
+        _compute_write(order, node)
+    else:
+        _compute_each_row(order, node)
+
+
+def _compute_product(order: RowOrder, node: fx.Node) -> None:
+    rows, matrices, ends = node.args[:3]
+    assert isinstance(matrices, fx.Node) and isinstance(ends, fx.Node)
+    others = [each for each in node.all_input_nodes if each is not rows]
+    if (
+        isinstance(rows, fx.Node)
+        and rows in order.unsorted
+        and len(others) == 2
+        and not any(each in order.unsorted for each in others)
+        and len(node_shape(matrices)) == 3
+        and expert_ends_match(ends, order.positions, order.keys, node_shape(matrices)[0])
+    ):
+        arguments = (order.unsorted[rows][0], order.keys, matrices)
+        product = insert(node, routed_product, arguments)
+        order.unsorted[node], order.products[node] = (product, 0), product
+
+
+def _read_of_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return (tensor, index vector) of a read of rows, `x[index]`; None for other operators."""
+    if node.target is aten.index.Tensor:
+        x, indices = node.args[:2]
+        assert isinstance(indices, (list, tuple))
+        index, *others = indices
+        index = None if any(each is not None for each in others) else index
+    elif node.target in (aten.index_select.default, aten.gather.default):
+        x, dim, index = node.args[:3]
+        index = index_vector(index) if dim == 0 or len(node_shape(x)) == 1 else None  # type: ignore[arg-type]
+    else:
+        return None
+    assert isinstance(x, fx.Node)
+    if not is_tensor(index) or len(node_shape(index)) != 1:
+        return None
+    return None if tensor(index).dtype == torch.bool else (x, index)
+
+
+def index_vector(index: Any) -> fx.Node | None:
+    """Return the vector that an index of rows repeats in each column."""
+    while is_tensor(index) and len(node_shape(index)) > 1:
+        sizes = node_shape(index)
+        columns = index.target in (aten.expand.default, aten.reshape.default, aten.repeat.default)
+        source = index.args[0]
+        if index.target is aten.unsqueeze.default:
+            columns = index.args[1] not in (0, -len(sizes))
+        if not columns or not is_tensor(source) or node_shape(source)[0] != sizes[0]:
+            return None
+        index = source
+    return index if is_tensor(index) else None
+
+
+def _compute_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) -> None:
+    if x in order.unsorted and index in order.inverses and order.unsorted[x][1] == 0:
+        order.restored[node] = order.unsorted[x][0]
+    elif index in order.unsorted and x not in order.unsorted:
+        rows = order.unsorted[index][0]
+        numbers, sizes = row_numbers(rows), node_shape(x)
+        repeats = repeats_of_rows(numbers, sizes[0])
+        if repeats is None:
+            _compute_each_row(order, node)
+            return
+        new = x
+        if repeats > 1:
+            new = insert(node, aten.unsqueeze.default, (x, 1))
+            expanded = [sizes[0], repeats, *sizes[1:]]
+            new = insert(node, aten.expand.default, (new, expanded))
+            new = insert(node, aten.reshape.default, (new, [order.num_rows, *sizes[1:]]))
+        order.unsorted[node] = (new, 0)
+
+
+def _compute_write(order: RowOrder, node: fx.Node) -> None:
+    """Compute rows that are written or added at places given by an index."""
+    arguments = node_arguments(node)
+    index = arguments.get("index")
+    if node.target is aten.index_put.default:
+        index, *others = arguments["indices"]
+        index = None if others else index
+    base, adds = arguments["self"], arguments.get("accumulate", node.target is not aten.scatter.src)
+    source = arguments.get("src", arguments.get("source", arguments.get("values")))
+    vector = index_vector(index)
+    if (
+        arguments.get("dim", 0) != 0
+        or arguments.get("alpha", 1) != 1
+        or vector not in order.unsorted
+        or not is_tensor(base)
+        or (base in order.unsorted and adds and not _is_zero(base))
+        or not is_tensor(source)
+    ):
+        return
+    numbers, sizes = row_numbers(order.unsorted[vector][0]), node_shape(base)
+    repeats = repeats_of_rows(numbers, sizes[0])
+    if source not in order.unsorted:
+        # `inverse[order] = arange(rows)`.
+        written = row_numbers(source) if repeats == 1 else None
+        if written is not None and repeats_of_rows(written, order.num_rows) == 1:
+            order.inverses.add(node)
+        return
+    if repeats is None or (not adds and repeats > 1):
+        return
+    rows, dim = order.unsorted[source]
+    if dim != 0 or node_shape(rows)[1:] != sizes[1:]:
+        return
+    order.restored[node] = _insert_sum_of_rows(node, base if adds else None, rows, repeats)
+
+
+def _insert_sum_of_rows(
+    before: fx.Node, base: fx.Node | None, rows: fx.Node, repeats: int
+) -> fx.Node:
+    """Insert the sum of each `repeats` consecutive rows, added to `base`."""
+    sizes = node_shape(rows)
+    result = rows
+    if repeats > 1:
+        blocks = [sizes[0] // repeats, repeats, *sizes[1:]]
+        result = insert(before, aten.reshape.default, (rows, blocks))
+        result = insert(before, aten.sum.dim_IntList, (result, [1]))
+    if base is not None and not _is_zero(base):
+        result = insert(before, aten.add.Tensor, (base, result))
+    if tensor(result).dtype != tensor(before).dtype:
+        result = insert(before, aten.to.dtype, (result, tensor(before).dtype))
+    return result
+
+
+def _is_zero(node: fx.Node) -> bool:
+    if node.target in (aten.full.default, aten.new_full.default, aten.full_like.default):
+        value = node_arguments(node)["fill_value"]
+        return isinstance(value, (int, float)) and value == 0
+    zeros = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+    return node.target in zeros
+
+
+def _compute_each_row(order: RowOrder, node: fx.Node) -> None:
+    """Compute an operator whose sharding rule has a factor for the rows."""
+    outputs = node.meta["val"]
+    op = operator_of(node)
+    rule = rule_of(op)
+    if rule is None or not op.outputs:
+        return
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
+    pairs = list(zip((each for each in found if is_tensor(each)), rule.inputs, strict=True))
+    factors = {
+        dims[order.unsorted[each][1]] if each in order.unsorted else None
+        for each, dims in pairs
+        if each in order.unsorted
+    }
+    (factor,) = factors if len(factors) == 1 else (None,)
+    if (
+        factor is None
+        or rule.capacity[factor] != order.num_rows
+        or rule.reductions(op, {factor: 2})
+        or depends_on_position(op, rule, factor)
+        or any(factor in dims and each not in order.unsorted for each, dims in pairs)
+    ):
+        return
+    dims_of_rows = _dims_of_rows(rule.outputs, factor)
+    if dims_of_rows is None and factor not in rule.reduced:
+        return
+    new = insert(node, node.target, *order.argument((node.args, node.kwargs)))  # type: ignore[arg-type]
+    if dims_of_rows is None:
+        order.restored[node] = new
+    elif isinstance(outputs, Tensor):
+        order.unsorted[node] = (new, dims_of_rows[0])
+    else:
+        order.items[node] = (new, dims_of_rows)
+
+
+def _dims_of_rows(outputs: Sequence[Sequence[str | None]], factor: str) -> tuple[int, ...] | None:
+    """Return the dimension of the rows in each output; None if an output has none."""
+    if not all(list(dims).count(factor) == 1 for dims in outputs):
+        return None
+    return tuple(list(dims).index(factor) for dims in outputs)
