@@ -7,7 +7,7 @@ that compute it are run on random experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
@@ -19,7 +19,6 @@ from shardwright.core.torch_internals import pytree
 
 aten = torch.ops.aten
 
-TRIALS = 3
 MOST_ELEMENTS = 1 << 28
 """Largest tensor that a trial makes; a one-hot vector for each row is the largest usual one."""
 
@@ -38,13 +37,13 @@ def row_numbers(node: fx.Node) -> Tensor | None:
     """Return the value of a vector that is computed from constants alone; None for others."""
 
     def unknown(_: fx.Node) -> Tensor:
-        raise _UnknownValueError
+        raise _UnknownNumbersError
 
     if len(node_shape(node)) != 1:
         return None
     try:
-        value: Tensor = _evaluate([node], {}, unknown)[0]
-    except _UnknownValueError:
+        value: Tensor = _Formula([node], set()).run({}, unknown)[0]
+    except _UnknownNumbersError:
         return None
     return value
 
@@ -59,80 +58,148 @@ def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
     return repeats if torch.equal(numbers.to(torch.int64), expected) else None
 
 
-def expert_ends_match(ends: fx.Node, positions: fx.Node, keys: fx.Node, experts: int) -> bool:
-    """Whether a sort arranges rows by expert, and `ends` are the ends of each expert's rows.
+class ExpertEnds:
+    """Record of the sorts that arrange rows by expert, and of the ends of each expert's rows.
 
-    Args:
-        ends: tensor that should be the end of each expert's rows, `[experts]`.
-        positions: position before the sort of each sorted row, `[rows]`.
-        keys: experts of the rows before the sort, `[rows]`.
-        experts: number of experts.
+    Equal formulas, such as those of the layers of a model, are tried once.
     """
-    if node_shape(ends) != (experts,):
-        return False
-    # The first integer tensor: counts may be computed from another view of it than the keys.
-    root = keys
-    while len(root.all_input_nodes) == 1 and is_tensor(root.all_input_nodes[0]):
-        if tensor(root.all_input_nodes[0]).is_floating_point():
+
+    def __init__(self) -> None:
+        self._matches: dict[str, bool] = {}
+
+    def match(self, ends: fx.Node, positions: fx.Node, keys: fx.Node, experts: int) -> bool:
+        """Whether a sort arranges rows by expert, and `ends` are the ends of each expert's rows.
+
+        Args:
+            ends: tensor that should be the end of each expert's rows, `[experts]`.
+            positions: position before the sort of each sorted row, `[rows]`.
+            keys: experts of the rows before the sort, `[rows]`.
+            experts: number of experts.
+        """
+        if node_shape(ends) != (experts,):
+            return False
+        root = _first_integers(keys)
+        formula = _Formula((ends, positions, keys), {root})
+        description = f"{formula.describe()}, {experts} of {_is_topk(root)}"
+        if description not in self._matches:
+            self._matches[description] = _matches_in_trials(formula, root, experts)
+        return self._matches[description]
+
+
+def _first_integers(keys: fx.Node) -> fx.Node:
+    """Return the first integer tensor of those that make the keys: rows may be counted from
+    another view of it."""
+    while len(keys.all_input_nodes) == 1 and is_tensor(keys.all_input_nodes[0]):
+        if tensor(keys.all_input_nodes[0]).is_floating_point():
             break
-        (root,) = root.all_input_nodes
+        (keys,) = keys.all_input_nodes
+    return keys
+
+
+def _matches_in_trials(formula: _Formula, root: fx.Node, experts: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    for _ in range(TRIALS):
-        roots = {root: _draw_experts(root, experts, generator)}
+    for drawn in _draw_experts(root, experts, generator):
         try:
-            found, order, values = _evaluate(
-                (ends, positions, keys), roots, lambda node: _draw_values(node, generator)
+            row_ends, order, expert_ids = formula.run(
+                {root: drawn}, lambda node: _draw_values(node, generator)
             )
-        except (_UnknownValueError, RuntimeError, IndexError):
+        except (_UnknownNumbersError, RuntimeError, IndexError):
             # An operator that fails for values which the model never has.
             return False
-        counts = values.to(torch.int64).bincount(minlength=experts)
-        is_sorted = bool((values[order].diff() >= 0).all())
-        if not is_sorted or not torch.equal(found.to(torch.int64), counts.cumsum(0)):
+        counts = expert_ids.to(torch.int64).bincount(minlength=experts)
+        is_sorted = bool((expert_ids[order].diff() >= 0).all())
+        if not is_sorted or not torch.equal(row_ends.to(torch.int64), counts.cumsum(0)):
             return False
     return True
 
 
-class _UnknownValueError(Exception):
+class _UnknownNumbersError(Exception):
     """The value of a node depends on tensors whose values are unknown."""
 
 
-def _evaluate(
-    nodes: Sequence[fx.Node],
-    roots: Mapping[fx.Node, Tensor],
-    unknown: Callable[[fx.Node], Tensor],
-) -> list[Any]:
-    """Run the operators that compute `nodes` from constants and from `roots`.
+class _Formula:
+    """The operators that compute nodes from constants and from `roots`.
 
     Args:
         nodes: nodes of one graph.
-        roots: values of nodes.
-        unknown: function that returns a value for a node that depends on neither, or raises.
+        roots: nodes whose values are given.
     """
-    graph = list(nodes[0].graph.nodes)
-    known = set(roots)
-    for node in graph:
-        reads_known = not known.isdisjoint(node.all_input_nodes)
-        if node.op == "call_function" and (reads_known or node.target in (*_CREATIONS, *_LIKE)):
-            known.add(node)
-    needed = set(nodes)
-    for node in reversed(graph):
-        if node in needed and node in known and node not in roots and node.target not in _LIKE:
-            needed.update(node.all_input_nodes)
-    values: dict[fx.Node, Any] = {}
-    for node in graph:
-        if node in needed and node in roots:
-            values[node] = roots[node]
-        elif node in needed:
-            values[node] = _run_operator(node, values) if node in known else unknown(node)
-    return [values[node] for node in nodes]
+
+    def __init__(self, nodes: Sequence[fx.Node], roots: Set[fx.Node]) -> None:
+        self.nodes, self.roots = nodes, roots
+        ancestors = _sorted_ancestors(nodes, roots)
+        self.computable = set(roots)
+        for node in ancestors:
+            computable = not self.computable.isdisjoint(node.all_input_nodes)
+            if node.op == "call_function" and (computable or node.target in (*_CREATIONS, *_LIKE)):
+                self.computable.add(node)
+        read = set(nodes)
+        for node in reversed(ancestors):
+            if node in read and self._is_computed(node):
+                read.update(_inputs(node))
+        self.steps = [node for node in ancestors if node in read]
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        return node in self.computable and node not in self.roots
+
+    def describe(self) -> str:
+        """Return a text that is equal for equal operators on tensors of equal shapes."""
+        numbers = {node: index for index, node in enumerate(self.steps)}
+        lines = []
+        for node in self.steps:
+            target, arguments = "", ""
+            if self._is_computed(node):
+                numbered = fx.map_arg((node.args, node.kwargs), lambda n: f"%{numbers.get(n)}")
+                target, arguments = str(node.target), str(numbered)
+            results = [(x.shape, x.dtype) for x in pytree.tree_leaves(node.meta["val"])]
+            lines.append(f"{target}{arguments}{results}")
+        return f"{lines} {[numbers[node] for node in self.nodes]}"
+
+    def run(
+        self, values: dict[fx.Node, Any], draw_unknown: Callable[[fx.Node], Tensor]
+    ) -> list[Any]:
+        """Return the values of the nodes.
+
+        Args:
+            values: values of the roots.
+            draw_unknown: function that returns a value for a node that depends on neither roots nor
+                constants, or raises.
+        """
+        for node in self.steps:
+            if self._is_computed(node):
+                values[node] = _run_operator(node, values)
+            elif node not in values:
+                values[node] = draw_unknown(node)
+        return [values[node] for node in self.nodes]
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose values an operator reads."""
+    return [] if node.target in _LIKE else node.all_input_nodes
+
+
+def _sorted_ancestors(nodes: Sequence[fx.Node], roots: Set[fx.Node]) -> list[fx.Node]:
+    """Return `nodes` and the nodes from which they are computed, each behind its inputs.
+
+    Inputs of `roots` are left out.
+    """
+    ancestors: dict[fx.Node, None] = {}
+    pending = list(nodes)
+    while pending:
+        node = pending[-1]
+        missing = [] if node in roots else [n for n in _inputs(node) if n not in ancestors]
+        if missing:
+            pending += missing
+        else:
+            ancestors.setdefault(pending.pop())
+    return list(ancestors)
 
 
 def _run_operator(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     results = [x for x in pytree.tree_leaves(node.meta["val"]) if isinstance(x, Tensor)]
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if is_random or any(prod(x.shape) > MOST_ELEMENTS for x in results):
-        raise _UnknownValueError
+        raise _UnknownNumbersError
 
     def value(each: fx.Node) -> Any:
         if node.target in _LIKE:
@@ -145,16 +212,24 @@ def _run_operator(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         return target(*args, **kwargs)
 
 
-def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> Tensor:
-    """Draw experts of tokens: different ones for each token where `topk` chooses them."""
-    sizes = node_shape(root)
+def _is_topk(root: fx.Node) -> bool:
     source = root.args[0] if root.args else None
-    if isinstance(source, fx.Node) and source.target is aten.topk.default:
+    return isinstance(source, fx.Node) and source.target is aten.topk.default
+
+
+def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield random experts of tokens, then the first experts for all tokens, then the last, which
+    shows where a number of rows is limited. Each token has different experts if `topk` chooses
+    them."""
+    sizes, dtype = node_shape(root), tensor(root).dtype
+    if _is_topk(root):
         scores = torch.rand(*sizes[:-1], experts, generator=generator)
-        drawn = scores.topk(sizes[-1], dim=-1).indices
+        yield scores.topk(sizes[-1], dim=-1).indices.to(dtype)
+        first = torch.arange(sizes[-1], dtype=dtype).expand(sizes)
+        yield from (first, experts - 1 - first)
     else:
-        drawn = torch.randint(experts, sizes, generator=generator)
-    return drawn.to(tensor(root).dtype)
+        yield torch.randint(experts, sizes, generator=generator).to(dtype)
+        yield from (torch.full(sizes, expert, dtype=dtype) for expert in (0, experts - 1))
 
 
 def _draw_values(node: fx.Node, generator: torch.Generator) -> Tensor:

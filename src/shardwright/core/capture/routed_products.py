@@ -58,13 +58,13 @@ def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence
         restored: (tensor, equal tensor computed from routed products) pairs.
         products: the routed products, in the order of the graph.
     """
-    mixtures, rest = [], list(products)
+    mixtures, unfolded = [], list(products)
     for down in products:
         gate = _Gate()
-        if down in rest and gate.trace(down.args[0]) and gate.ids == {down.args[1]}:
+        if down in unfolded and gate.trace(down.args[0]) and gate.ids == {down.args[1]}:
             mixtures.append((down, gate))
-            rest = [each for each in rest if each not in (down, *gate.ups)]
-    if rest or not mixtures:
+            unfolded = [each for each in unfolded if each not in (down, *gate.ups)]
+    if unfolded or not mixtures:
         return
     for old, new in restored.items():
         old.replace_all_uses_with(new)

@@ -20,11 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwright.core.capture.constant_rows import (
-    expert_ends_match,
-    repeats_of_rows,
-    row_numbers,
-)
+from shardwright.core.capture.constant_rows import ExpertEnds, repeats_of_rows, row_numbers
 from shardwright.core.capture.fx_nodes import (
     ORIGIN,
     insert,
@@ -57,8 +53,12 @@ def fold_sorted_experts(graph: fx.Graph) -> None:
     remove_dead(graph)
     if not any(node.target in GROUPED_PRODUCTS for node in graph.nodes):
         return
+    expert_ends = ExpertEnds()
     for node in list(graph.nodes):
-        if not is_erased(node) and (order := _order_of_sort(node)) is not None:
+        if is_erased(node):
+            continue
+        order = _order_of_sort(node, expert_ends)
+        if order is not None:
             _fold_experts_sorted_by(order)
             remove_dead(graph)
 
@@ -70,6 +70,7 @@ class RowOrder:
     Args:
         positions: position before the sort of each sorted row, `[rows]`.
         keys: sort keys in the order before the sort, `[rows]`.
+        expert_ends: which tensors are the ends of each expert's rows.
         unsorted: (the same rows in the order before the sort, dimension of the rows) of each tensor
             of sorted rows.
         items: the same of each result of an operator with several results.
@@ -81,6 +82,7 @@ class RowOrder:
 
     positions: fx.Node
     keys: fx.Node
+    expert_ends: ExpertEnds
     unsorted: dict[fx.Node, tuple[fx.Node, int]] = field(default_factory=dict)
     items: dict[fx.Node, tuple[fx.Node, tuple[int, ...]]] = field(default_factory=dict)
     restored: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class RowOrder:
         return fx.map_arg(value, unsorted)
 
 
-def _order_of_sort(node: fx.Node) -> RowOrder | None:
+def _order_of_sort(node: fx.Node, expert_ends: ExpertEnds) -> RowOrder | None:
     """Return the order in which a vector is sorted; None for any other operator."""
     if node.target not in (*_SORTS, *_ARGSORTS):
         return None
@@ -111,7 +113,7 @@ def _order_of_sort(node: fx.Node) -> RowOrder | None:
     positions = node if node.target in _ARGSORTS else items.get(1)
     if positions is None:
         return None
-    order = RowOrder(positions, keys)
+    order = RowOrder(positions, keys, expert_ends)
     order.unsorted[positions] = (_insert_row_numbers(positions, order.num_rows), 0)
     if node.target in _SORTS and 0 in items:
         order.unsorted[items[0]] = (keys, 0)
@@ -178,7 +180,7 @@ def _compute_product(order: RowOrder, node: fx.Node) -> None:
         and len(others) == 2
         and not any(each in order.unsorted for each in others)
         and len(node_shape(matrices)) == 3
-        and expert_ends_match(ends, order.positions, order.keys, node_shape(matrices)[0])
+        and order.expert_ends.match(ends, order.positions, order.keys, node_shape(matrices)[0])
     ):
         arguments = (order.unsorted[rows][0], order.keys, matrices)
         product = insert(node, routed_product, arguments)
@@ -303,9 +305,9 @@ def _compute_each_row(order: RowOrder, node: fx.Node) -> None:
     rule = rule_of(op)
     if rule is None or not op.outputs:
         return
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
-    pairs = list(zip((each for each in found if is_tensor(each)), rule.inputs, strict=True))
+    input_nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda each: input_nodes.append(each) or each)  # type: ignore[func-returns-value]
+    pairs = list(zip((each for each in input_nodes if is_tensor(each)), rule.inputs, strict=True))
     factors = {
         dims[order.unsorted[each][1]] if each in order.unsorted else None
         for each, dims in pairs
