@@ -27,17 +27,21 @@ def torchrun(script: Path, processes: int, *arguments: str, timeout: float = TIM
 
 
 def checks_on_ranks(
-    checks: Sequence[Callable[[], None]], processes: int, *arguments: str
+    checks: Sequence[Callable[[], None]],
+    processes: int,
+    *arguments: str,
+    timeout: float = TIMEOUT,
 ) -> Callable[[str], None]:
     """A test for each of the checks that a script makes, all in one launch of so many ranks.
 
     Args:
         arguments: of the script.
+        timeout: seconds for all checks together.
     """
 
     @cache
     def output() -> str:
-        return torchrun(Path(getfile(checks[0])), processes, *arguments)
+        return torchrun(Path(getfile(checks[0])), processes, *arguments, timeout=timeout)
 
     @pytest.mark.distributed
     @pytest.mark.parametrize("check", [check.__name__ for check in checks])

@@ -6,5 +6,6 @@ from features.compiled_ranks import CHECKS
 from torchrun import checks_on_ranks
 
 test_a_compiled_program_is_one_graph_and_trains_as_it_does_uncompiled = pytest.mark.slow(
-    checks_on_ranks(CHECKS, 2)
+    # Each check compiles some programs on each rank.
+    checks_on_ranks(CHECKS, 2, timeout=1500)
 )
