@@ -25,7 +25,7 @@ from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
 from shardwright.core.api.save_graphs import program_text
 from shardwright.core.constraints.recompute import recompute_of
 from shardwright.core.lower.emit import Line, nest_segments, write_body
-from shardwright.core.partition.decisions import LEVELS, OptimizerParallel
+from shardwright.core.partition.decisions import ZERO_LEVELS, OptimizerParallel
 
 MODELS: tuple[Callable[[], Model], ...] = (
     mlp,
@@ -47,7 +47,7 @@ def some_model(seed: int) -> Model:
 def test_a_random_plan_with_random_segments_equals_one_device(seed: int) -> None:
     net, args, kwargs = some_model(seed)
     graph, draw = sw.capture(net, args, kwargs), random.Random(seed)
-    level = draw.choice((None, *LEVELS))
+    level = draw.choice((None, *ZERO_LEVELS))
     plan = replace(
         random_plan(graph, draw.choice((1, 2, 4, 6, 8)), seed),
         recompute=random_recompute(graph, seed),

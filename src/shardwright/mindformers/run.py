@@ -230,7 +230,7 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
     if offset in (None, 0):
         chunk_of_layer = [layer * chunks // layers for layer in range(layers)]
         return tuple(chunk_of_layer.count(chunk) for chunk in range(chunks))
-    if SCHEDULES[parallelism.schedule].chunked and interleave == 1:
+    if SCHEDULES[parallelism.schedule].allows_several_chunks and interleave == 1:
         # Without it, the planner assigns chunks of equal numbers of layers.
         reason = "chunks of interleaved schedules have equal numbers of layers"
         remedy = "set it to 0"

@@ -25,7 +25,7 @@ def planned(schedule: str = "1f1b", level: str = "level1") -> sw.Plan:
         ARGS,
         KWARGS,
         devices=8,
-        stages=2 if SCHEDULES[schedule].chunked else 4,
+        stages=2 if SCHEDULES[schedule].allows_several_chunks else 4,
         micro_batches=4,
         schedule=schedule,
         hsdp={"level": level, "threshold": 0},

@@ -20,7 +20,7 @@ from shardwright.core.cost.time_model import (
 )
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import communication, storage_as_used
+from shardwright.core.partition.communication import communication, default_storage
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.rules.rule import RING, Cuts, Reduction
 from shardwright.core.search.baselines import data_parallel
@@ -35,7 +35,7 @@ def timed(
     graph: Graph, cuts: dict[str, Cuts], devices: int, cluster: Cluster = CLUSTER
 ) -> StepTime:
     mesh = prime_mesh(devices)
-    flow = communication(graph, mesh, Decisions(cuts, storage_as_used(graph, mesh, cuts)))
+    flow = communication(graph, mesh, Decisions(cuts, default_storage(graph, mesh, cuts)))
     return step_time(graph, flow, cuts, TimeModel(cluster, mesh))
 
 

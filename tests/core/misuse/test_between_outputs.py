@@ -72,7 +72,7 @@ def test_outputs_in_parts_are_on_no_path() -> None:
         for plan in plans
         for chunk in plan.chunks
         for value in graph.output_values
-        if chunk.communication.returned(value).sharded
+        if chunk.communication.returned_layout(value).sharded
     }
     assert found == {False}
 

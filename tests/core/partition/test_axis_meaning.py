@@ -11,7 +11,7 @@ from sample_models import bert, llama
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout
 from shardwright.core.partition.axis_meaning import name_axes
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.partition.decisions import CutAxes, Decisions
 from shardwright.core.rules.rule import Cuts
 
@@ -39,7 +39,7 @@ def tokens() -> Graph:
 
 
 def names(cuts: dict[str, Cuts], graph: Graph, **storage: CutAxes) -> tuple[str, ...]:
-    stored = storage_as_used(graph, AXES, cuts)
+    stored = default_storage(graph, AXES, cuts)
     return name_axes(graph, 3, Decisions(cuts, {**stored, **storage}))
 
 

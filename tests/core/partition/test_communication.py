@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from random_plans import check_random_plan
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan import make_plan
@@ -33,7 +33,7 @@ def test_an_output_that_nothing_reads_is_not_redistributed() -> None:
     graph = sw.capture(net, (x,))
     (topk,) = (op for op in graph.ops if len(op.outputs) == 2)
     cuts, whole = {topk.name: {"b": (0,)}}, ((), ())
-    storage = storage_as_used(graph, mesh, cuts)
+    storage = default_storage(graph, mesh, cuts)
     decisions = Decisions(cuts, storage, {topk.name: (whole, whole)})
     partitioned = Partitioned(graph, mesh, decisions)
     plan = make_plan(partitioned, mode="pinned", options={}, search_seconds=0.0, training=True)
@@ -50,6 +50,6 @@ def test_a_program_has_buckets_whose_reduction_overlaps_unless_they_are_small(
         graph = sw.capture(net, (torch.zeros(4, width),))
     mesh = prime_mesh(2)
     cuts = data_parallel(graph, mesh)
-    storage = storage_as_used(graph, mesh, cuts)
+    storage = default_storage(graph, mesh, cuts)
     (chunk,) = Partitioned(graph, mesh, Decisions(cuts, storage)).chunks
     assert len(chunk.communication.buckets) == num_buckets

@@ -19,7 +19,7 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.lower.program import lower
 from shardwright.core.parallel.simulate_ranks import simulated_ranks
 from shardwright.core.partition.chunk import Chunk
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan import make_plan
@@ -52,7 +52,7 @@ def branches(*recomputed: str) -> tuple[nn.Module, sw.Plan]:
     graph, mesh = sw.capture(net, (X,)), prime_mesh(2)
     cuts: dict[str, Cuts] = {"up": {"j": (0,)}, "down": {"k": (0,)}}
     recompute = {name: Recompute("again") for name in recomputed}
-    storage = storage_as_used(graph, mesh, cuts)
+    storage = default_storage(graph, mesh, cuts)
     partitioned = Partitioned(graph, mesh, Decisions(cuts, storage, recompute=recompute))
     return net, make_plan(partitioned, mode="test", options={}, search_seconds=0.0, training=True)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from sample_models import Stack
 from shardwright.core.cost.memory import least_memory
-from shardwright.core.partition.decisions import LEVELS
+from shardwright.core.partition.decisions import ZERO_LEVELS
 from shardwright.core.planner import candidate
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.search.recompute import search
@@ -55,7 +55,7 @@ def test_on_a_cluster_the_fastest_that_fits_is_taken() -> None:
     options = {"mode": "recursive_programming", "cluster": "ascend910b"}
     others = [
         plan(**options, hsdp=hsdp, mem_coeff=mem_coeff)
-        for hsdp in (None, *({"level": level} for level in LEVELS))
+        for hsdp in (None, *({"level": level} for level in ZERO_LEVELS))
         for mem_coeff in (0.1, 6.4, 51.2)
     ]
     limit = sorted(other.memory.peak for other in others)[len(others) // 2]
@@ -144,7 +144,7 @@ def test_it_is_never_slower_than_sharded_data_parallel_nor_with_more_memory() ->
         for layer in net.model.layers if full else ():
             sw.recompute(layer)
         graph = sw.capture(net, (ids, ids), compute_dtype=torch.bfloat16)
-        for level in LEVELS:
+        for level in ZERO_LEVELS:
             by_hand.append(sw.plan(graph, **options, mode="data_parallel", hsdp={"level": level}))
     with torch.device("meta"):
         graph = sw.capture(build(sizes), (ids, ids), compute_dtype=torch.bfloat16)
@@ -190,7 +190,7 @@ def test_no_way_of_a_textbook_that_fits_is_faster() -> None:
             if recomputed:
                 sw.recompute(layer if recomputed == "all" else layer[1])
         graph = sw.capture(net, ARGS)
-        for level in LEVELS:
+        for level in ZERO_LEVELS:
             by_hand.append(
                 sw.plan(graph, devices=4, mode="data_parallel", hsdp={"level": level}, **options)
             )

@@ -29,8 +29,8 @@ from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.core.lower.program import Program, lower
 from shardwright.core.micro_batches.whole_batch import with_whole_batch
 from shardwright.core.partition.chunk import Chunk
-from shardwright.core.partition.communication import storage_as_used
-from shardwright.core.partition.decisions import LEVELS, Decisions, OptimizerParallel
+from shardwright.core.partition.communication import default_storage
+from shardwright.core.partition.decisions import ZERO_LEVELS, Decisions, OptimizerParallel
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.plan import Plan, make_plan
@@ -66,8 +66,8 @@ def planned(graph: Graph, devices: int, seed: int, micro_batches: int = 1) -> Pl
     draw, mesh = random.Random(seed), prime_mesh(devices)
     cuts = random_cuts(graph, mesh, seed)
     sizes = [-1, *(mesh.size(range(n, len(mesh.device_matrix))) for n in range(3))]
-    sharding = OptimizerParallel(draw.choice(LEVELS), draw.choice(sizes), draw.choice([0, 1]))
-    used = storage_as_used(graph, mesh, cuts)
+    sharding = OptimizerParallel(draw.choice(ZERO_LEVELS), draw.choice(sizes), draw.choice([0, 1]))
+    used = default_storage(graph, mesh, cuts)
     try:
         storage = sharded_storage(graph, mesh, cuts, used, sharding)
     except StrategyError as error:  # These cuts leave fewer replicas.
@@ -124,7 +124,7 @@ def one_of(layout: Layout) -> Iterator[Devices]:
 def decisions(graph: Graph, mesh: Layout, level: str) -> Decisions:
     cuts = data_parallel(graph, mesh)
     sharding = OptimizerParallel(level, threshold=0)
-    storage = sharded_storage(graph, mesh, cuts, storage_as_used(graph, mesh, cuts), sharding)
+    storage = sharded_storage(graph, mesh, cuts, default_storage(graph, mesh, cuts), sharding)
     return Decisions(cuts, storage, sharding=sharding, bucket_bytes=4 * 64 * 65)
 
 
@@ -175,7 +175,7 @@ def whole_chunk(graph: Graph, mesh: Layout, decisions: Decisions) -> Chunk:
     return chunk
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ZERO_LEVELS)
 def test_level3_holds_two_buckets_at_most_and_none_between_the_passes(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,13 +243,13 @@ class Events(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("level", [None, *ZERO_LEVELS])
 def test_products_run_between_start_and_end_of_collectives(level: str | None) -> None:
     net, args, _ = mlp(8, SIZES)
     graph, mesh = sw.capture(net, args), prime_mesh(4)
     said = decisions(graph, mesh, level or "level1")
     if level is None:
-        said = replace(said, storage=storage_as_used(graph, mesh, said.cuts), sharding=None)
+        said = replace(said, storage=default_storage(graph, mesh, said.cuts), sharding=None)
     with one_of(mesh) as devices:
         program = lower(whole_chunk(graph, mesh, said), devices)
         shards, inputs = arguments(program, args)

@@ -11,7 +11,7 @@ from torch import nn
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, network, resnet
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.search.reassign_equal_axes import reassign_equal_axes
@@ -38,7 +38,7 @@ def test_plans_send_no_more_and_operators_are_cut_in_as_many_parts(name: str, de
     request = SearchRequest(graph, mesh)
     cuts = shard_uncosted_ops(request, search_recursively(request))
     plan = sw.plan(graph, devices=devices)
-    decided = Decisions(cuts, storage_as_used(graph, mesh, cuts))
+    decided = Decisions(cuts, default_storage(graph, mesh, cuts))
     assert plan.bytes <= max(map(sum, Partitioned(graph, mesh, decided).step_bytes))
     for name, factors in cuts.items():
         parts = {factor: mesh.size(axes) for factor, axes in factors.items()}

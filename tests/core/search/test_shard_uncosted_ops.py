@@ -15,7 +15,7 @@ from sample_models import Model, bert, encoder, llama
 from shardwright.core.graph.graph import Graph, Origin
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import communication, storage_as_used
+from shardwright.core.partition.communication import communication, default_storage
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan import make_plan
@@ -27,7 +27,7 @@ BATCH = {"b": (0,)}
 
 
 def sent_for_activations(graph: Graph, mesh: Layout, cuts: CutsOfGraph) -> int:
-    decisions = Decisions(cuts, storage_as_used(graph, mesh, cuts))
+    decisions = Decisions(cuts, default_storage(graph, mesh, cuts))
     return sum(
         transfer.forward_bytes + transfer.backward_bytes
         for transfer in communication(graph, mesh, decisions).transfers
@@ -120,7 +120,7 @@ def test_followers_compute_the_values_and_gradients_of_one_device(
     found = shard_uncosted_ops(SearchRequest(graph, EIGHT), cuts)
     assert found != cuts
     plan = make_plan(
-        Partitioned(graph, EIGHT, Decisions(found, storage_as_used(graph, EIGHT, found))),
+        Partitioned(graph, EIGHT, Decisions(found, default_storage(graph, EIGHT, found))),
         mode="recursive_programming",
         options={},
         search_seconds=0.0,

@@ -61,7 +61,7 @@ def collective_totals(
         for collective, axes, calls, size in _collectives_of_chunk(chunk, pipeline.micro_batches):
             total = totals.setdefault((collective, tuple(sorted(axes))), [0, 0, 0])
             seconds = 0.0 if links is None else links.seconds(collective, axes, size)
-            per_call = (1, COLLECTIVES[collective].sent(size, mesh.size(axes)), seconds)
+            per_call = (1, COLLECTIVES[collective].sent_volume(size, mesh.size(axes)), seconds)
             total[:] = [
                 total_so_far + calls * value
                 for total_so_far, value in zip(total, per_call, strict=True)

@@ -54,8 +54,8 @@ from shardwright.core.graph.graph import Value
 from shardwright.core.layout.axes import Shape
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.partition.chunk import Chunk
-from shardwright.core.partition.communication import initial_layout, storage_as_used
-from shardwright.core.partition.decisions import LEVELS
+from shardwright.core.partition.communication import default_storage, initial_layout
+from shardwright.core.partition.decisions import ZERO_LEVELS
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.progress import OnShare, ignore_share, subrange
@@ -266,7 +266,7 @@ def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
     that are alive between the micro-batches of a step."""
     sharding, decisions = chunk.decisions.sharding, chunk.decisions
     level = None if sharding is None else sharding.level
-    used = storage_as_used(chunk.graph, chunk.mesh, decisions.cuts)
+    used = default_storage(chunk.graph, chunk.mesh, decisions.cuts)
     unsharded_bytes = 0
     for value in (each for each in chunk.graph.parameters if each.requires_grad):
         as_used = TensorLayout(chunk.mesh, used[value.name])
@@ -281,9 +281,9 @@ def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
             unsharded_bytes += (
                 full_numel * value.itemsize if value.dtype != value.stored_dtype else 0
             )
-        elif level in (LEVELS[0], LEVELS[1]):
+        elif level in (ZERO_LEVELS[0], ZERO_LEVELS[1]):
             unsharded_bytes += full_numel * value.itemsize
-            if level == LEVELS[0]:
+            if level == ZERO_LEVELS[0]:
                 unsharded_bytes += (full_numel - shard_numel) * value.stored_dtype.itemsize
     return unsharded_bytes
 

@@ -27,13 +27,13 @@ ITERATION_OPERATORS = 3
 
 
 def orthogonalization_seconds(
-    graph: Graph, flow: Communication, names: Collection[str], model: TimeModel
+    graph: Graph, communication: Communication, names: Collection[str], model: TimeModel
 ) -> float:
     """Return the seconds that orthogonalizing the parameters `names` adds to a step."""
     shapes: dict[Axes, list[Shape]] = defaultdict(list)
     for value in graph.parameters:
         if value.name in names and value.requires_grad:
-            axes = tuple(sorted(chain.from_iterable(flow.initial_layouts[value].axes)))
+            axes = tuple(sorted(chain.from_iterable(communication.initial_layouts[value].axes)))
             shapes[axes].append(value.shape)
     seconds = 0.0
     for axes, of_axes in shapes.items():

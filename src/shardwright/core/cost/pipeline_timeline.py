@@ -93,8 +93,8 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
 def _check_chunks(schedule: ScheduleSpec, chunks: int) -> None:
     if schedule.allows_chunks(chunks):
         return
-    *most, last = [name for name, other in SCHEDULES.items() if other.chunked]
-    more = "" if schedule.chunked else f"; {', '.join(most)} and {last} take more"
+    *most, last = [name for name, other in SCHEDULES.items() if other.allows_several_chunks]
+    more = "" if schedule.allows_several_chunks else f"; {', '.join(most)} and {last} take more"
     raise PlanError(
         f"chunks={chunks} in schedule {schedule.name!r}: not a valid number of chunks per stage\n"
         f"use {schedule.valid_chunks}{more}"

@@ -20,20 +20,20 @@ aten = torch.ops.aten
 PIPELINED = ("all_gather", "reduce_scatter")
 
 
-def product_overlaps(graph: Graph, flow: Communication) -> dict[Transfer, Overlap]:
+def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfer, Overlap]:
     """Return the matrix products that can be pipelined with each all-gather and reduce-scatter of
     an activation: the products right before and after the collective.
 
     Args:
-        flow: communication of `graph`.
+        communication: communication of `graph`.
     """
     products: dict[Transfer, list[Op]] = {}
     for op in filter(_is_linear_layer, graph.ops):
         # The first input of a matrix product is its activation.
-        for transfer in flow.routes[op.name, 0][-1:]:
+        for transfer in communication.routes[op.name, 0][-1:]:
             products.setdefault(transfer, []).append(op)
     result = {}
-    for transfer in flow.transfers:
+    for transfer in communication.transfers:
         if transfer.value.origin is Origin.PARAMETER or transfer.step.operation not in PIPELINED:
             continue
         producer = graph.producer.get(transfer.value)

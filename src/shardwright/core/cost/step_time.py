@@ -150,7 +150,7 @@ def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -
 
 def step_time(
     graph: Graph,
-    flow: Communication,
+    communication: Communication,
     cuts: Mapping[str, Cuts],
     model: TimeModel,
     *,
@@ -164,7 +164,7 @@ def step_time(
 
     Args:
         graph: graph of one micro-batch.
-        flow: communication of the plan.
+        communication: communication of the plan.
         cuts: the axes of each factor of each operator of `graph`, by operator name.
         micro_batches: number of micro-batches per step.
         bubble: fraction of the step for which a pipeline stage is idle.
@@ -174,20 +174,20 @@ def step_time(
             tensor that autograd needs.
     """
     forward, backward = _sum_seconds(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
-    repeated = flow.recomputed_ops if repeats_segments else flow.repeated_ops
+    repeated = communication.recomputed_ops if repeats_segments else communication.repeated_ops
     recomputed = [op for op in graph.ops if op.name in repeated]
     backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
     forward_part, backward_part = _sum_seconds(
-        seconds for *_, seconds in activation_seconds(graph, flow, cuts, model)
+        seconds for *_, seconds in activation_seconds(graph, communication, cuts, model)
     )
     hidden = (
         _sum_seconds(hidden_seconds(overlaps, cuts, model).values()) if overlaps else (0.0, 0.0)
     )
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
-    for _, _, once_per_step, direction, seconds in bucket_seconds(flow, model):
+    for _, _, once_per_step, direction, seconds in bucket_seconds(communication, model):
         buckets[once_per_step, direction] += seconds
     trained = [value for value in graph.parameters if value.requires_grad]
-    stored = sum(_stored_shard_bytes(flow, value) for value in trained)
+    stored = sum(_stored_shard_bytes(communication, value) for value in trained)
     return StepTime(
         forward=forward,
         backward=backward,
@@ -196,7 +196,7 @@ def step_time(
         gathers=buckets[True, 0],
         gradients=buckets[True, 1],
         update=model.update(stored, len(trained))
-        + orthogonalization_seconds(graph, flow, orthogonalized, model),
+        + orthogonalization_seconds(graph, communication, orthogonalized, model),
         gathers_per_micro_batch=buckets[False, 0],
         gradients_per_micro_batch=buckets[False, 1],
         micro_batches=micro_batches,
@@ -251,27 +251,29 @@ def hidden_seconds(
 
 
 def activation_seconds(
-    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], model: TimeModel
+    graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Iterator[tuple[Transfer | None, Axes, ForwardBackward]]:
     """Yield (transfer, axes, seconds forward and backward per micro-batch) for each redistribution
     of an activation and, with transfer None, for each collective inside an operator."""
-    for name, op_reductions in flow.reductions.items():
+    for name, op_reductions in communication.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         computation = model.operator(graph.by_name[name], cuts.get(name, {}))
         for bound in op_reductions:
             forward_part, backward_part = model.inner_collective(
                 bound.reduction, bound.axes, differentiable, computation
             )
-            repeated = forward_part if name in flow.recomputed_ops else 0.0
+            repeated = forward_part if name in communication.recomputed_ops else 0.0
             yield None, tuple(bound.axes), (forward_part, backward_part + repeated)
-    bucketed = {id(t) for b in flow.buckets for member in b.members for t in member.transfers}
+    bucketed = {
+        id(t) for b in communication.buckets for member in b.members for t in member.transfers
+    }
     device = model.device
     shares = (
-        routed_shares(graph, flow, cuts, device.sends_tokens_once)
+        routed_shares(graph, communication, cuts, device.sends_tokens_once)
         if device.sends_routed_tokens
         else {}
     )
-    for transfer in flow.transfers:
+    for transfer in communication.transfers:
         if id(transfer) not in bucketed:
             share = shares.get(transfer, 1.0)
             forward_part, backward_part = (
@@ -283,7 +285,7 @@ def activation_seconds(
 
 
 def bucket_seconds(
-    flow: Communication, model: TimeModel
+    communication: Communication, model: TimeModel
 ) -> Iterator[tuple[Bucket, str, bool, int, float]]:
     """Yield (bucket, data, once per step, direction, seconds) for each gather and reduction of a
     bucket.
@@ -291,7 +293,7 @@ def bucket_seconds(
     `data` is `parameters` or `gradients`; `once per step` is False if the collective runs once per
     micro-batch; `direction` is 0 for forward and 1 for backward.
     """
-    for bucket in flow.buckets:
+    for bucket in communication.buckets:
         gather, reduce = _bucket_seconds(bucket, model)
         yield bucket, "parameters", bucket.level != "level3", 0, gather
         yield bucket, "gradients", bucket.reduces_once, 1, reduce
@@ -321,5 +323,8 @@ def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     return gather and gather + joining, reduce and reduce + joining
 
 
-def _stored_shard_bytes(flow: Communication, value: Value) -> int:
-    return prod(flow.initial_layouts[value].shard_shape(value.shape)) * value.stored_dtype.itemsize
+def _stored_shard_bytes(communication: Communication, value: Value) -> int:
+    return (
+        prod(communication.initial_layouts[value].shard_shape(value.shape))
+        * value.stored_dtype.itemsize
+    )

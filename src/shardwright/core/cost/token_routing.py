@@ -25,31 +25,31 @@ SUMS = ("reduce_scatter", "all_reduce")
 
 
 def routed_shares(
-    graph: Graph, flow: Communication, cuts: Mapping[str, Cuts], sends_once: bool = False
+    graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], sends_once: bool = False
 ) -> dict[Transfer, float]:
     """Return the fraction of the data of a transfer that is sent if tokens are sent only to their
     experts, for each transfer to or from a mixture of experts.
 
     Args:
-        flow: communication of `graph`.
+        communication: communication of `graph`.
         cuts: the axes of each factor of each operator of `graph`, by operator name.
         sends_once: whether a token is sent once to a device that has several of its experts.
     """
-    readers = Counter(transfer for route in flow.routes.values() for transfer in route)
+    readers = Counter(transfer for route in communication.routes.values() for transfer in route)
     shares: dict[Transfer, float] = {}
     for op in (op for op in graph.ops if op.target is experts):
-        devices = flow.mesh.size(cuts.get(op.name, {}).get("e", ()))
+        devices = communication.mesh.size(cuts.get(op.name, {}).get("e", ()))
         top_k = call_arguments(op)["ids"].shape[-1]
         # With balanced routing a device has none of the k experts of a token with (1 - 1/d)^k.
         once = 1 - (1 - 1 / devices) ** top_k
         share = once if sends_once else min(1.0, top_k / devices)
         for index, value in enumerate(op.inputs):
-            route = [each for each in flow.routes[op.name, index] if readers[each] == 1]
+            route = [each for each in communication.routes[op.name, index] if readers[each] == 1]
             if index == 0:
                 shares |= dict.fromkeys(route, share)
             elif _is_view_of_parameter(graph, value):
                 shares |= dict.fromkeys(route, 0.0)
-        for transfer in flow.transfers:
+        for transfer in communication.transfers:
             if transfer.value is op.output and transfer.step.operation in SUMS:
                 shares[transfer] = share
     return shares

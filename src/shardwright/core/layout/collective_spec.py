@@ -71,7 +71,7 @@ class CollectiveSpec:
         """
         return self.backward_if_varying if varying else self.backward
 
-    def sent(self, size: int, group: int) -> int:
+    def sent_volume(self, size: int, group: int) -> int:
         """Return the communication volume of one device, rounded up, in the unit of `size`
         (elements or bytes).
 

@@ -91,7 +91,7 @@ class RedistributionStep:
         local = itemsize * max(
             prod(self.source.shard_shape(shape)), prod(self.target.shard_shape(shape))
         )
-        return COLLECTIVES[collective].sent(local, self.group_size)
+        return COLLECTIVES[collective].sent_volume(local, self.group_size)
 
     def permutation(self) -> tuple[int, ...]:
         """Return the position to which each position in the group sends its shard in a permute.

@@ -250,9 +250,9 @@ def _communication_bytes_of_move(problem: Problem, move: Move, local_size: int) 
     backward pass."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.operation]]
     larger = group * local_size if move.operation == ALL_GATHER else local_size
-    cost = 0 if spec.local else spec.sent(larger, group)
+    cost = 0 if spec.local else spec.sent_volume(larger, group)
     if problem.differentiable and (backward := spec.backward_of(move.varying)) is not None:
-        cost += COLLECTIVES[backward].sent(larger, group)
+        cost += COLLECTIVES[backward].sent_volume(larger, group)
     return cost
 
 

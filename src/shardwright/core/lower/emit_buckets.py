@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwright.core.graph.graph import Origin, Value
 from shardwright.core.lower.emit import Source
 from shardwright.core.partition.communication import Communication
-from shardwright.core.partition.parameter_buckets import Bucket, Member, num_bucketed_steps
+from shardwright.core.partition.parameter_buckets import Bucket, BucketMember, num_bucketed_steps
 from shardwright.core.partition.transfer import Transfer
 from shardwright.core.runtime.bucket_autograd import (
     EnterBucket,
@@ -55,8 +55,8 @@ class BucketLines:
     regather: BackwardRegather | None = None
     _entry_variables: dict[Bucket, str] = field(default_factory=dict)
     _gather_variables: dict[Bucket, str] = field(default_factory=dict)
-    _member_variables: dict[Member, str] = field(default_factory=dict)
-    _bucket_of: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, Member]] = field(
+    _member_variables: dict[BucketMember, str] = field(default_factory=dict)
+    _bucket_of: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, BucketMember]] = field(
         default_factory=dict
     )
 
@@ -170,7 +170,7 @@ def _can_prefetch(bucket: Bucket) -> bool:
     return bucket.gathers and bucket.segment is None
 
 
-def used_member_key(member: Member) -> str:
+def used_member_key(member: BucketMember) -> str:
     """Return the key, in `UnshardedParameters.tensors`, of a bucket member in the layout in which
     operators read it."""
     return f"{member.name} as used"

@@ -172,7 +172,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
         flow: communication of the program.
         value: an output of the graph.
     """
-    layout, route = flow.returned(value), flow.output_routes[value]
+    layout, route = flow.returned_layout(value), flow.output_routes[value]
     if layout.sharded or layout.partial:
         return False
     return all(

@@ -71,7 +71,7 @@ class BoundProgram:
             if isinstance(value, Value) and value.name in self.local_outputs:
                 tensor = scale_gradient(tensor, 1 / self.local_outputs[value.name])
             elif isinstance(value, Value):
-                layout = flow.returned(value)
+                layout = flow.returned_layout(value)
                 watch_output = partial(watch, name=name) if watch is not None and name else None
                 if layout.sharded or layout.partial:
                     like = torch.empty(value.shape, device="meta")

@@ -261,7 +261,7 @@ def simulate(
                 shard.grad = None
             _run_backward_from_outputs(starts)
         outputs = [
-            ranks.assemble(tensor.detach(), communication.returned(value), value.shape)
+            ranks.assemble(tensor.detach(), communication.returned_layout(value), value.shape)
             if isinstance(value, Value)
             else tensor
             for value, tensor in zip(graph.outputs, results, strict=True)
@@ -384,7 +384,7 @@ def _outputs_with_gradients(
     for (value, tensor), gradient in zip(pairs, gradients, strict=True):
         if gradient is not None and tensor.requires_grad:
             # Without the partial axes of the output: each term of a sum gets the full gradient.
-            layout = TensorLayout(mesh, communication.returned(value).axes)
+            layout = TensorLayout(mesh, communication.returned_layout(value).axes)
             starts.append(_OutputWithGradient(value, tensor, ranks.shard(gradient, layout)))
     return starts
 

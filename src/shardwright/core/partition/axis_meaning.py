@@ -90,8 +90,8 @@ def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | Non
 
 
 def _sharded_meanings(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
-    """Yield (meaning, axes) of each sharded factor, and of each dimension of pinned outputs and of
-    sharded inputs."""
+    """Yield (meaning, mesh axes) of each sharded factor, of each dimension of a pinned output, and
+    of each dimension of a sharded input."""
     trace = trace_meanings(graph)
     for op in graph.ops:
         for factor, axes in decisions.cuts.get(op.name, {}).items():
@@ -114,7 +114,7 @@ def trace_meanings(graph: Graph) -> _MeaningTrace:
     trace = _MeaningTrace.from_graph(graph)
     trace.propagate_to_outputs()
     trace.propagate_to_inputs()
-    # Only now, as the propagation to inputs may find that their dimensions are features.
+    # After the propagation to inputs, which may find that dimensions of inputs are features.
     for value in graph.input_values:
         trace.values[value] = tuple(each or Meaning.POSITION for each in trace.values[value])
     trace.propagate_to_outputs()
@@ -127,18 +127,18 @@ class _MeaningTrace:
     """Meanings (batch, position, parameter or feature) inferred so far for dimensions and factors.
 
     Args:
-        data: values that depend on the inputs of the model.
+        input_dependent: values that depend on the inputs of the model.
         values: meaning of each dimension of each value.
         factors: meaning of each factor of each operator, by operator name.
     """
 
     graph: Graph
-    data: set[Value]
+    input_dependent: set[Value]
     values: dict[Value, Meanings]
     factors: dict[str, dict[str, Meaning]]
 
     def of_factor(self, op: Op, factor: str) -> Meaning | None:
-        """Return the meaning of a factor of `op`; None for a factor without a meaning."""
+        """Return the meaning of `factor` of `op`, or None if no meaning is inferred."""
         is_expert = op.target is experts and factor == "e"
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
@@ -154,11 +154,11 @@ class _MeaningTrace:
             values[value] = (Meaning.PARAMETER,) * len(value.shape)
         for value, dim in sample_dims(graph).items():
             values[value] = (*(None,) * dim, Meaning.BATCH, *values[value][dim + 1 :])
-        data = set(inputs)
+        input_dependent = set(inputs)
         for op in graph.ops:
-            if not data.isdisjoint(op.inputs):
-                data.update(op.outputs)
-        return cls(graph, data, values, {op.name: {} for op in graph.ops})
+            if not input_dependent.isdisjoint(op.inputs):
+                input_dependent.update(op.outputs)
+        return cls(graph, input_dependent, values, {op.name: {} for op in graph.ops})
 
     def propagate_to_outputs(self) -> None:
         """Propagate meanings from the inputs of operators to their outputs, in graph order."""
@@ -192,7 +192,7 @@ class _MeaningTrace:
 
         def meaning_of(factor: str | None) -> Meaning | None:
             meaning = None if factor is None else factors.get(factor)
-            is_feature = meaning is Meaning.PARAMETER and value in self.data
+            is_feature = meaning is Meaning.PARAMETER and value in self.input_dependent
             return Meaning.FEATURE if is_feature else meaning
 
         meanings = self.values[value]
@@ -206,16 +206,18 @@ class _MeaningTrace:
         result = {}
         for factor in rule.factors:
             tensors = zip(op.inputs, rule.inputs, strict=True)
-            dims_of = [(value, dims.index(factor)) for value, dims in tensors if factor in dims]
-            meanings = {self.values[value][dim] for value, dim in dims_of}
-            data_meanings = {
-                self.values[value][dim] for value, dim in dims_of if value in self.data
+            factor_dims = [(value, dims.index(factor)) for value, dims in tensors if factor in dims]
+            meanings = {self.values[value][dim] for value, dim in factor_dims}
+            input_dependent_meanings = {
+                self.values[value][dim]
+                for value, dim in factor_dims
+                if value in self.input_dependent
             }
             if Meaning.PARAMETER in meanings:
                 # A factor that is contracted with a parameter is a feature, even of an input.
                 if not any(factor in dims for dims in rule.outputs):
                     meanings.discard(Meaning.POSITION)
-                elif data_meanings == {None}:
+                elif input_dependent_meanings == {None}:
                     # The dimension will have the meaning of the data with which the parameter is
                     # combined, which is not inferred yet.
                     meanings.discard(Meaning.PARAMETER)

@@ -50,7 +50,9 @@ class Chunk:
     def overlaps(self) -> dict[Transfer, Overlap]:
         """Computation that overlaps each redistribution; no entry for a redistribution without
         overlap."""
-        return overlaps(self.graph, self.communication, delays=not self.splits_backward)
+        return overlaps(
+            self.graph, self.communication, delay_weight_gradients=not self.splits_backward
+        )
 
     @property
     def border_bytes(self) -> tuple[int, int]:

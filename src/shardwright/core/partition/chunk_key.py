@@ -13,7 +13,7 @@ def chunk_key(chunk: Chunk) -> tuple[object, ...]:
 
     Values and segments are numbered in order of first appearance.
     """
-    return tuple(_ChunkDescription(chunk).entries())
+    return tuple(_ChunkDescription(chunk).key_parts())
 
 
 class _ChunkDescription:
@@ -23,7 +23,7 @@ class _ChunkDescription:
         self.chunk, self.decisions = chunk, chunk.decisions
         self._numbers: dict[object, int] = {}
 
-    def entries(self) -> Iterator[object]:
+    def key_parts(self) -> Iterator[object]:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
         # Gradients of inputs are computed only if there is a previous chunk.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
@@ -44,10 +44,10 @@ class _ChunkDescription:
         for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
             yield tuple(map(self._number_by_first_occurrence, values))
 
-    def _number_by_first_occurrence(self, named: object) -> int:
+    def _number_by_first_occurrence(self, value_or_segment: object) -> int:
         """Return the number of a value or of a segment name, in order of first appearance."""
         # Repeated layers have different names, but first appearances in the same order.
-        return self._numbers.setdefault(named, len(self._numbers))
+        return self._numbers.setdefault(value_or_segment, len(self._numbers))
 
     def _describe_value(self, value: Value) -> tuple[object, ...]:
         name, decisions = value.name, self.decisions

@@ -53,7 +53,7 @@ class InnerReduction:
         """
         reduction, group_size = self.reduction, mesh.size(self.axes)
         num_bytes = prod(reduction.shape) * reduction.dtype.itemsize
-        sent_bytes = COLLECTIVES[reduction.collective].sent(num_bytes, group_size)
+        sent_bytes = COLLECTIVES[reduction.collective].sent_volume(num_bytes, group_size)
         forward, backward = reduction.num_collectives(group_size, differentiable)
         return forward * sent_bytes, backward * sent_bytes
 
@@ -133,12 +133,12 @@ class Communication:
         )
 
     def layout(self, value: Value) -> TensorLayout:
-        """Return the layout at which the routes of `value` to consumers begin: its pinned layout,
+        """Return the layout from which all consumers of `value` redistribute it: its pinned layout,
         or the layout in which it is computed."""
         route = self.leading_transfers.get(value)
         return route[-1].step.target if route else self.initial_layouts[value]
 
-    def returned(self, value: Value) -> TensorLayout:
+    def returned_layout(self, value: Value) -> TensorLayout:
         """Return the layout in which the program returns `value`, one of its outputs."""
         route = self.output_routes[value]
         return route[-1].step.target if route else self.layout(value)
@@ -212,7 +212,7 @@ def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> Te
     return interned_layout(mesh, tuple(axes.get(value.name, ((),) * len(value.shape))))
 
 
-def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
+def default_storage(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
     """Return the default storage of each parameter: the layout of its first use that shards it, or
     replicated if no use does."""
     return {value.name: _axes_of_first_use(graph, mesh, cuts, value) for value in graph.parameters}
@@ -221,6 +221,7 @@ def storage_as_used(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) 
 def _axes_of_first_use(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], value: Value
 ) -> tuple[tuple[int, ...], ...]:
+    """Return the axes that shard each dimension of a parameter in its first sharded use."""
     for op, index in graph.consumers[value]:
         rule = rule_of(op)
         if rule is not None:
@@ -273,8 +274,8 @@ def _add_transfers(
     differentiable: bool,
     trained: bool,
 ) -> tuple[Transfer, ...]:
-    """Return the transfers that redistribute `value` to the layout `target`, created where they do
-    not exist yet.
+    """Return the transfers that redistribute `value` to the layout `target`; existing transfers
+    are reused.
 
     Args:
         result: communication of the program, to which new transfers are added.

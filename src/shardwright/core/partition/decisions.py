@@ -28,11 +28,13 @@ Outputs = Mapping[str, tuple[CutAxes | None, ...]]
 pinned."""
 
 NO_OUTPUTS: Outputs = MappingProxyType({})
+"""Pinned layouts of a plan that pins no outputs."""
 
 BUCKET_BYTES = 25 * 2**20
 """Default bucket size in bytes, as in DistributedDataParallel."""
 
-LEVELS = ("level1", "level2", "level3")
+ZERO_LEVELS = ("level1", "level2", "level3")
+"""Values of `OptimizerParallel.level`: ZeRO-1, ZeRO-2, ZeRO-3."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ class OptimizerParallel:
     threshold: int = 64
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
+        if self.level not in ZERO_LEVELS:
             raise StrategyError(
                 f"OptimizerParallel: level {self.level!r} is unknown\n"
-                f"use one of {', '.join(LEVELS)}"
+                f"use one of {', '.join(ZERO_LEVELS)}"
             )
         # `True` is an int in Python, and would be a size of 1.
         is_int = isinstance(self.shard_size, int) and not isinstance(self.shard_size, bool)
@@ -98,12 +100,12 @@ class Decisions:
     """All decisions for the program of a model, or of a chunk of a model.
 
     Args:
-        cuts: the axes that shard each factor of each sharded operator, by operator name.
+        cuts: mesh axes that shard each factor of each sharded operator, by operator name.
         storage: storage layout of each parameter, by name.
         outputs: pinned layouts of operator outputs, by operator name.
         arrivals: layouts of inputs that are not replicated, by input name.
         departures: layouts in which the program sends values to a later chunk, by value name.
-        local_outputs: layouts of outputs of which each rank gets the shard of its local batch, by
+        local_outputs: layouts of model outputs that each rank returns only for its local batch, by
             value name.
         sharding: ZeRO / HSDP configuration; None to store parameters as operators use them.
         bucket_bytes: maximum bytes of gathered parameters in a bucket.

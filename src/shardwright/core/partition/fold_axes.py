@@ -61,7 +61,7 @@ def dtensor_axes(partitioned: Partitioned) -> tuple[Axes, ...]:
     # The time of DTensor's first step grows exponentially with the number of axes of its mesh, so
     # it has fewer axes than the device matrix.
     layouts = [
-        chunk.communication.returned(value)
+        chunk.communication.returned_layout(value)
         for chunk in partitioned.chunks
         for value in chunk.returned
     ]
@@ -90,8 +90,7 @@ def _axis_strides(mesh: DeviceMatrix) -> list[int]:
 
 
 def _used_axes(partitioned: Partitioned) -> Iterator[Axes]:
-    """Yield all tuples of axes in decisions and redistributions, and all sets of axes as sorted
-    tuples."""
+    """Yield each tuple of axes in decisions and redistributions; unordered axes are sorted."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():
         yield from factors.values()

@@ -1,4 +1,4 @@
-"""Local outputs: model outputs of which each rank gets the samples of its local batch.
+"""Local outputs: model outputs that each rank returns only for the samples of its local batch.
 
 A dimension of an output is sharded like the dimension of an input with the same factor in the
 sharding rules of all operators between them. Such an output is local: a loss outside the model
@@ -43,10 +43,10 @@ def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, Cu
         groups = [joined.root_of_group((value, dim)) for dim in range(len(value.shape))]
         dims = [axes_of_group.get(group, ()) for group in groups]
         if not any(dims) and value.shape and _has_unknown_factors(graph, value):
-            # By convention dimension 0 is that of samples.
+            # By convention, dimension 0 is the batch.
             dims[0] = axes_of_size.get(value.shape[0], ())
-        used = [axes for axes in dims if axes]
-        if used and len(set(used)) == len(used):
+        sharding_axes = [axes for axes in dims if axes]
+        if sharding_axes and len(set(sharding_axes)) == len(sharding_axes):
             result[value.name] = tuple(dims)
     return result
 

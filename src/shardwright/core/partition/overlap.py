@@ -42,27 +42,29 @@ class Overlap:
     fraction: float = 1.0
 
 
-def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Transfer, Overlap]:
+def overlaps(
+    graph: Graph, communication: Communication, delay_weight_gradients: bool = True
+) -> dict[Transfer, Overlap]:
     """Return the computation that overlaps each redistribution; no entry without overlap.
 
     Args:
-        flow: communication of `graph`.
-        delays: whether weight gradients may be delayed. A schedule that splits the backward pass
-            computes them in another pass, which has no communication to overlap.
+        communication: communication of `graph`.
+        delay_weight_gradients: whether weight gradients may be delayed. A schedule that splits the
+            backward pass computes them in a separate pass without communication.
     """
     op_index = {op.name: index for index, op in enumerate(graph.ops)}
     first_use: dict[Transfer, int] = {}
     possible_linears: dict[Transfer, list[Op]] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):
-            route = flow.routes[op.name, index]
+            route = communication.routes[op.name, index]
             for transfer in route:
                 first_use.setdefault(transfer, op_index[op.name])
             # The first input of a linear layer is its activation.
             if route and index == 0:
                 possible_linears.setdefault(route[-1], []).append(op)
     result = {}
-    for transfer in filter(_can_overlap_transfer, flow.transfers):
+    for transfer in filter(_can_overlap_transfer, communication.transfers):
         overlapping_ops: tuple[Op, ...] = ()
         producer = graph.producer.get(transfer.value)
         # A later transfer of a route reads the result of the previous transfer, not of the
@@ -70,14 +72,16 @@ def overlaps(graph: Graph, flow: Communication, delays: bool = True) -> dict[Tra
         if producer is not None and transfer.previous is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
-            overlapping_ops = _ops_between(flow, transfer, ops, is_returned=end == len(graph.ops))
+            overlapping_ops = _ops_between(
+                communication, transfer, ops, is_returned=end == len(graph.ops)
+            )
         delayed_linears = tuple(
             op
             for op in possible_linears.get(transfer, ())
-            if delays
+            if delay_weight_gradients
             and transfer.step.backward
             and _can_delay_weight_gradient(op)
-            and _is_in_segment(flow, op, transfer.segment)
+            and _is_in_segment(communication, op, transfer.segment)
         )
         if overlapping_ops or delayed_linears:
             result[transfer] = Overlap(overlapping_ops, delayed_linears)
@@ -97,7 +101,7 @@ def _can_overlap_transfer(transfer: Transfer) -> bool:
 
 
 def _ops_between(
-    flow: Communication, transfer: Transfer, ops: Sequence[Op], is_returned: bool
+    communication: Communication, transfer: Transfer, ops: Sequence[Op], is_returned: bool
 ) -> tuple[Op, ...]:
     """Return the operators between producer and first consumer of `transfer`; () if all are views.
 
@@ -110,17 +114,17 @@ def _ops_between(
         is_returned: whether the program returns the result, and no operator consumes the result.
     """
     segment = transfer.segment
-    ends = ops[:1] if is_returned else (ops[0], ops[-1])
-    if not all(_is_in_segment(flow, op, segment) for op in ends):
+    boundary_ops = ops[:1] if is_returned else (ops[0], ops[-1])
+    if not all(_is_in_segment(communication, op, segment) for op in boundary_ops):
         return ()
     inner_ops = ops[1:] if is_returned else ops[1:-1]
-    inner_ops = tuple(op for op in inner_ops if _is_in_segment(flow, op, segment))
+    inner_ops = tuple(op for op in inner_ops if _is_in_segment(communication, op, segment))
     return inner_ops if any(map(_launches_kernel, inner_ops)) else ()
 
 
-def _is_in_segment(flow: Communication, op: Op, segment: str | None) -> bool:
+def _is_in_segment(communication: Communication, op: Op, segment: str | None) -> bool:
     """Whether `op` belongs to the recomputed segment named `segment`; None for no segment."""
-    op_segment = flow.segment_of.get(op.name)
+    op_segment = communication.segment_of.get(op.name)
     return (op_segment.name if op_segment is not None else None) == segment
 
 

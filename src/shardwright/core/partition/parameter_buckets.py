@@ -25,34 +25,35 @@ SMALL_BUCKET_BYTES = 2**20
 backward pass and overlaps nothing; and the bucket size in bytes below which latency outweighs
 overlap, which is the size of the first bucket of `DistributedDataParallel`."""
 
-BUCKETED_KINDS = ("vary", "all_gather")
+BUCKETED_OPERATIONS = ("vary", "all_gather")
 """Types of steps that are coalesced in buckets. `vary` comes first in a route, so that the
 all-reduce, which is its backward pass, operates on shards."""
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class BucketMember:
     """A parameter in a bucket, for one of the layouts in which it is used.
 
     Args:
         name: name of the parameter; `name@2` for the second layout in which it is used.
         value: the parameter.
-        stored: storage layout of the parameter.
+        stored_layout: storage layout of the parameter.
         transfers: transfers of the route of the parameter that are coalesced in the bucket.
     """
 
     name: str
     value: Value
-    stored: TensorLayout
+    stored_layout: TensorLayout
     transfers: tuple[Transfer, ...]
 
     @property
-    def used(self) -> TensorLayout:
+    def used_layout(self) -> TensorLayout:
         """Layout of the parameter after the steps of the bucket."""
         return self.transfers[-1].step.target
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
+        """Redistribution steps of the parameter that the bucket coalesces."""
         return tuple(transfer.step for transfer in self.transfers)
 
 
@@ -70,7 +71,7 @@ class Bucket:
     """
 
     number: int
-    members: tuple[Member, ...]
+    members: tuple[BucketMember, ...]
     level: str = ""
     segment: str | None = None
     regathers: bool = False
@@ -78,11 +79,13 @@ class Bucket:
 
     @property
     def steps(self) -> tuple[RedistributionStep, ...]:
-        """The steps of the first member; all members have equal steps, up to tensor dimensions."""
+        """Redistribution steps of the first member, which differ from those of other members at
+        most in tensor dimensions."""
         return self.members[0].steps
 
     @property
     def gathers(self) -> bool:
+        """Whether the parameters are stored sharded, and all-gathered before use."""
         return any(step.operation == "all_gather" for step in self.steps)
 
     @property
@@ -94,7 +97,7 @@ class Bucket:
     @property
     def numel(self) -> int:
         """Number of elements of all parameters that one device stores."""
-        return sum(prod(m.stored.shard_shape(m.value.shape)) for m in self.members)
+        return sum(prod(m.stored_layout.shard_shape(m.value.shape)) for m in self.members)
 
     @property
     def gather_bytes(self) -> int:
@@ -139,7 +142,7 @@ def num_bucketed_steps(route: Sequence[Transfer]) -> int:
     length = 0
     for transfer in route:
         operation = transfer.step.operation
-        if operation not in BUCKETED_KINDS or (operation == "vary" and length):
+        if operation not in BUCKETED_OPERATIONS or (operation == "vary" and length):
             break
         length += 1
     return length
@@ -150,8 +153,8 @@ def buckets(
     mesh: DeviceMatrix,
     decisions: Decisions,
     routes: Mapping[tuple[str, int], tuple[Transfer, ...]],
-    stored: Mapping[Value, TensorLayout],
-    returned: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
+    stored_layouts: Mapping[Value, TensorLayout],
+    returned_routes: Iterable[tuple[Value, tuple[Transfer, ...]]] = (),
 ) -> tuple[Bucket, ...]:
     """Return the buckets of all parameters, in order of first use.
 
@@ -160,13 +163,14 @@ def buckets(
 
     Args:
         routes: transfers to each input of an operator, by (operator name, input index).
-        stored: storage layout of each parameter.
-        returned: (value, transfers) of each value that the program returns, parameters included.
+        stored_layouts: storage layout of each parameter.
+        returned_routes: (value, transfers) of each value that the program returns, parameters
+            included.
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _BucketedParameterUse] = {}
     # Only level3 frees gathered parameters, and gathers those again that autograd saved.
-    needed = needed_in_backward(graph) if level == "level3" else frozenset()
+    read_in_backward = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
             if value.origin is not Origin.PARAMETER:
@@ -183,18 +187,18 @@ def buckets(
             # for all uses.
             if use.segment != segment:
                 use.segment = None
-            use.is_read_in_backward |= (op.name, index) in needed
+            use.is_read_in_backward |= (op.name, index) in read_in_backward
             use.trained |= value.requires_grad and any(v.requires_grad for v in op.outputs)
-    for value, route in returned:
+    for value, route in returned_routes:
         route = route[: num_bucketed_steps(route)]
         if value.origin is Origin.PARAMETER and route:
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedParameterUse(value, route, None))
             # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
-    limit = max(sum(map(_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES)
+    max_bytes = max(sum(map(_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES)
     return _group_uses_into_buckets(
-        uses.values(), stored, level, min(limit, decisions.bucket_bytes)
+        uses.values(), stored_layouts, level, min(max_bytes, decisions.bucket_bytes)
     )
 
 
@@ -218,7 +222,7 @@ class _BucketedParameterUse:
     trained: bool = False
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def bucket_key(self) -> tuple[object, ...]:
         """Hashable key that is equal for uses that can share a bucket."""
         steps = tuple((t.step.operation, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
@@ -230,9 +234,9 @@ class _BucketedParameterUse:
 
 def _group_uses_into_buckets(
     uses: Iterable[_BucketedParameterUse],
-    stored: Mapping[Value, TensorLayout],
+    stored_layouts: Mapping[Value, TensorLayout],
     level: str,
-    limit: int,
+    max_bytes: int,
 ) -> tuple[Bucket, ...]:
     # One open group per key, as uses with different keys alternate, such as weights and norms that
     # are sharded over different axes.
@@ -242,19 +246,19 @@ def _group_uses_into_buckets(
         use_bytes = _gathered_bytes(use)
         # In order of use, so that a bucket is gathered shortly before all of its parameters are
         # read, and reduced as soon as the last gradient is computed.
-        group, group_bytes = open_groups.get(use.key, ([], 0))
-        # A parameter above the limit is the only member of its bucket.
-        if not group or group_bytes + use_bytes > limit:
+        group, group_bytes = open_groups.get(use.bucket_key, ([], 0))
+        # A parameter larger than `max_bytes` is the only member of its bucket.
+        if not group or group_bytes + use_bytes > max_bytes:
             group, group_bytes = [], 0
             groups.append(group)
         group.append(use)
-        open_groups[use.key] = (group, group_bytes + use_bytes)
+        open_groups[use.bucket_key] = (group, group_bytes + use_bytes)
     num_uses: dict[Value, int] = {}
 
-    def member(use: _BucketedParameterUse) -> Member:
+    def member(use: _BucketedParameterUse) -> BucketMember:
         count = num_uses[use.value] = num_uses.get(use.value, 0) + 1
         name = use.value.name if count == 1 else f"{use.value.name}@{count}"
-        return Member(name, use.value, stored[use.value], use.route)
+        return BucketMember(name, use.value, stored_layouts[use.value], use.route)
 
     result = []
     for number, group in enumerate(groups):

@@ -56,14 +56,17 @@ class Partitioned:
             decisions = replace(decisions, local_outputs=self.local_outputs)
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
         self._check_input_gradients()
-        pieces = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
-        crossing = {
+        graph_chunks = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
+        boundary_layouts = {
             value.name: self._boundary_axes(value)
-            for piece in pieces
-            for value in piece.leaving
+            for graph_chunk in graph_chunks
+            for value in graph_chunk.leaving
             if value in graph.producer
         }
-        return tuple(self._build_chunk(*numbered, crossing) for numbered in enumerate(pieces))
+        return tuple(
+            self._build_chunk(number, graph_chunk, boundary_layouts)
+            for number, graph_chunk in enumerate(graph_chunks)
+        )
 
     @cached_property
     def local_outputs(self) -> dict[str, CutAxes]:
@@ -103,11 +106,11 @@ class Partitioned:
     def first_stages(self) -> dict[str, int]:
         """Index of the first stage that reads or updates each parameter and buffer, by name."""
         # This stage sends the tensor to all other stages that have it.
-        first: dict[str, int] = {}
+        first_stage_of: dict[str, int] = {}
         for stage in range(self.pipeline.stages):
             for value in chain(*self.tensors_of(stage)):
-                first.setdefault(value.name, stage)
-        return first
+                first_stage_of.setdefault(value.name, stage)
+        return first_stage_of
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
         """Return the parameters and the buffers that the chunks of a stage read or update."""
@@ -126,7 +129,7 @@ class Partitioned:
         several stages share.
         """
         chunks, micro_batches = self.chunks, self.pipeline.micro_batches
-        sent = [[0, 0] for _ in range(self.pipeline.stages)]
+        sent_bytes = [[0, 0] for _ in range(self.pipeline.stages)]
         for chunk in chunks:
             forward, backward = chunk.communication.step_bytes(micro_batches)
             to_next, to_previous = chunk.border_bytes
@@ -135,13 +138,13 @@ class Partitioned:
                 forward += micro_batches * to_next
             if chunk.number and chunks[chunk.number - 1].stage != chunk.stage:
                 backward += micro_batches * to_previous
-            sent[chunk.stage][0] += forward
-            sent[chunk.stage][1] += backward
+            sent_bytes[chunk.stage][0] += forward
+            sent_bytes[chunk.stage][1] += backward
         for stages, num_bytes in self.shared_gradients:
             for stage in stages:
                 # Ring all-reduce over n stages: 2 (n - 1) / n of the gradient, rounded up.
-                sent[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
-        return tuple((forward, backward) for forward, backward in sent)
+                sent_bytes[stage][1] += -(-2 * (len(stages) - 1) * num_bytes // len(stages))
+        return tuple((forward, backward) for forward, backward in sent_bytes)
 
     def _check_parameter_updates(self) -> None:
         """Check that trained parameters which `forward` updates are read once per step.
@@ -182,14 +185,16 @@ class Partitioned:
                     f" does not return\npass `{value.name}.detach()`, or plan without stages"
                 )
 
-    def _build_chunk(self, number: int, piece: GraphChunk, crossing: dict[str, CutAxes]) -> Chunk:
+    def _build_chunk(
+        self, number: int, graph_chunk: GraphChunk, boundary_layouts: dict[str, CutAxes]
+    ) -> Chunk:
         graph, decisions = self.graph, self.decisions
-        arrivals = {value.name: crossing[value.name] for value in piece.arriving}
-        departures = {value.name: crossing[value.name] for value in piece.leaving}
+        arrivals = {value.name: boundary_layouts[value.name] for value in graph_chunk.arriving}
+        departures = {value.name: boundary_layouts[value.name] for value in graph_chunk.leaving}
         # Outputs besides the loss are returned as they are computed, as without stages; a chunk
         # without the loss would return them replicated by default.
         if graph.loss is not None:
-            for value in piece.returned:
+            for value in graph_chunk.returned:
                 if value is not graph.loss and value in graph.producer:
                     departures.setdefault(value.name, self._boundary_axes(value))
         chunk_decisions = replace(
@@ -200,12 +205,12 @@ class Partitioned:
         return Chunk(
             number,
             self.pipeline.stage_of(number),
-            piece.graph,
+            graph_chunk.graph,
             self.mesh,
             chunk_decisions,
-            piece.arriving,
-            piece.leaving,
-            piece.returned,
+            graph_chunk.arriving,
+            graph_chunk.leaving,
+            graph_chunk.returned,
             self.pipeline.schedule_spec.splits_backward,
         )
 
@@ -214,8 +219,8 @@ class Partitioned:
         chunk."""
         producer = self.graph.producer[value]
         index = producer.outputs.index(value)
-        requested = self.decisions.outputs.get(producer.name, ())
-        axes = requested[index] if index < len(requested) else None
+        pinned_layouts = self.decisions.outputs.get(producer.name, ())
+        axes = pinned_layouts[index] if index < len(pinned_layouts) else None
         if axes is not None:
             return axes
         rule = rule_of(producer)

@@ -32,7 +32,7 @@ class PipelineSpec:
         batch_dims: dimension that is split into micro-batches, for each leaf of the arguments of
             the model, or None for a leaf that is not split; empty to split dimension 0 of all
             leaves with the same size of dimension 0 as the first leaf.
-        batch_norm: one of `BATCH_NORMS`.
+        batch_norm: samples over which batch norms compute statistics, one of `BATCH_NORMS`.
     """
 
     stages: int = 1
@@ -56,6 +56,7 @@ class PipelineSpec:
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks of all stages."""
         return self.stages * self.chunks
 
     def can_run(self, micro_batches: int) -> bool:

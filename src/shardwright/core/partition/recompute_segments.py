@@ -46,12 +46,12 @@ class OperatorTransfers:
 
     Args:
         routes: transfers to each input of an operator, by (operator name, input index).
-        communicating: names of operators that communicate inside their kernels.
+        communicating_ops: names of operators that communicate inside their kernels.
     """
 
     graph: Graph
     routes: Mapping[tuple[str, int], Sequence[Transfer]]
-    communicating: Collection[str]
+    communicating_ops: Collection[str]
 
     def transfers_to(self, op: Op) -> Iterator[tuple[Value, Transfer]]:
         """Yield (input value, transfer) for all transfers to the inputs of an operator."""
@@ -72,7 +72,7 @@ class OperatorTransfers:
         """Whether `op` communicates inside its kernel, or a transfer emitted before it sends
         data."""
         emitted = (t for _, t in self.transfers_to(op) if self.first_consumer[t] == op.name)
-        return op.name in self.communicating or any(t.forward_bytes for t in emitted)
+        return op.name in self.communicating_ops or any(t.forward_bytes for t in emitted)
 
 
 def recompute_segments(
@@ -97,16 +97,16 @@ def recompute_segments(
         # A segment in which autograd saves no tensors needs no recomputation.
         if ops:
             segment = candidate.recompute.segment
-            piece = num_parts[segment] = num_parts.get(segment, 0) + 1
-            name = segment if piece == 1 else f"{segment}/{piece}"
+            part = num_parts[segment] = num_parts.get(segment, 0) + 1
+            name = segment if part == 1 else f"{segment}/{part}"
             names, communication = tuple(op.name for op in ops), candidate.recompute.communication
-            repeated = names[: _num_repeated(ops)]
+            repeated = names[: _num_repeated_ops(ops)]
             trained = any(value.requires_grad for op in ops for value in op.outputs)
             result.append(Segment(name, names, repeated, communication, trained))
     return tuple(result)
 
 
-def _num_repeated(ops: Sequence[Op]) -> int:
+def _num_repeated_ops(ops: Sequence[Op]) -> int:
     """Return the number of operators of a segment that `torch.utils.checkpoint` runs again.
 
     Recomputation stops once the last saved tensor is available: before the last operator that saves
@@ -148,12 +148,13 @@ class _OpenSegment:
         )
 
     def add(self, op: Op) -> None:
+        """Append `op` to the segment."""
         self.ops.append(op)
         self.results.update(op.outputs)
 
     def skip(self, op: Op, transfers: OperatorTransfers) -> None:
         """Record that `op` is not in the segment, and runs before or after it."""
-        names = {own_op.name for own_op in self.ops}
+        names = {segment_op.name for segment_op in self.ops}
         self.skipped_ops.add(op.name)
         # All consumers of a transfer that is emitted inside the segment depend on the segment.
         if not (self.results | self.dependent_values).isdisjoint(op.inputs) or any(
@@ -173,7 +174,7 @@ def _candidate_segments(
         # The result of a collective inside a kernel cannot be saved without the result of the
         # kernel.
         if op_recompute is None or (
-            op.name in transfers.communicating and not op_recompute.communication
+            op.name in transfers.communicating_ops and not op_recompute.communication
         ):
             if segment is not None:
                 segment.skip(op, transfers)
@@ -198,7 +199,7 @@ def _ops_to_recompute(segment: _OpenSegment, transfers: OperatorTransfers) -> li
     # `torch.utils.checkpoint` stops at the last tensor that it has to recompute.
     end = len(segment.ops)
     while end and (
-        segment.ops[end - 1].name in transfers.communicating
+        segment.ops[end - 1].name in transfers.communicating_ops
         or not saved_tensors(segment.ops[end - 1])
     ):
         end -= 1

@@ -30,7 +30,8 @@ class ScheduleSpec:
             parameters.
         fallback: name of the schedule that runs a call with fewer micro-batches than
             `min_micro_batches`; None if this schedule runs them.
-        interleaved: name of the corresponding schedule with several chunks per stage, if any.
+        interleaved: name of the schedule that replaces this schedule with several chunks per stage;
+            None without a replacement.
     """
 
     name: str
@@ -45,7 +46,7 @@ class ScheduleSpec:
     interleaved: str | None = None
 
     @property
-    def chunked(self) -> bool:
+    def allows_several_chunks(self) -> bool:
         """Whether a stage may run several chunks."""
         return self.max_chunks != 1
 
@@ -55,6 +56,7 @@ class ScheduleSpec:
         return f"{self.min_chunks}" + (" or more" if self.max_chunks is None else "")
 
     def allows_chunks(self, chunks: int) -> bool:
+        """Whether a stage may run `chunks` chunks."""
         return self.min_chunks <= chunks and (self.max_chunks is None or chunks <= self.max_chunks)
 
     def stage_of(self, chunk: int, stages: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from shardwright.core.cost.memory import Memory, StageMemory, binary
 from shardwright.core.cost.pipeline_timeline import check_pipelining
-from shardwright.core.partition.decisions import LEVELS, OptimizerParallel
+from shardwright.core.partition.decisions import ZERO_LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.planner.options import AUTO_RECOMPUTE, PlanOptions
 from shardwright.errors import MemoryLimitError, PlanError
@@ -78,8 +78,8 @@ def _options_at_hsdp_levels(options: PlanOptions) -> tuple[PlanOptions, ...]:
 
 def _options_at_higher_hsdp_levels(options: PlanOptions) -> Iterator[PlanOptions]:
     sharding = options.sharding
-    next_level = LEVELS.index(sharding.level) + 1 if sharding is not None else 0
-    for level in LEVELS[next_level:]:
+    next_level = ZERO_LEVELS.index(sharding.level) + 1 if sharding is not None else 0
+    for level in ZERO_LEVELS[next_level:]:
         # `level2` differs from `level1` only in reducing gradients after each micro-batch instead
         # of once per step.
         if level == "level2" and options.num_micro_batches == 1:

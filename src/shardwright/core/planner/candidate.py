@@ -22,7 +22,7 @@ from shardwright.core.cost.step_time import operator_seconds
 from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import DeviceMatrix
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.partition.decisions import Decisions, Recompute, Storage
 from shardwright.core.partition.fold_axes import dtensor_axes, fold_axes
 from shardwright.core.partition.partitioned import Partitioned
@@ -163,7 +163,7 @@ class Candidate:
     def shards_storage(self) -> bool:
         """Whether a parameter is stored in another layout than operators read it in, as with
         ZeRO."""
-        used = storage_as_used(self.model.graph, self.mesh, self.decisions.cuts)
+        used = default_storage(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
 
     @property
@@ -407,7 +407,7 @@ def _parameter_storage_layouts(
     """Return the storage layout of each parameter: as pinned, sharded by ZeRO or HSDP, or as
     operators use the parameter."""
     graph, pinned = model.graph, model.pins.parameters
-    storage: Storage = requested_storage(graph, mesh, pinned, storage_as_used(graph, mesh, cuts))
+    storage: Storage = requested_storage(graph, mesh, pinned, default_storage(graph, mesh, cuts))
     if options.sharding is None:
         return storage
     return sharded_storage(graph, mesh, cuts, storage, options.sharding, pinned)

@@ -26,7 +26,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.layout.axes import MAX_DEVICES
 from shardwright.core.layout.layout import DeviceMatrix, Layout
 from shardwright.core.micro_batches.batch_norms import BATCH_NORMS, WHOLE_BATCH
-from shardwright.core.partition.decisions import BUCKET_BYTES, LEVELS, OptimizerParallel
+from shardwright.core.partition.decisions import BUCKET_BYTES, ZERO_LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import AUTO, PipelineSpec
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.core.planner.requirement import (
@@ -359,7 +359,9 @@ class PlanOptions(KeywordOptions):
         """Whether parameters, gradients and optimizer state are sharded over all devices that
         replicate them (ZeRO-3)."""
         sharding = self.sharding
-        return sharding is not None and sharding.level == LEVELS[-1] and sharding.shard_size == -1
+        return (
+            sharding is not None and sharding.level == ZERO_LEVELS[-1] and sharding.shard_size == -1
+        )
 
     @property
     def search_options(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from itertools import pairwise
 from shardwright.core.cost.flops import work_of
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.partition.decisions import Decisions, Recompute
 from shardwright.core.search.recompute.blocks import RecomputeBlocks
 
@@ -77,7 +77,7 @@ class RecomputeOptions:
             recompute: recomputation marked by the user, by operator name.
         """
         mesh = prime_mesh(1)
-        decisions = Decisions({}, storage_as_used(graph, mesh, {}), recompute=recompute)
+        decisions = Decisions({}, default_storage(graph, mesh, {}), recompute=recompute)
         blocks = RecomputeBlocks(graph, mesh, decisions, lambda _: 0)
         saved = sum(blocks.saved_without_blocks.values())
         by_depth = [

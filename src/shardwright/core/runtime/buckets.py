@@ -65,7 +65,7 @@ class BoundBucket:
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the local shards of the bucket's parameters."""
-        return tuple(m.stored.shard_shape(m.value.shape) for m in self.bucket.members)
+        return tuple(m.stored_layout.shard_shape(m.value.shape) for m in self.bucket.members)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -224,7 +224,7 @@ class BoundBucket:
 
     def _unsharded_shape_of_member(self, number: int) -> tuple[int, ...]:
         member = self.bucket.members[number]
-        return member.used.shard_shape(member.value.shape)
+        return member.used_layout.shard_shape(member.value.shape)
 
     def _join_blocks_of_member(self, number: int, piece: Tensor) -> Tensor:
         """Return member `number` of the bucket, contiguous, from its gathered shards in `piece`, a

@@ -71,7 +71,7 @@ class CollectiveRange:
         """
         # The bytes sent by an all-gather are computed from its output, which is larger.
         buffer_bytes = num_bytes * self.size if self.collective == "all_gather" else num_bytes
-        sent = COLLECTIVES[self.collective].sent(buffer_bytes, self.size)
+        sent = COLLECTIVES[self.collective].sent_volume(buffer_bytes, self.size)
         return record_function(f"send {self.collective} over {self.over}, {sent} B")
 
     def wait(self) -> record_function:

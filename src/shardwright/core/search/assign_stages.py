@@ -271,7 +271,7 @@ def configured_stages(
         (stage, list(ops))
         for stage, ops in groupby(named_ops, key=lambda op: stage_of_op[op.name] or 0)
     ]
-    if SCHEDULES[schedule].chunked:
+    if SCHEDULES[schedule].allows_several_chunks:
         chunk_of_named, chunks = _assign_ops_to_chunks(graph, runs, stages, SCHEDULES[schedule])
     else:
         chunk_of_named, chunks = {op.name: stage_of_op[op.name] or 0 for op in named_ops}, 1
@@ -411,7 +411,7 @@ def _repeated_stages_hint() -> str:
     """Return an error line that lists the schedules in which stages repeat, with their orders."""
     schedules = []
     for schedule in SCHEDULES.values():
-        if schedule.chunked:
+        if schedule.allows_several_chunks:
             order = [schedule.stage_of(chunk, 2) for chunk in range(4)]
             schedules.append(f"{_abbreviate_stages(order)} with schedule {schedule.name!r}")
     return f"stages may repeat in the order {', or '.join(schedules)}"

@@ -41,7 +41,9 @@ def _has_megatron_stages(config: Config) -> bool:
     schedule = SCHEDULES.get(config.parallel.schedule)
     # Interleaved schedules have several chunks per stage, which the planner assigns unless the
     # configuration has the number of blocks in each.
-    is_assigned = schedule is not None and (not schedule.chunked or _has_chunks(config))
+    is_assigned = schedule is not None and (
+        not schedule.allows_several_chunks or _has_chunks(config)
+    )
     return is_manual and is_assigned
 
 

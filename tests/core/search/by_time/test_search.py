@@ -16,7 +16,7 @@ from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import communication, storage_as_used
+from shardwright.core.partition.communication import communication, default_storage
 from shardwright.core.partition.decisions import Decisions, OptimizerParallel
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.baselines import data_parallel
@@ -45,7 +45,7 @@ def by_time(graph: Graph, mesh: Layout, cluster: Cluster, **others: Any) -> Cuts
 
 
 def timed(graph: Graph, mesh: Layout, cuts: dict[str, Cuts], cluster: Cluster) -> StepTime:
-    flow = communication(graph, mesh, Decisions(cuts, storage_as_used(graph, mesh, cuts)))
+    flow = communication(graph, mesh, Decisions(cuts, default_storage(graph, mesh, cuts)))
     return step_time(graph, flow, cuts, TimeModel(cluster, mesh))
 
 
@@ -197,7 +197,7 @@ def test_inputs_that_arrive_cut_stay_so() -> None:
     graph = captured(mlp, batch=8)
     arrivals = {value.name: ((0,), ()) for value in graph.input_values}
     cuts = by_time(graph, prime_mesh(2), TOY, mem_coeff=1e-9, arrivals=arrivals)
-    decisions = Decisions(cuts, storage_as_used(graph, prime_mesh(2), cuts), arrivals=arrivals)
+    decisions = Decisions(cuts, default_storage(graph, prime_mesh(2), cuts), arrivals=arrivals)
     flow = communication(graph, prime_mesh(2), decisions)
     assert not any(t.value in graph.input_values for t in flow.transfers)
 
@@ -218,7 +218,7 @@ def test_parameters_that_are_stored_sharded_are_gathered_where_devices_use_them_
     model = TimeModel(TOY, mesh, optimizer_shard_size=sharding.shard_size)
     half = {name: {f: axes[:1] for f, axes in cut.items()} for name, cut in _along(graph).items()}
     for cuts in (_along(graph), half):
-        storage = sharded_storage(graph, mesh, cuts, storage_as_used(graph, mesh, cuts), sharding)
+        storage = sharded_storage(graph, mesh, cuts, default_storage(graph, mesh, cuts), sharding)
         flow = communication(graph, mesh, Decisions(cuts, storage, sharding=sharding))
         time = step_time(graph, flow, cuts, model)
         cost = Objective(every, model).cost(

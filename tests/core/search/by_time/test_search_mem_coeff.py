@@ -15,7 +15,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.graph.graph import Graph
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import storage_as_used
+from shardwright.core.partition.communication import default_storage
 from shardwright.core.search.by_time.search import candidates_by_time
 from shardwright.core.search.indexed_graph import index_graph
 from shardwright.core.search.request import CutsOfGraph, SearchRequest, TimedStep
@@ -30,7 +30,7 @@ MODELS = {
 def kept_elements(graph: Graph, cuts: CutsOfGraph) -> int:
     """Of all parameters, by one of four devices."""
     mesh = prime_mesh(4)
-    layouts = storage_as_used(graph, mesh, cuts)
+    layouts = default_storage(graph, mesh, cuts)
     shards = (TensorLayout(mesh, layouts[v.name]).shard_shape(v.shape) for v in graph.parameters)
     return sum(torch.Size(shape).numel() for shape in shards)
 

@@ -20,7 +20,7 @@ from sample_models import Model, llama, mlp, resnet
 from shardwright.core.graph.graph import Graph, Origin
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
-from shardwright.core.partition.communication import Communication, communication, storage_as_used
+from shardwright.core.partition.communication import Communication, communication, default_storage
 from shardwright.core.partition.decisions import Decisions
 from shardwright.core.partition.partitioned import Partitioned
 from shardwright.core.plan import Plan, make_plan
@@ -59,7 +59,7 @@ F_PUBLISHED: Pins = {
 
 
 def flow(graph: Graph, mesh: Layout, cuts: Pins) -> Communication:
-    return communication(graph, mesh, Decisions(cuts, storage_as_used(graph, mesh, cuts)))
+    return communication(graph, mesh, Decisions(cuts, default_storage(graph, mesh, cuts)))
 
 
 def activation_bytes(found: Communication) -> int:
@@ -266,7 +266,7 @@ def planned(graph: Graph, devices: int, pins: Pins) -> Plan:
         name: {f: axes for f, axes in pin.items() if axes} for name, pin in pins.items()
     }
     return make_plan(
-        Partitioned(graph, mesh, Decisions(cuts, storage_as_used(graph, mesh, cuts))),
+        Partitioned(graph, mesh, Decisions(cuts, default_storage(graph, mesh, cuts))),
         mode="sharding_propagation",
         options={},
         search_seconds=0.0,
