@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        of_weight = self.seconds.of("W")
+        of_weight = self.seconds.seconds_of("W")
         weight = slow(self.weight, 0.0, of_weight)
         return slow(x, self.seconds.forward, self.seconds.backward - of_weight) + weight
 

@@ -22,7 +22,7 @@ from benchmarks.one_gpu.steps import predicted_against_measured
 from benchmarks.page import commit
 from benchmarks.table import Table
 from shardwright.core.cost.cluster_file import cluster_to_yaml
-from shardwright.core.cost.clusters import built_in
+from shardwright.core.cost.clusters import built_in_clusters
 from shardwright.core.runtime.accelerator import CPU, device_of_group, use_device
 
 
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", choices=SECTIONS, action="append", help="measure this section")
     parser.add_argument(
         "--links",
-        choices=built_in(),
+        choices=built_in_clusters(),
         default="h100",
         help="cluster to predict for",
     )

@@ -194,7 +194,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
         lock_folders(*(_output_folders(run, logs) if world.rank == 0 else ())) as locks,
     ):
         if world.local_size < world.size:
-            run.check_nodes(world.local_size)
+            run.check_node_size(world.local_size)
         if world.restarts == 0:
             run.check_checkpoints()
         check_trackers(run.config.train.log_to)

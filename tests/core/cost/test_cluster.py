@@ -11,7 +11,7 @@ import torch
 from shardwright.core.cost import local_cluster
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.cluster_file import cluster_to_yaml, read_cluster
-from shardwright.core.cost.clusters import built_in, load_cluster
+from shardwright.core.cost.clusters import built_in_clusters, load_cluster
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.errors import ConfigError
@@ -54,14 +54,14 @@ def test_written_clusters_read_back_equal(tiny: Cluster) -> None:
     assert read_cluster(cluster_to_yaml(tiny), "again") == tiny
 
 
-@pytest.mark.parametrize("name", built_in())
+@pytest.mark.parametrize("name", built_in_clusters())
 def test_built_in_clusters_join_eight_devices_a_node(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
     # GB200 NVL72 joins 64 devices by NVLink, and CloudMatrix384 768 dies by its bus.
     in_node = {"gb200": 6, "ascend910c": 6}.get(name, 3)
     outside = [((1, 2),)] * (6 - in_node)
-    assert cluster.levels_of(prime_mesh(64)) == (*outside, *[((0, 2),)] * in_node)
+    assert cluster.link_levels_of_axes(prime_mesh(64)) == (*outside, *[((0, 2),)] * in_node)
 
 
 def test_a_file_may_say_how_it_differs_from_another_cluster(tmp_path: Path) -> None:
@@ -86,49 +86,52 @@ def test_a_cluster_is_found_by_path(tmp_path: Path, tiny: Cluster) -> None:
 
 
 def test_axes_lie_on_the_links_that_they_cross(tiny: Cluster) -> None:
-    assert tiny.levels_of(prime_mesh(8)) == (((1, 2),), ((0, 2),), ((0, 2),))
+    assert tiny.link_levels_of_axes(prime_mesh(8)) == (((1, 2),), ((0, 2),), ((0, 2),))
     # Of four ranks two apart, two are in a node.
-    assert tiny.levels_of(Layout((4, 2), ("a", "b"))) == (((0, 2), (1, 2)), ((0, 2),))
-    assert tiny.levels_of(Layout((16,), ("a",))) == (((0, 4), (1, 4)),)
+    assert tiny.link_levels_of_axes(Layout((4, 2), ("a", "b"))) == (((0, 2), (1, 2)), ((0, 2),))
+    assert tiny.link_levels_of_axes(Layout((16,), ("a",))) == (((0, 4), (1, 4)),)
     # Three ranks in a row cross the border between nodes somewhere: 3, 4, 5.
-    assert tiny.levels_of(Layout((2, 3), ("a", "b"))) == (((1, 2),), ((1, 3),))
+    assert tiny.link_levels_of_axes(Layout((2, 3), ("a", "b"))) == (((1, 2),), ((1, 3),))
 
 
 def test_a_run_on_nodes_of_another_size_is_refused(tiny: Cluster) -> None:
-    tiny.check_nodes(4)
-    replace(tiny, levels=tiny.levels[1:]).check_nodes(3)
+    tiny.check_node_size(4)
+    replace(tiny, levels=tiny.levels[1:]).check_node_size(3)
     with pytest.raises(ConfigError, match="has 4 devices, but this run has nodes of 2\nstart 4"):
-        tiny.check_nodes(2)
+        tiny.check_node_size(2)
 
 
 def test_nodes_are_those_of_which_so_many_devices_need_several(tiny: Cluster) -> None:
-    assert [tiny.nodes(devices) for devices in (4, 5, 16)] == [(), (4,), (4,)]
+    assert [tiny.inner_group_sizes(devices) for devices in (4, 5, 16)] == [(), (4,), (4,)]
     rows = "  - {name: row, devices: 64, bandwidth: 5 GB/s, latency: 30 us}\n"
-    assert read_cluster(TEXT + rows, "rows").nodes(32) == (4, 16)
+    assert read_cluster(TEXT + rows, "rows").inner_group_sizes(32) == (4, 16)
 
 
 def test_every_stage_counts_where_it_lies(tiny: Cluster) -> None:
     pair = Layout((2,), ("a",))
-    assert tiny.levels_of(pair, (0, 2)) == (((0, 2),),)
-    assert tiny.levels_of(pair, (0, 3)) == (((1, 2),),)
+    assert tiny.link_levels_of_axes(pair, (0, 2)) == (((0, 2),),)
+    assert tiny.link_levels_of_axes(pair, (0, 3)) == (((1, 2),),)
 
 
 def test_ranks_in_another_order_count_as_they_stand(tiny: Cluster) -> None:
     swapped = Layout((2, 4), ("a", "b"), (0, 2, 4, 6, 1, 3, 5, 7))
-    assert tiny.levels_of(swapped) == (((0, 2),), ((0, 2), (1, 2)))
+    assert tiny.link_levels_of_axes(swapped) == (((0, 2),), ((0, 2), (1, 2)))
 
 
 def test_more_devices_than_the_cluster_has_are_an_error(tiny: Cluster) -> None:
     with pytest.raises(ConfigError, match="'tiny' has 16 devices, but 32 were requested"):
-        tiny.levels_of(prime_mesh(32))
+        tiny.link_levels_of_axes(prime_mesh(32))
 
 
 def test_devices_that_share_a_processor_are_slower_in_proportion(tiny: Cluster) -> None:
     shared = read_cluster(TEXT.replace("  matrix", "  at_full_rate: 2\n  matrix"), "shared")
-    assert shared.device.among(2) == shared.device
-    assert shared.device.among(8).rate(torch.float32) == tiny.device.rate(torch.float32) / 4
-    assert (shared.device.shared(2), shared.device.shared(3)) == (False, True)
-    assert not tiny.device.shared(1000)
+    assert shared.device.with_active_devices(2) == shared.device
+    assert (
+        shared.device.with_active_devices(8).rate(torch.float32)
+        == tiny.device.rate(torch.float32) / 4
+    )
+    assert (shared.device.is_oversubscribed(2), shared.device.is_oversubscribed(3)) == (False, True)
+    assert not tiny.device.is_oversubscribed(1000)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,7 @@ def test_this_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_cluster("local") == first
 
 
-@pytest.mark.parametrize("name", built_in())
+@pytest.mark.parametrize("name", built_in_clusters())
 def test_a_cluster_is_read_as_it_is_written(name: str) -> None:
     cluster = load_cluster(name)
     assert read_cluster(cluster_to_yaml(cluster), "written") == cluster
@@ -194,7 +197,7 @@ def test_a_cluster_is_read_as_it_is_written(name: str) -> None:
 
 def test_efficiencies_that_a_file_does_not_name_change_nothing(tiny: Cluster) -> None:
     device = tiny.device
-    assert device.rate(torch.float32, (1, 2, 3)) == device.rate(torch.float32, attention=True)
+    assert device.rate(torch.float32, (1, 2, 3)) == device.rate(torch.float32, is_attention=True)
     assert device.rate(torch.float32) == 0.5 * device.rates["float32"]
     assert device.overlap_slowdown == 0
     assert tiny.levels[0].rate == tiny.levels[0].bandwidth
@@ -205,8 +208,8 @@ def test_small_matrices_reach_less_and_attention_what_it_reaches() -> None:
     device = read_cluster(TEXT.replace("matrix_eff", keys), "full").device
     large, small = device.rate(torch.float32), device.rate(torch.float32, (64, 192, 448))
     assert small == pytest.approx(large * 1 / 2 * 3 / 4 * 7 / 8)
-    assert device.rate(torch.float32, attention=True) == pytest.approx(large * 0.2 / 0.5)
-    assert device.rate(torch.float32, (512,), attention=True) == pytest.approx(large * 0.2 / 0.5)
+    assert device.rate(torch.float32, is_attention=True) == pytest.approx(large * 0.2 / 0.5)
+    assert device.rate(torch.float32, (512,), is_attention=True) == pytest.approx(large * 0.2 / 0.5)
     assert device.overlap_slowdown == 0.25
 
 
@@ -214,10 +217,10 @@ def test_attention_over_few_keys_reaches_less() -> None:
     halves = "attention_half: 512\n  attention_head_half: 1e9\n  "
     keys = halves + "overlaps_products: true\n  sends_routed_tokens: true\n  matrix_eff"
     device = read_cluster(TEXT.replace("matrix_eff", keys), "full").device
-    long = device.rate(torch.float32, attention=True)
-    assert device.rate(torch.float32, (1536,), attention=True) == pytest.approx(long * 3 / 4)
-    assert device.rate(torch.float32, (1536, 64), attention=True) == pytest.approx(long * 3 / 8)
-    assert device.rate(torch.float32, (1536, 256), attention=True) == pytest.approx(long * 3 / 4)
+    long = device.rate(torch.float32, is_attention=True)
+    assert device.rate(torch.float32, (1536,), is_attention=True) == pytest.approx(long * 3 / 4)
+    assert device.rate(torch.float32, (1536, 64), is_attention=True) == pytest.approx(long * 3 / 8)
+    assert device.rate(torch.float32, (1536, 256), is_attention=True) == pytest.approx(long * 3 / 4)
     assert device.overlaps_products
     assert device.sends_routed_tokens
     with pytest.raises(ConfigError, match=r"device.overlaps_products must be true or false, not 3"):

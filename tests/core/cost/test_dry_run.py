@@ -91,9 +91,9 @@ def test_one_micro_batch_tells_what_the_first_two_need(
     def twice(
         self: dry_run._MetaChunk, kinds: Sequence[str], several: bool, _: object
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
-        first = {kind: self.action(kind) for kind in kinds}
-        return first, {kind: self.action(kind) for kind in kinds} if several else {}
+        first = {kind: self.run_action(kind) for kind in kinds}
+        return first, {kind: self.run_action(kind) for kind in kinds} if several else {}
 
-    monkeypatch.setattr(dry_run._MetaChunk, "actions", twice)
+    monkeypatch.setattr(dry_run._MetaChunk, "run_actions", twice)
     both = memory(plan.partitioned)
     assert [stage.curve for stage in once.stages] == [stage.curve for stage in both.stages]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.flops import work_of
-from shardwright.core.cost.measure import BLOCKS, CPU, OPERATORS, SmallTransformer
+from shardwright.core.cost.measure import BLOCKS, CPU, OPERATORS_PER_BLOCK, SmallTransformer
 
 
 class Blocks(nn.Module):
@@ -24,9 +24,9 @@ def test_a_block_has_as_many_operators_as_the_time_model_counts() -> None:
     small = SmallTransformer(CPU)
     works = [work_of(op) for op in capture(Blocks(small), (small.x,), {}).ops]
     forward = sum(bool(work.forward_bytes) for work in works)
-    gradients = sum(work.gradients for work in works if work.backward_bytes)
+    gradients = sum(work.num_gradients for work in works if work.backward_bytes)
     # The sum at the end is one more of each.
-    assert forward + gradients == OPERATORS * BLOCKS + 2
+    assert forward + gradients == OPERATORS_PER_BLOCK * BLOCKS + 2
 
 
 def test_a_small_transformer_trains() -> None:

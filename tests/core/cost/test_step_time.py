@@ -60,15 +60,17 @@ def test_an_operator_takes_its_operations_or_its_bytes_whichever_is_longer(graph
     model = TimeModel(CLUSTER, prime_mesh(2))
     flops, moved = 2 * 32 * 8 * 16, 4 * (32 * 8 + 16 * 8 + 32 * 16)
     assert flops / 5e5 < moved / 1e5
-    forward, _ = model.operator(graph.by_name["one"], {})
+    forward, _ = model.operator_seconds(graph.by_name["one"], {})
     assert forward == pytest.approx(0.01 + moved / 1e5)
     fast = replace(CLUSTER, device=replace(DEVICE, memory_bandwidth=1e9))
-    forward, _ = TimeModel(fast, prime_mesh(2)).operator(graph.by_name["one"], {})
+    forward, _ = TimeModel(fast, prime_mesh(2)).operator_seconds(graph.by_name["one"], {})
     assert forward == pytest.approx(0.01 + flops / 5e5)
 
 
 def test_a_cut_shares_operations_and_the_tensors_that_carry_it(graph: Graph) -> None:
-    forward, _ = TimeModel(CLUSTER, prime_mesh(2)).operator(graph.by_name["one"], {"j": (0,)})
+    forward, _ = TimeModel(CLUSTER, prime_mesh(2)).operator_seconds(
+        graph.by_name["one"], {"j": (0,)}
+    )
     assert forward == pytest.approx(0.01 + 4 * (32 * 8 + 16 * 8 / 2 + 32 * 16 / 2) / 1e5)
 
 
@@ -151,7 +153,7 @@ def test_a_cut_leaves_matrix_products_a_smaller_share_of_the_peak(graph: Graph) 
     model = TimeModel(replace(CLUSTER, device=device), prime_mesh(2))
     flops = 2 * 32 * 8 * 16
     for cut, (rows, columns, inner) in (("b", (16, 16, 8)), ("j", (32, 8, 8)), ("k", (32, 16, 4))):
-        forward, _ = model.operator(graph.by_name["one"], {cut: (0,)})
+        forward, _ = model.operator_seconds(graph.by_name["one"], {cut: (0,)})
         reached = rows / (rows + 8) * columns / (columns + 8) * inner / (inner + 8)
         assert forward == pytest.approx(flops / 2 / 1e6 / reached), cut
 
@@ -195,7 +197,9 @@ def test_a_cpu_keeps_what_is_computed_again_in_python(graph: Graph) -> None:
     for at_full_rate, kept in ((None, 0.0), (8, RECOMPUTE_OPERATORS * DEVICE.overhead)):
         device = replace(DEVICE, at_full_rate=at_full_rate)
         model = TimeModel(replace(CLUSTER, device=device), prime_mesh(2))
-        assert model.recompute_seconds(op, {}) == pytest.approx(model.operator(op, {})[0] + kept)
+        assert model.recompute_seconds(op, {}) == pytest.approx(
+            model.operator_seconds(op, {})[0] + kept
+        )
 
 
 def test_norms_and_element_wise_operators_move_what_the_software_moves() -> None:
@@ -205,7 +209,7 @@ def test_norms_and_element_wise_operators_move_what_the_software_moves() -> None
     software = replace(device, norm_traffic=14.0, pointwise_traffic=0.5)
     plain, changed = (
         [
-            sum(TimeModel(replace(CLUSTER, device=d), prime_mesh(2)).operator(op, {}))
+            sum(TimeModel(replace(CLUSTER, device=d), prime_mesh(2)).operator_seconds(op, {}))
             for op in graph.ops
         ]
         for d in (device, software)
@@ -234,12 +238,12 @@ def test_a_part_computes_while_the_next_goes_round_a_ring(slowdown: float) -> No
     ring = Reduction(("ring",), RING, (1, 1, 25, 10), torch.float32, varying=True)
     sent, launched = 3 * (0.001 + 1000 / 1e4), 3 * 20 * 0.01
     long, none = (100.0, 100.0), (0.0, 0.0)
-    there, back = model.inner_collective(ring, (0, 1), True, long)
+    there, back = model.inner_collective_seconds(ring, (0, 1), True, long)
     assert there == pytest.approx(slowdown * sent + launched)
     assert back == pytest.approx(2 * slowdown * sent + launched)
-    there, back = model.inner_collective(ring, (0, 1), True, none)
+    there, back = model.inner_collective_seconds(ring, (0, 1), True, none)
     assert (there, back) == pytest.approx((sent + launched, 2 * sent + launched))
     # Of the four parts the last is computed when nothing is on its way.
-    there, _ = model.inner_collective(ring, (0, 1), True, (0.04, 0.0))
+    there, _ = model.inner_collective_seconds(ring, (0, 1), True, (0.04, 0.0))
     assert there == pytest.approx(sent - (1 - slowdown) * 0.03 + launched)
-    assert model.inner_collective(ring, (0, 1), False, long)[1] == 0
+    assert model.inner_collective_seconds(ring, (0, 1), False, long)[1] == 0

@@ -11,7 +11,7 @@ def test_a_storage_counts_once_however_many_views_it_has() -> None:
     with LiveBytes() as live:
         x = torch.zeros(100)
         _, _ = x.view(10, 10), x[3:]
-        assert live.now == 400
+        assert live.current_bytes == 400
 
 
 def test_what_nothing_refers_to_is_gone() -> None:
@@ -19,9 +19,9 @@ def test_what_nothing_refers_to_is_gone() -> None:
         x = torch.zeros(100)
         y = x.view(10, 10)
         del x
-        assert live.now == 400
+        assert live.current_bytes == 400
         del y
-        assert live.now == 0
+        assert live.current_bytes == 0
 
 
 def test_the_peak_is_found_between_two_moments() -> None:
@@ -40,12 +40,12 @@ def test_what_autograd_keeps_counts_until_the_backward_pass() -> None:
     with LiveBytes() as live:
         w = torch.ones(100, requires_grad=True)
         loss = (w * 2).exp().sum()
-        kept = live.now
+        kept = live.current_bytes
         loss.backward()
         del loss
         # The result of exp is kept for its gradient; the gradient of w stays.
         assert kept == 400 + 400 + 4
-        assert live.now == 400 + 400
+        assert live.current_bytes == 400 + 400
 
 
 def test_tensors_that_were_there_before_are_counted_if_they_are_watched() -> None:
@@ -54,7 +54,7 @@ def test_tensors_that_were_there_before_are_counted_if_they_are_watched() -> Non
         live.watch([x, x.view(10, 10)], PARAMETERS)
         assert live.bytes_between(len(live.history)) == {PARAMETERS: 400}
         z = y + 1
-        assert live.now == 600
+        assert live.current_bytes == 600
         del z
 
 

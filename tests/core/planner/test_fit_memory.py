@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import Stack
-from shardwright.core.cost.memory import least_memory
+from shardwright.core.cost.memory import memory_lower_bounds
 from shardwright.core.partition.decisions import ZERO_LEVELS
 from shardwright.core.planner import candidate
 from shardwright.core.planner.candidate import Candidate
@@ -297,8 +297,8 @@ def test_only_what_may_fit_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     aligned.clear()
     limit = error.value.needed
     assert plan(**options, memory_limit=limit).memory.peak <= limit
-    floors = [max(least_memory(one.partitioned, "adamw")) for one in aligned]
-    assert floors and max(floors) <= limit < max(least_memory(plan().partitioned, "adamw"))
+    floors = [max(memory_lower_bounds(one.partitioned, "adamw")) for one in aligned]
+    assert floors and max(floors) <= limit < max(memory_lower_bounds(plan().partitioned, "adamw"))
 
 
 def test_what_is_known_to_fit_is_offered_when_the_search_is_stopped(

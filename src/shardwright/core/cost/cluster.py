@@ -24,7 +24,7 @@ LOCAL = "local"
 REFERENCE_HEAD_SIZE = 128
 """Size of the attention heads with which `Device.attention_efficiency` is measured."""
 
-Spans = tuple[tuple[int, int], ...]
+LinkSpans = tuple[tuple[int, int], ...]
 """Link levels that a group of devices crosses, innermost first: (index of the level, number of
 devices or inner groups that the level joins)."""
 
@@ -41,7 +41,7 @@ class LinkLevel:
         name: name of the level, such as `node` or `network`.
         bandwidth: bytes per second that each device sends while all devices send.
         latency: seconds from the start of a message to its arrival. For processes that share a
-            processor, the latency of a single process; `Cluster.among` scales it.
+            processor, the latency of a single process; `Cluster.with_active_devices` scales it.
         devices: number of devices in one group of this level; None for any number.
         collectives: `trees`: a group of p devices needs ⌈log₂ p⌉ sequential messages; `rings`: as
             `trees` for all-reduce, but all-gather and reduce-scatter use one ring of all devices,
@@ -80,7 +80,7 @@ class Device:
             default `matrix_efficiency`.
         attention_half: number of keys of a query at which fused attention reaches half its rate; in
             general t keys multiply the rate by t / (t + `attention_half`). With causal attention a
-            query has half of all keys in the mean.
+            query has half of all keys on average.
         attention_head_half: h, if fused attention with heads of size d < 128 reaches the fraction
             d / (d + h) · (128 + h) / 128 of its rate with heads of 128; 0 for no difference.
             Smaller heads have fewer FLOPs for each exponential of the softmax.
@@ -138,23 +138,24 @@ class Device:
         return self.rates.get(str(dtype).removeprefix("torch."), min(self.rates.values()))
 
     def rate(
-        self, dtype: torch.dtype, sides: Iterable[float] = (), attention: bool = False
+        self, dtype: torch.dtype, sides: Iterable[float] = (), is_attention: bool = False
     ) -> float:
         """Return the FLOP per second that a matrix product reaches.
 
         Args:
             sides: sizes m, n and k of the product; for fused attention, the mean number of keys of
                 a query and the size of a head. Empty if all are large, and heads have size 128.
-            attention: whether the product is part of fused attention.
+            is_attention: whether the product is part of fused attention.
         """
         peak_rate = self.peak_rate(dtype)
-        if attention:
+        if is_attention:
             share = self.attention_efficiency or self.matrix_efficiency
             return peak_rate * share * self._attention_share(tuple(sides))
         return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
 
     def _attention_share(self, sides: tuple[float, ...]) -> float:
-        """Return the fraction of the rate of fused attention over many keys with heads of 128."""
+        """Return the rate of fused attention, as a fraction of the rate over many keys with heads
+        of 128."""
         share = 1.0
         for keys in sides[:1]:
             share *= keys / (keys + self.attention_half)
@@ -164,19 +165,19 @@ class Device:
         return share
 
     @property
-    def stream(self) -> float:
+    def stream_bandwidth(self) -> float:
         """Bytes per second that a memory-bound operator reads and writes."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    def shared(self, devices: int) -> bool:
+    def is_oversubscribed(self, devices: int) -> bool:
         """Whether the CPU cannot run `devices` processes at full rate, so that they slow each other
         down."""
         return self.at_full_rate is not None and devices > self.at_full_rate
 
-    def among(self, devices: int) -> Device:
+    def with_active_devices(self, devices: int) -> Device:
         """Return a copy with the rates of each device while `devices` devices compute at the same
         time."""
-        if self.at_full_rate is None or not self.shared(devices):
+        if self.at_full_rate is None or not self.is_oversubscribed(devices):
             return self
         processor_share = self.at_full_rate / devices
         return replace(
@@ -203,10 +204,10 @@ class Cluster:
     levels: tuple[LinkLevel, ...]
     software: str = ""
 
-    def among(self, devices: int) -> Cluster:
+    def with_active_devices(self, devices: int) -> Cluster:
         """Return a copy with the rates of devices and links while `devices` devices compute at the
         same time."""
-        if self.device.at_full_rate is None or not self.device.shared(devices):
+        if self.device.at_full_rate is None or not self.device.is_oversubscribed(devices):
             return self
         # To send a message, a process has to wait for its turn on the processor.
         waiting_turns = devices / self.device.at_full_rate
@@ -214,21 +215,21 @@ class Cluster:
             replace(level, latency=waiting_turns * level.latency, call=waiting_turns * level.call)
             for level in self.levels
         )
-        return replace(self, device=self.device.among(devices), levels=levels)
+        return replace(self, device=self.device.with_active_devices(devices), levels=levels)
 
-    def servers(self, devices: int) -> int:
+    def num_nodes(self, devices: int) -> int:
         """Return the number of nodes that `devices` devices need; 1 on a cluster with a single link
         level."""
         node_size = self.levels[0].devices if len(self.levels) > 1 else None
         return 1 if node_size is None else -(-devices // node_size)
 
-    def nodes(self, devices: int) -> tuple[int, ...]:
+    def inner_group_sizes(self, devices: int) -> tuple[int, ...]:
         """Return the group sizes, ascending, of the link levels whose groups have fewer than
         `devices` devices."""
         sizes = (level.devices for level in self.levels)
         return tuple(size for size in sizes if size is not None and size < devices)
 
-    def check_nodes(self, size: int) -> None:
+    def check_node_size(self, size: int) -> None:
         """Check that the number of devices per node is the group size of an inner link level.
 
         Args:
@@ -245,9 +246,9 @@ class Cluster:
                 f" `devices: {size}` in its first level"
             )
 
-    def levels_of(
+    def link_levels_of_axes(
         self, mesh: DeviceMatrix, first_ranks: tuple[int, ...] = (0,)
-    ) -> tuple[Spans, ...]:
+    ) -> tuple[LinkSpans, ...]:
         """Return the link levels that each axis of `mesh` crosses.
 
         Args:
@@ -259,14 +260,14 @@ class Cluster:
         """
         self._check_num_devices(max(first_ranks) + mesh.num_devices)
         mesh_ranks = np.asarray(mesh.ranks).reshape(mesh.device_matrix)
-        # All stages at once: a collective counts as in the stage in which it crosses the slowest
-        # links.
+        # All stages at once, since a collective takes as long as in the stage in which its axis
+        # crosses the slowest links.
         ranks = np.stack([mesh_ranks + first for first in first_ranks])
-        # Dimension 0 is that of the stages.
+        # Dimension 0 of `ranks` is the stage.
         axes = range(1, 1 + len(mesh.device_matrix))
         return tuple(self._link_levels_of_axis(np.moveaxis(ranks, axis, -1)) for axis in axes)
 
-    def _link_levels_of_axis(self, ranks: np.ndarray[Any, Any]) -> Spans:
+    def _link_levels_of_axis(self, ranks: np.ndarray[Any, Any]) -> LinkSpans:
         """Return the link levels that an axis crosses.
 
         Args:
@@ -275,8 +276,8 @@ class Cluster:
         size, spans, joined = ranks.shape[-1], [], 1
         for number, level in enumerate(self.levels):
             reach = size
-            # A level joins the largest number of neighbors along the axis that are in one group of
-            # the level everywhere; the outermost level joins the rest.
+            # A level joins the largest block of neighbors along the axis that is always inside one
+            # group of the level; the outermost level joins the remaining blocks.
             if number < len(self.levels) - 1:
                 groups = ranks // (level.devices or 1)
                 divisors = (n for n in range(1, size + 1) if size % n == 0)
@@ -286,7 +287,7 @@ class Cluster:
             joined = reach
         return tuple(spans)
 
-    def level_between(self, rank: int, other: int) -> LinkLevel:
+    def link_between(self, rank: int, other: int) -> LinkLevel:
         """Return the innermost link level that joins `rank` and `other`.
 
         Raises:
@@ -304,8 +305,8 @@ class Cluster:
         if num_devices is not None and devices > num_devices:
             raise ConfigError(
                 f"cluster {self.name!r} has {num_devices} devices, but {devices} were requested\n"
-                "in its file, add a level that joins more devices, or remove `devices` from the"
-                " last level"
+                f"use at most {num_devices} devices, or in the cluster's file increase or remove"
+                " `devices` of the last level"
             )
 
 

@@ -12,7 +12,14 @@ import torch
 import yaml
 
 from shardwright.core.cost.cluster import GLOO, RINGS, TREES, Cluster, Device, LinkLevel
-from shardwright.core.cost.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, SHARE, quantity
+from shardwright.core.cost.units import (
+    BYTES,
+    BYTES_PER_SECOND,
+    FLOPS,
+    SECONDS,
+    SHARE,
+    parse_quantity,
+)
 from shardwright.errors import ConfigError, printable
 from shardwright.text_files import DIGEST, content_digest, parse_yaml, short_repr, warn_if_edited
 
@@ -28,28 +35,36 @@ def read_cluster(text: str, where: str) -> Cluster:
         ConfigError: if an entry is invalid; the message contains the file, the key, its value and
             the valid values.
     """
-    return cluster_of_content(parse_yaml(text, where, ConfigError), where)
+    return cluster_from_content(parse_yaml(text, where, ConfigError), where)
 
 
-def cluster_of_content(content: Any, where: str) -> Cluster:
-    """Return the cluster that the contents of a cluster file describe; see `read_cluster`."""
-    entries = _ClusterMappingReader(content, where, "")
-    entries.check_keys("name", "software", "device", "levels", DIGEST)
-    name = entries.name(Path(where).stem)
-    device = _read_device(_ClusterMappingReader(entries.required("device"), where, "device."))
-    levels = entries.required("levels")
+def cluster_from_content(content: Any, where: str) -> Cluster:
+    """Return the cluster that the parsed contents of a cluster file describe.
+
+    Args:
+        content: contents of the file as Python objects.
+        where: name of the file, for errors.
+
+    Raises:
+        ConfigError: if an entry is invalid.
+    """
+    reader = _ClusterMappingReader(content, where, "")
+    reader.check_keys("name", "software", "device", "levels", DIGEST)
+    name = reader.name(Path(where).stem)
+    device = _read_device(_ClusterMappingReader(reader.required("device"), where, "device."))
+    levels = reader.required("levels")
     if not isinstance(levels, list) or not levels:
         raise ConfigError(
             f"{where}: levels must be a list, the fastest links first\n"
             "for example `levels: [{name: NVLink, bandwidth: 450 GB/s, latency: 1 us}]`"
         )
-    parsed = tuple(
+    link_levels = tuple(
         _read_link_level(_ClusterMappingReader(level, where, f"levels[{i}]."))
         for i, level in enumerate(levels)
     )
-    _check_link_levels(parsed, where)
+    _check_link_levels(link_levels, where)
     warn_if_edited(content, where)
-    return Cluster(name, device, parsed, str(content.get("software", "")))
+    return Cluster(name, device, link_levels, str(content.get("software", "")))
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
@@ -65,7 +80,7 @@ def cluster_to_yaml(cluster: Cluster) -> str:
 
 
 def cluster_file_text(cluster: Cluster) -> str:
-    """Return the YAML text of a measured cluster, with a digest that reveals later edits."""
+    """Return the YAML text of a measured cluster, with a digest that detects later edits."""
     content = cluster_to_yaml(cluster)
     return (
         f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
@@ -83,9 +98,9 @@ def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
 
 
 LARGEST_VALUE = 1e30
-"""Largest valid number in a cluster file, in base units; the smallest is its inverse.
+"""Largest valid number in a cluster file, in base units; its inverse is the smallest.
 
-Within this range no prediction overflows."""
+No prediction overflows with numbers in this range."""
 
 
 class _ClusterMappingReader:
@@ -107,6 +122,7 @@ class _ClusterMappingReader:
         self.mapping: dict[Any, Any] = mapping
 
     def check_keys(self, *valid: str) -> None:
+        """Raise `ConfigError` if the mapping has a key that is not in `valid`."""
         for key in self.mapping:
             if key not in valid:
                 raise ConfigError(
@@ -115,6 +131,7 @@ class _ClusterMappingReader:
                 )
 
     def required(self, key: str) -> Any:
+        """Return the value of `key`, which must be present."""
         if key not in self.mapping:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} is missing\n"
@@ -123,18 +140,23 @@ class _ClusterMappingReader:
         return self.mapping[key]
 
     def name(self, default: str | None = None) -> str:
+        """Return the value of `name` as printable text; required without a default."""
         name = self.required("name") if default is None else self.mapping.get("name", default)
         return printable(str(name), lines=False)
 
     def number(
-        self, key: str, units: dict[str, float], default: float | None = None, zero: bool = False
+        self,
+        key: str,
+        units: dict[str, float],
+        default: float | None = None,
+        allows_zero: bool = False,
     ) -> float:
         if default is not None and key not in self.mapping:
             return default
         value = self.required(key)
-        number = quantity(value, units)
+        number = parse_quantity(value, units)
         in_range = number is not None and 1 / LARGEST_VALUE <= number <= LARGEST_VALUE
-        if number is None or not (in_range or (zero and number == 0)):
+        if number is None or not (in_range or (allows_zero and number == 0)):
             example = ", ".join(unit for unit in units if unit)
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be a positive number, not"
@@ -144,7 +166,8 @@ class _ClusterMappingReader:
         return number
 
     def share(self, key: str, default: float = 1.0) -> float:
-        share = self.number(key, SHARE, default, zero=not default)
+        """Return the value of `key`, a fraction from 0 to 1."""
+        share = self.number(key, SHARE, default, allows_zero=not default)
         if share > 1:
             raise ConfigError(
                 f"{self.where}: {self.prefix}{key} must be at most 1 (100%), not {share:g}\n"
@@ -152,7 +175,8 @@ class _ClusterMappingReader:
             )
         return share
 
-    def yes(self, key: str, default: bool) -> bool:
+    def boolean(self, key: str, default: bool) -> bool:
+        """Return the value of `key`, true or false."""
         value = self.mapping.get(key, default)
         if not isinstance(value, bool):
             raise ConfigError(
@@ -173,6 +197,7 @@ class _ClusterMappingReader:
         return str(choice)
 
     def count(self, key: str) -> int | None:
+        """Return the value of `key`, a positive integer; None if the key is missing."""
         count = self.mapping.get(key)
         if count is None:
             return None
@@ -185,8 +210,8 @@ class _ClusterMappingReader:
         return count
 
 
-def _read_device(entries: _ClusterMappingReader) -> Device:
-    entries.check_keys(
+def _read_device(reader: _ClusterMappingReader) -> Device:
+    reader.check_keys(
         *("memory", "rates", "memory_bandwidth", "matrix_efficiency", "memory_efficiency"),
         *("attention_efficiency", "attention_half", "attention_head_half"),
         *("matrix_half", "overlap_slowdown", "overhead"),
@@ -194,61 +219,59 @@ def _read_device(entries: _ClusterMappingReader) -> Device:
         *("sends_routed_tokens", "sends_tokens_once", "routing_traffic"),
         *("pass_overhead", "step_overhead", "at_full_rate"),
     )
-    rates = _ClusterMappingReader(
-        entries.required("rates"), entries.where, f"{entries.prefix}rates."
-    )
+    rates = _ClusterMappingReader(reader.required("rates"), reader.where, f"{reader.prefix}rates.")
     for dtype in rates.mapping:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
             raise ConfigError(
-                f"{entries.where}: {rates.prefix}{dtype} is not a torch dtype\n"
+                f"{reader.where}: {rates.prefix}{dtype} is not a torch dtype\n"
                 "use names such as bfloat16 or float32"
             )
     if not rates.mapping:
         raise ConfigError(
-            f"{entries.where}: {entries.prefix}rates is empty\n"
+            f"{reader.where}: {reader.prefix}rates is empty\n"
             "add the peak rate of a dtype, for example `bfloat16: 989 TFLOP/s`"
         )
     return Device(
-        memory=int(entries.number("memory", BYTES)),
+        memory=int(reader.number("memory", BYTES)),
         rates={str(dtype): rates.number(dtype, FLOPS) for dtype in rates.mapping},
-        memory_bandwidth=entries.number("memory_bandwidth", BYTES_PER_SECOND),
-        matrix_efficiency=entries.share("matrix_efficiency"),
-        memory_efficiency=entries.share("memory_efficiency"),
+        memory_bandwidth=reader.number("memory_bandwidth", BYTES_PER_SECOND),
+        matrix_efficiency=reader.share("matrix_efficiency"),
+        memory_efficiency=reader.share("memory_efficiency"),
         attention_efficiency=(
-            entries.share("attention_efficiency")
-            if "attention_efficiency" in entries.mapping
+            reader.share("attention_efficiency")
+            if "attention_efficiency" in reader.mapping
             else None
         ),
-        attention_half=entries.number("attention_half", {"": 1.0}, 0.0, zero=True),
-        attention_head_half=entries.number("attention_head_half", {"": 1.0}, 0.0, zero=True),
-        matrix_half=entries.number("matrix_half", {"": 1.0}, 0.0, zero=True),
-        norm_traffic=entries.number("norm_traffic", SHARE, 1.0),
-        pointwise_traffic=entries.share("pointwise_traffic"),
-        overlaps_parameters=entries.yes("overlaps_parameters", True),
-        overlaps_products=entries.yes("overlaps_products", False),
-        sends_routed_tokens=entries.yes("sends_routed_tokens", False),
-        sends_tokens_once=entries.yes("sends_tokens_once", False),
-        routing_traffic=entries.share("routing_traffic"),
-        overlap_slowdown=entries.share("overlap_slowdown", 0.0),
-        overhead=entries.number("overhead", SECONDS, 0.0, zero=True),
-        pass_overhead=entries.number("pass_overhead", SECONDS, 0.0, zero=True),
-        step_overhead=entries.number("step_overhead", SECONDS, 0.0, zero=True),
-        at_full_rate=entries.count("at_full_rate"),
+        attention_half=reader.number("attention_half", {"": 1.0}, 0.0, allows_zero=True),
+        attention_head_half=reader.number("attention_head_half", {"": 1.0}, 0.0, allows_zero=True),
+        matrix_half=reader.number("matrix_half", {"": 1.0}, 0.0, allows_zero=True),
+        norm_traffic=reader.number("norm_traffic", SHARE, 1.0),
+        pointwise_traffic=reader.share("pointwise_traffic"),
+        overlaps_parameters=reader.boolean("overlaps_parameters", True),
+        overlaps_products=reader.boolean("overlaps_products", False),
+        sends_routed_tokens=reader.boolean("sends_routed_tokens", False),
+        sends_tokens_once=reader.boolean("sends_tokens_once", False),
+        routing_traffic=reader.share("routing_traffic"),
+        overlap_slowdown=reader.share("overlap_slowdown", 0.0),
+        overhead=reader.number("overhead", SECONDS, 0.0, allows_zero=True),
+        pass_overhead=reader.number("pass_overhead", SECONDS, 0.0, allows_zero=True),
+        step_overhead=reader.number("step_overhead", SECONDS, 0.0, allows_zero=True),
+        at_full_rate=reader.count("at_full_rate"),
     )
 
 
-def _read_link_level(entries: _ClusterMappingReader) -> LinkLevel:
-    entries.check_keys(
+def _read_link_level(reader: _ClusterMappingReader) -> LinkLevel:
+    reader.check_keys(
         "name", "bandwidth", "latency", "devices", "efficiency", "call", "collectives"
     )
     return LinkLevel(
-        name=entries.name(),
-        bandwidth=entries.number("bandwidth", BYTES_PER_SECOND),
-        latency=entries.number("latency", SECONDS, zero=True),
-        call=entries.number("call", SECONDS, 0.0, zero=True),
-        devices=entries.count("devices"),
-        efficiency=entries.share("efficiency"),
-        collectives=entries.one_of("collectives", (TREES, RINGS, GLOO)),
+        name=reader.name(),
+        bandwidth=reader.number("bandwidth", BYTES_PER_SECOND),
+        latency=reader.number("latency", SECONDS, allows_zero=True),
+        call=reader.number("call", SECONDS, 0.0, allows_zero=True),
+        devices=reader.count("devices"),
+        efficiency=reader.share("efficiency"),
+        collectives=reader.one_of("collectives", (TREES, RINGS, GLOO)),
     )
 
 

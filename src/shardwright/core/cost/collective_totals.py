@@ -39,7 +39,7 @@ class CollectiveTotal:
     seconds: float | None
 
 
-_Calls = tuple[str, Axes, int, int]
+_CollectiveCalls = tuple[str, Axes, int, int]
 """(type of collective, mesh axes, calls per step, bytes of the local input or output, whichever is
 larger)."""
 
@@ -72,7 +72,7 @@ def collective_totals(
     )
 
 
-def _collectives_of_chunk(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
+def _collectives_of_chunk(chunk: Chunk, micro_batches: int) -> Iterator[_CollectiveCalls]:
     communication = chunk.communication
     # The gathers and reductions of parameters in a bucket are one collective, counted below.
     bucketed = {
@@ -84,20 +84,20 @@ def _collectives_of_chunk(chunk: Chunk, micro_batches: int) -> Iterator[_Calls]:
     # Collectives inside operators, such as the sums of a batch norm.
     for name, op_reductions in communication.reductions.items():
         trained = any(value.requires_grad for value in chunk.graph.by_name[name].outputs)
-        for bound in op_reductions:
-            reduction = bound.reduction
+        for inner_reduction in op_reductions:
+            reduction = inner_reduction.reduction
             forward, backward = reduction.num_collectives(
-                communication.mesh.size(bound.axes), trained
+                communication.mesh.size(inner_reduction.axes), trained
             )
             # Recomputed operators run their forward collectives again in the backward pass.
             calls = forward + backward + (forward if name in communication.recomputed_ops else 0)
             size = prod(reduction.shape) * reduction.dtype.itemsize
-            yield reduction.collective, bound.axes, calls * micro_batches, size
+            yield reduction.collective, inner_reduction.axes, calls * micro_batches, size
     for bucket in communication.buckets:
         yield from _collectives_of_bucket(bucket, micro_batches)
 
 
-def _collectives_of_transfer(transfer: Transfer, micro_batches: int) -> Iterator[_Calls]:
+def _collectives_of_transfer(transfer: Transfer, micro_batches: int) -> Iterator[_CollectiveCalls]:
     step, value = transfer.step, transfer.value
     # The larger of input and output: the output of an all-gather, the input of a reduce-scatter.
     size = max(prod(side.shard_shape(value.shape)) for side in (step.source, step.target))
@@ -109,13 +109,13 @@ def _collectives_of_transfer(transfer: Transfer, micro_batches: int) -> Iterator
         yield step.backward, step.axes, micro_batches, size * value.itemsize
 
 
-def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Calls]:
+def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_CollectiveCalls]:
     """Yield the collectives of a bucket: at most one all-gather of its parameters, and one
     reduce-scatter and one all-reduce of its gradients, each over all of its axes."""
     # Level 3 (ZeRO-3) frees gathered parameters after use, so each micro-batch gathers them.
     gathers = micro_batches if bucket.level == "level3" else 1
     gathers += micro_batches if bucket.regathers else 0
-    stored = bucket.numel * bucket.members[0].value.itemsize
+    stored_bytes = bucket.numel * bucket.members[0].value.itemsize
     steps = {
         "all_gather": [step for step in bucket.steps if step.operation == "all_gather"],
         "reduce_scatter": [step for step in bucket.steps if step.backward == "reduce_scatter"],
@@ -126,6 +126,6 @@ def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Call
             axes = tuple({axis for step in steps_of_collective for axis in step.axes})
             reductions = 1 if bucket.reduces_once else micro_batches
             calls = gathers if collective == "all_gather" else reductions
-            group = prod(step.group_size for step in steps_of_collective)
-            size = stored if collective == "all_reduce" else stored * group
+            group_size = prod(step.group_size for step in steps_of_collective)
+            size = stored_bytes if collective == "all_reduce" else stored_bytes * group_size
             yield collective, axes, calls, size

@@ -18,8 +18,8 @@ from shardwright.core.cost.cluster import GLOO, RINGS, Cluster, LinkLevel
 from shardwright.core.layout.collective_spec import COLLECTIVES
 from shardwright.core.layout.layout import DeviceMatrix
 
-ELEMENT = 4
-"""Bytes of a float32 element, as in small all-reduces of a loss or a count."""
+ELEMENT_BYTES = 4
+"""Bytes of a float32 element, the dtype of small all-reduces such as those of a loss."""
 
 
 class Links:
@@ -35,11 +35,11 @@ class Links:
 
     def __init__(self, cluster: Cluster, mesh: DeviceMatrix, stages: int = 1) -> None:
         starts = tuple(stage * mesh.num_devices for stage in range(stages))
-        self.cluster = cluster.among(mesh.num_devices * stages)
+        self.cluster = cluster.with_active_devices(mesh.num_devices * stages)
         self.mesh = mesh
-        # Levels are the same on `cluster.among`, which changes only rates and latencies.
-        self.levels = cluster.levels_of(mesh, starts)
-        self.shared = cluster.device.shared(mesh.num_devices * stages)
+        # `Cluster.with_active_devices` changes only rates and latencies, not link levels.
+        self.levels = cluster.link_levels_of_axes(mesh, starts)
+        self.shares_processor = cluster.device.is_oversubscribed(mesh.num_devices * stages)
 
     def seconds(
         self, collective: str, axes: Iterable[int], num_bytes: float, bucketed: bool = False
@@ -63,7 +63,7 @@ class Links:
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all_seconds(levels_of_group, num_bytes)
-        may_skip_parts = self.shared and collective == "all_reduce" and not bucketed
+        may_skip_parts = self.shares_processor and collective == "all_reduce" and not bucketed
         return self._hierarchical_seconds(levels_of_group, num_bytes, collective, may_skip_parts)
 
     def _hierarchical_seconds(
@@ -87,16 +87,16 @@ class Links:
         for level, size in levels_of_group:
             link = self.cluster.levels[level]
             hops: float = sequential_messages(link, size)
-            if link.collectives == RINGS and rounds(link, collective) == 1:
+            if link.collectives == RINGS and num_rounds(link, collective) == 1:
                 # NCCL's ring passes through all devices of the group; `hops` are the hops of the
                 # ring on links of this level.
                 hops = devices - devices // size
-            if may_skip_parts and level_bytes < ELEMENT * size:
+            if may_skip_parts and level_bytes < ELEMENT_BYTES * size:
                 # The tensor has fewer elements than the ring has devices, and empty parts are not
                 # sent. Processes that wait leave the processor to those that send.
-                hops *= max(1.0, level_bytes / ELEMENT) / size
+                hops *= max(1.0, level_bytes / ELEMENT_BYTES) / size
             round_seconds = hops * link.latency + (size - 1) / size * level_bytes / link.rate
-            seconds += link.call + rounds(link, collective) * round_seconds
+            seconds += link.call + num_rounds(link, collective) * round_seconds
             level_bytes, devices = level_bytes / size, devices // size
         return seconds
 
@@ -134,9 +134,9 @@ def sequential_messages(link: LinkLevel, devices: int) -> int:
     return devices - 1 if link.collectives == GLOO else ceil(log2(devices))
 
 
-def rounds(link: LinkLevel, collective: str) -> int:
-    """Return the number of passes of a tensor through its group: 2 for an all-reduce, which is a
-    reduce-scatter and an all-gather."""
+def num_rounds(link: LinkLevel, collective: str) -> int:
+    """Return how many times a collective sends a tensor through its group: 2 for an all-reduce,
+    which is a reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None
     return spec.gloo_rounds or spec.rounds if over_gloo else spec.rounds

@@ -3,8 +3,8 @@
 A dry run executes the program that a rank will run, forward and backward through PyTorch's own
 autograd. Tensors have shapes and lifetimes but no data, so a model of any size takes about a
 second. No memory model is needed: autograd saves and frees the same tensors, gradients accumulate,
-and buckets and recomputed segments allocate as in training. Chunks that differ only in names run
-once.
+and buckets and recomputed segments allocate as in training. Of chunks that differ only in names,
+one runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shardwright.progress import OnShare, ignore_share, subrange, track
 BATCH, BUFFERS, GRADIENTS, ACTIVATIONS = "batch", "buffers", "gradients", "activations"
 TEMPORARY = ""
 
-LARGEST = 8
+MAX_LARGEST_TENSORS = 8
 """Maximum number of tensors in `Phase.largest`."""
 
 BytesByCategory = Mapping[str, int]
@@ -85,8 +85,8 @@ class DryRun:
     """Memory of one chunk on one device over a step.
 
     Args:
-        stock: bytes allocated before the step, including the inputs of one micro-batch, by category
-            of tensor.
+        bytes_before_step: bytes allocated before the step, by category of tensor; with the inputs
+            of one micro-batch.
         begin: memory of the start of the step, when parameters may be gathered.
         first: memory of each action of the first micro-batch, by action (`F`, `B`, `I`, `W`).
         later: memory of each action of later micro-batches, which accumulate into existing
@@ -94,7 +94,7 @@ class DryRun:
         end: memory of the end of the step, when gradients are reduced.
     """
 
-    stock: BytesByCategory
+    bytes_before_step: BytesByCategory
     begin: Phase
     first: Mapping[str, Phase]
     later: Mapping[str, Phase]
@@ -123,26 +123,26 @@ def dry_run_chunk(
             dry_run_chunk(
                 partitioned,
                 chunk,
-                [each for each in pass_types if each not in other],
+                [each for each in pass_types if each not in excluded],
                 cached_results,
                 subrange(on_share, run_index, 2),
                 kernels,
             )
-            for run_index, other in enumerate(((BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)))
+            for run_index, excluded in enumerate(((BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)))
         )
         return replace(
             split, first={**full.first, **split.first}, later={**full.later, **split.later}
         )
     run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
     kernels = kernels or FusedKernels()
-    # The caller may plan in a region without gradients.
-    with torch.inference_mode(False), torch.enable_grad(), run.live, kernels:
-        stock = run.live.bytes_between(run.label_live_tensors(BUFFERS))
-        begin = run.phase(run.begin, WEIGHTS)
+    # The caller may plan inside `torch.no_grad` or `torch.inference_mode`.
+    with torch.inference_mode(False), torch.enable_grad(), run.live_bytes, kernels:
+        bytes_before_step = run.live_bytes.bytes_between(run.label_live_tensors(BUFFERS))
+        begin = run.run_phase(run.begin, WEIGHTS)
         runs = subrange(on_share, 1, 1 + len(pass_types), size=len(pass_types))
-        first, later = run.actions(pass_types, partitioned.pipeline.micro_batches > 1, runs)
-        end = run.phase(run.end, GRADIENTS)
-    return DryRun(stock, begin, first, later, end)
+        first, later = run.run_actions(pass_types, partitioned.pipeline.micro_batches > 1, runs)
+        end = run.run_phase(run.end, GRADIENTS)
+    return DryRun(bytes_before_step, begin, first, later, end)
 
 
 @dataclass
@@ -152,36 +152,37 @@ class _MetaChunk:
     Args:
         module: the chunk as a module.
         stored: stored parameters by name.
-        arriving: tensors like the activations that a pass receives from the previous chunk.
-        leaving: tensors like the gradients that a pass receives from the next chunk; None for a
-            value without a gradient.
-        splits_backward: whether the backward pass is split into input and weight gradients.
-        live: record of allocated and freed storages.
-        number: index of the current micro-batch, an int64 scalar.
+        received_activations: tensors with the shapes of the activations from the previous chunk.
+        received_gradients: tensors with the shapes of the gradients from the next chunk; None for
+            a value without a gradient.
+        splits_backward: whether input and weight gradients are computed in separate passes.
+        live_bytes: record of allocated and freed storages.
+        micro_batch: index of the current micro-batch, an int64 scalar.
         outputs: outputs of the current micro-batch.
         inputs: inputs of the current micro-batch.
         gradients: received gradients of the current micro-batch.
-        groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
-        held: tensors that the pass of input gradients leaves to the pass of weight gradients.
-        reduced: gradients after the reductions at the end of the step, by name of stored parameter.
-        added: (number of earlier allocations, storage) of each gradient that the current backward
-            pass accumulates into a gradient of an earlier micro-batch.
+        parameter_groups: parameter groups from `stage_backward_input` for `stage_backward_weight`.
+        retained_tensors: tensors that stay alive from the pass of input gradients to the pass of
+            weight gradients.
+        reduced_gradients: gradients after the reductions at the end of the step, by parameter name.
+        accumulated_gradients: (number of earlier allocations, storage) of each gradient that the
+            current backward pass accumulates into a gradient of an earlier micro-batch.
     """
 
     module: StageModule
     stored: dict[str, Tensor]
-    arriving: list[Tensor]
-    leaving: list[Tensor | None]
+    received_activations: list[Tensor]
+    received_gradients: list[Tensor | None]
     splits_backward: bool
-    live: LiveBytes
-    number: Tensor = field(default_factory=lambda: torch.tensor(0))
+    live_bytes: LiveBytes
+    micro_batch: Tensor = field(default_factory=lambda: torch.tensor(0))
     outputs: tuple[Tensor, ...] = ()
     inputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    held: list[Tensor | None] = field(default_factory=list)
-    reduced: dict[str, Tensor] = field(default_factory=dict)
-    added: list[tuple[int, TrackedStorage]] = field(default_factory=list)
+    parameter_groups: list[dict[str, Any]] = field(default_factory=list)
+    retained_tensors: list[Tensor | None] = field(default_factory=list)
+    reduced_gradients: dict[str, Tensor] = field(default_factory=dict)
+    accumulated_gradients: list[tuple[int, TrackedStorage]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -199,8 +200,8 @@ class _MetaChunk:
         if constants:
             chunk = replace(chunk, graph=replace(chunk.graph, constants=constants))
         # With a single chunk and micro-batch, the program itself gathers parameters.
-        is_whole_model = not chunk.arriving and not chunk.leaving
-        unsharded = partitioned.pipeline.micro_batches > 1 or not is_whole_model
+        is_full_model = not chunk.arriving and not chunk.leaving
+        unsharded = partitioned.pipeline.micro_batches > 1 or not is_full_model
         program = lower(chunk, devices, unsharded)
         module = StageModule(chunk, program, partitioned.graph)
         layouts = program.communication.initial_layouts
@@ -228,32 +229,32 @@ class _MetaChunk:
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
         module.step = StepContext([leaves], buffers, seed=0, global_batch_values=[{}])
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        run.live.watch(tensors, BATCH)
-        run.live.watch(run.stored.values(), PARAMETERS)
-        run.live.watch([*constants.values(), *buffers.values()], BUFFERS)
+        run.live_bytes.watch(tensors, BATCH)
+        run.live_bytes.watch(run.stored.values(), PARAMETERS)
+        run.live_bytes.watch([*constants.values(), *buffers.values()], BUFFERS)
         return run
 
     def label_live_tensors(self, category: str) -> int:
         """Label all unlabeled live tensors with `category`, and return the length of the allocation
         history."""
-        self.live.label(category)
-        return len(self.live.history)
+        self.live_bytes.label(category)
+        return len(self.live_bytes.history)
 
-    def phase(self, function: Callable[[], None], category: str) -> Phase:
+    def run_phase(self, function: Callable[[], None], category: str) -> Phase:
         """Run `function`, label the tensors it leaves alive with `category`, and return its
         memory."""
-        start = len(self.live.history)
+        start = len(self.live_bytes.history)
         function()
         end = self.label_live_tensors(category)
-        num_events = self.live.events_until_peak(start, end)
+        num_events = self.live_bytes.events_until_peak(start, end)
         peak_bytes, change = (
-            self.live.bytes_between(num_events, start),
-            self.live.bytes_between(end, start),
+            self.live_bytes.bytes_between(num_events, start),
+            self.live_bytes.bytes_between(end, start),
         )
         return Phase(peak_bytes, change, self._largest_tensors(num_events))
 
-    def actions(
-        self, pass_types: Sequence[str], has_several: bool, on_share: OnShare
+    def run_actions(
+        self, pass_types: Sequence[str], has_several_micro_batches: bool, on_share: OnShare
     ) -> tuple[dict[str, Phase], dict[str, Phase]]:
         """Return the memory of each action in the first and in a later micro-batch, by action (`F`,
         `B`, `I`, `W`).
@@ -262,18 +263,23 @@ class _MetaChunk:
         `_first_micro_batch_phase` derives the first, which halves the time of a dry run.
 
         Args:
-            has_several: whether a step has several micro-batches; if not, the second result is {}.
+            has_several_micro_batches: whether a step has several micro-batches; if not, the second
+                result is {}.
         """
-        if self.splits_backward or not has_several:
-            first = {pass_type: self.action(pass_type) for pass_type in track(pass_types, on_share)}
-            return first, {each: self.action(each) for each in pass_types} if has_several else {}
+        if self.splits_backward or not has_several_micro_batches:
+            first = {
+                pass_type: self.run_action(pass_type) for pass_type in track(pass_types, on_share)
+            }
+            return first, {
+                each: self.run_action(each) for each in pass_types
+            } if has_several_micro_batches else {}
         first, later = {}, {}
         for pass_type in track(pass_types, on_share):
-            start = len(self.live.history)
+            start = len(self.live_bytes.history)
             if pass_type == FORWARD:
                 # Gathers finish in the first micro-batch, not in a later micro-batch.
                 self.module.unsharded.tensors()
-            later[pass_type] = self.action(pass_type)
+            later[pass_type] = self.run_action(pass_type)
             first[pass_type] = self._first_micro_batch_phase(start, later[pass_type])
             if pass_type == FORWARD:
                 self._preallocate_gradients()
@@ -289,11 +295,11 @@ class _MetaChunk:
             start: length of the allocation history at the start of the action.
             later: memory of the same action of a later micro-batch.
         """
-        events = self.live.history[start:]
-        for position, gradient in reversed(self.added):
+        events = self.live_bytes.history[start:]
+        for position, gradient in reversed(self.accumulated_gradients):
             # After the event that frees the added tensor.
             events.insert(position + 1 - start, (gradient, True))
-        self.added.clear()
+        self.accumulated_gradients.clear()
         peak_bytes = bytes_by_category(events[: events_at_peak(events)])
         return Phase(peak_bytes, bytes_by_category(events), later.largest)
 
@@ -303,23 +309,25 @@ class _MetaChunk:
         leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
         for leaf in filter(lambda leaf: id(leaf) in leaves, _reachable_leaves(self.outputs)):
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
-            self.live.watch([leaf.grad], GRADIENTS)
-            gradient = self.live.storage_of(leaf.grad)
+            self.live_bytes.watch([leaf.grad], GRADIENTS)
+            gradient = self.live_bytes.storage_of(leaf.grad)
             # The hook runs when the gradient has been accumulated, where `_first_micro_batch_phase`
             # inserts an allocation.
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, gradient=gradient: self.added.append((len(self.live.history), gradient))
+                lambda _, gradient=gradient: self.accumulated_gradients.append(
+                    (len(self.live_bytes.history), gradient)
+                )
             )
 
     def _largest_tensors(self, num_events: int) -> tuple[tuple[str, int, int], ...]:
         """Return (category of tensor, operator index, bytes) of the largest live tensors after the
         first `num_events` allocations and frees, summed by category of tensor and operator."""
         sizes: dict[tuple[str, int], int] = {}
-        for (category, line), size in self.live.bytes_by_line(num_events).items():
+        for (category, line), size in self.live_bytes.bytes_by_line(num_events).items():
             if line in self._operator_index_by_line and size:
                 key = category, self._operator_index_by_line[line]
                 sizes[key] = sizes.get(key, 0) + size
-        largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:LARGEST]
+        largest = sorted(sizes.items(), key=lambda entry: -entry[1])[:MAX_LARGEST_TENSORS]
         return tuple((*key, size) for key, size in largest)
 
     @cached_property
@@ -339,7 +347,7 @@ class _MetaChunk:
                 operators[line_number] = next_operator
         return operators
 
-    def action(self, pass_type: str) -> Phase:
+    def run_action(self, pass_type: str) -> Phase:
         """Run an action of one micro-batch, and return its memory."""
         function = {
             FORWARD: self.forward,
@@ -348,25 +356,25 @@ class _MetaChunk:
             BACKWARD_WEIGHT: self.backward_weight,
         }[pass_type]
         saves = pass_type in (FORWARD, BACKWARD_INPUT)
-        return self.phase(function, ACTIVATIONS if saves else GRADIENTS)
+        return self.run_phase(function, ACTIVATIONS if saves else GRADIENTS)
 
     def begin(self) -> None:
         self.module.unsharded.begin_step(self.stored)
 
     def end(self) -> None:
-        self.reduced = self.module.unsharded.end_step()
+        self.reduced_gradients = self.module.unsharded.end_step()
 
     def forward(self) -> None:
-        # As in `actions`: gathers finish before a micro-batch begins.
+        # Gathers finish before a micro-batch begins.
         self.module.unsharded.tensors()
         self.inputs = [
             torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
-            for tensor in self.arriving
+            for tensor in self.received_activations
         ]
         if self.module.chunk.graph.loss is None and not self.module.chunk.leaving:
             self.outputs = self._differentiable_outputs()
             return
-        outputs = self.module(*self.inputs, number=self.number)
+        outputs = self.module(*self.inputs, number=self.micro_batch)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _differentiable_outputs(self) -> tuple[Tensor, ...]:
@@ -377,13 +385,16 @@ class _MetaChunk:
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
     def _receive_gradients(self) -> None:
-        self.gradients = [None if like is None else torch.empty_like(like) for like in self.leaving]
+        self.gradients = [
+            None if gradient is None else torch.empty_like(gradient)
+            for gradient in self.received_gradients
+        ]
 
     def _release_micro_batch(
         self,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
-        """Return outputs, gradients of outputs and inputs of the micro-batch, and drop the module's
-        references, so that the backward pass frees them as in a pipeline schedule."""
+        """Return outputs, gradients of outputs and inputs of the micro-batch, without keeping
+        references, so that the backward pass frees these tensors as in a pipeline schedule."""
         if not self.gradients:
             self._receive_gradients()
         tensors = self.outputs, self.gradients or None, self.inputs
@@ -394,7 +405,7 @@ class _MetaChunk:
         outputs, gradients, inputs = self._release_micro_batch()
         if gradients:
             stage_backward(outputs, gradients, inputs)
-        # A model without a loss: the user passes a gradient for each output.
+        # For a model without a loss, the user passes a gradient for each output.
         elif outputs:
             torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
@@ -406,21 +417,21 @@ class _MetaChunk:
         elif self.module.chunk.number:
             outputs, gradients, inputs = self._release_micro_batch()
             # The stub does not allow None, which schedules pass for an output without a gradient.
-            _, self.groups = stage_backward_input(
+            _, self.parameter_groups = stage_backward_input(
                 list(outputs),
                 gradients,  # type: ignore[arg-type]
                 inputs,
                 self.module.parameters(),
             )
-            self.held = [*outputs, *(gradients or ()), *inputs]
+            self.retained_tensors = [*outputs, *(gradients or ()), *inputs]
         else:
             self._receive_gradients()
 
     def backward_weight(self) -> None:
         if self.splits_backward and self.module.chunk.number:
-            groups, self.groups = self.groups, []
-            stage_backward_weight(self.module.parameters(), groups)
-            self.held = []
+            parameter_groups, self.parameter_groups = self.parameter_groups, []
+            stage_backward_weight(self.module.parameters(), parameter_groups)
+            self.retained_tensors = []
         elif self.splits_backward:
             self.backward()
 
@@ -428,26 +439,27 @@ class _MetaChunk:
 def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaf tensors that a backward pass from `outputs` reaches."""
     pending: list[Any] = [output.grad_fn for output in outputs]
-    seen = {None}
+    visited = {None}
     while pending:
         node = pending.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             pending += [next_node for next_node, _ in node.next_functions]
             if isinstance(leaf := getattr(node, "variable", None), Tensor):
                 yield leaf
 
 
 def _received_gradient(chunk: Chunk, value: Value) -> Tensor | None:
-    """Return a tensor like the gradient that the next chunk sends back for `value`."""
+    """Return a tensor with the shape of the gradient that the next chunk sends back for `value`;
+    None for a value without a gradient."""
     if not value.requires_grad:
         return None
     layout = TensorLayout(chunk.mesh, chunk.decisions.departures[value.name])
     return torch.empty(layout.shard_shape(value.shape), dtype=value.dtype, device=META)
 
 
-def plus(first: BytesByCategory, *others: BytesByCategory) -> BytesByCategory:
-    """Return the sums of bytes by category of tensor."""
+def sum_by_category(first: BytesByCategory, *others: BytesByCategory) -> BytesByCategory:
+    """Return the sum of several byte counts, by category of tensor."""
     names = {name for each in (first, *others) for name in each}
     return {name: sum(each.get(name, 0) for each in (first, *others)) for name in names}
 
@@ -479,9 +491,9 @@ class DryRunCache:
             pass_types: passes of the micro-batches (`F`, `B`, `I`, `W`), in order.
             on_share: called with the completed fraction of the dry run.
         """
-        # Gradients accumulate if there are several micro-batches, whatever their number.
-        has_several = partitioned.pipeline.micro_batches > 1
-        key = (chunk_key(chunk), chunk.mesh, tuple(pass_types), has_several)
+        # Only the presence of several micro-batches matters, which accumulate gradients.
+        has_several_micro_batches = partitioned.pipeline.micro_batches > 1
+        key = (chunk_key(chunk), chunk.mesh, tuple(pass_types), has_several_micro_batches)
         if key not in self._runs:
             cached_results = self._operator_results
             self._runs[key] = dry_run_chunk(

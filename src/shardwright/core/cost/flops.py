@@ -39,16 +39,17 @@ two, as scores are recomputed (Dao et al., "FlashAttention", 2022; the same in
 `torch.utils.flop_counter`)."""
 
 
-WorkKind = Literal["attention", "matrix products", "other operators"]
+WorkCategory = Literal["attention", "matrix products", "other operators"]
 
 MemoryTraffic = Literal["norm", "pointwise", "routing", "other"]
 """Types of kernels whose memory traffic depends on the software: a norm may be composed of several
-operators, one kernel may compute several element-wise operators, and sort tokens by expert while it
-sends or receives them."""
+operators, one kernel may compute several element-wise operators, and a kernel that sends tokens may
+also sort them by expert."""
 
 
 MovedBytes = tuple[tuple[MemoryTraffic, int, frozenset[str]], ...]
-"""(type of kernel, bytes that it moves, factors that shard them) of each type of kernel."""
+"""(type of kernel, bytes read and written, factors that shard these bytes) of each type of kernel
+of an operator."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,11 @@ class Work:
             rule.
         forward_bytes, backward_bytes: (bytes, factors that shard the tensor) for each tensor that
             is read or written.
-        forward_moved, backward_moved: what kernels beside the matrix products of the operator move,
-            such as those that sort tokens by expert.
-        gradients: number of inputs whose gradients the backward pass computes.
+        forward_moved, backward_moved: bytes read and written by kernels beside the matrix products
+            of the operator, such as kernels that sort tokens by expert.
+        num_gradients: number of inputs whose gradients the backward pass computes.
         sides: (size, factors that shard the dimension) of m, n and k of a matrix product; empty for
-            other operators. For attention, the mean number of keys of a query, and the size of a
-            head.
+            other operators. For attention, the mean number of keys of a query and the head size.
         category: type of operator, such as attention, under which reports list the FLOPs.
         traffic: type of operator that determines how the software changes its memory traffic.
     """
@@ -76,11 +76,11 @@ class Work:
     backward_flops: float
     forward_bytes: tuple[tuple[int, frozenset[str]], ...]
     backward_bytes: tuple[tuple[int, frozenset[str]], ...]
-    gradients: int
+    num_gradients: int
     forward_moved: MovedBytes = ()
     backward_moved: MovedBytes = ()
     sides: tuple[tuple[float, frozenset[str]], ...] = ()
-    category: WorkKind = "other operators"
+    category: WorkCategory = "other operators"
     traffic: MemoryTraffic = "other"
 
 
@@ -129,18 +129,18 @@ def _compute_work(
         rows = op.inputs[1].numel * op.inputs[0].shape[1] * op.inputs[0].itemsize
         read = [*inputs[1:], (rows, features & outputs[0][1] | index_factors)]
     forward = () if is_view(op) else (*read, *outputs)
-    count = sum(needs_gradient) if differentiable else 0
+    num_gradients = sum(needs_gradient) if differentiable else 0
     backward: tuple[tuple[int, frozenset[str]], ...] = ()
     # The gradients of outputs have the sizes of the outputs.
-    if count and not is_view(op):
+    if num_gradients and not is_view(op):
         gradients = [tensor for tensor, needs in zip(inputs, needs_gradient, strict=True) if needs]
         backward = (*read, *outputs, *gradients)
     flops = forward_flops(op, rule)
-    category: WorkKind = "matrix products" if flops else "other operators"
+    category: WorkCategory = "matrix products" if flops else "other operators"
     if rule is None and not is_view(op):
         flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
     # A product has one gradient product for each input that needs a gradient.
-    backward_ratio: float = count
+    backward_ratio: float = num_gradients
     moved: tuple[MovedBytes, MovedBytes] = (), ()
     if op.target in _ATTENTION:
         backward_ratio = ATTENTION_BACKWARD
@@ -154,12 +154,12 @@ def _compute_work(
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
         forward_flops=flops,
-        backward_flops=backward_ratio * flops if count else 0.0,
+        backward_flops=backward_ratio * flops if num_gradients else 0.0,
         forward_bytes=forward,
         backward_bytes=backward,
-        gradients=count,
+        num_gradients=num_gradients,
         forward_moved=moved[0],
-        backward_moved=moved[1] if count else (),
+        backward_moved=moved[1] if num_gradients else (),
         sides=_matmul_dims(op, rule, flops),
         category="attention" if op.target in _ATTENTION else category,
         traffic=_memory_traffic_type(op),
@@ -169,8 +169,8 @@ def _compute_work(
 def _memory_traffic_type(op: Op) -> MemoryTraffic:
     if op.target in _NORMS:
         return "norm"
-    tagged = isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
-    return "pointwise" if tagged or op.target in _JOINED else "other"
+    is_pointwise = isinstance(op.target, OpOverload) and torch.Tag.pointwise in op.target.tags
+    return "pointwise" if is_pointwise or op.target in _FUSED_WITH_POINTWISE else "other"
 
 
 def _matmul_dims(
@@ -259,13 +259,13 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
     if op.target is experts:
         return _expert_flops(op)
     if op.target in _PRODUCTS or str(op.target) in _PRODUCTS_BY_NAME:
-        named = {d for dims in rule.inputs for d in dims if d is not None}
-        return 2.0 * prod(rule.capacity[d] for d in named)
+        factors = {d for dims in rule.inputs for d in dims if d is not None}
+        return 2.0 * prod(rule.capacity[d] for d in factors)
     if isinstance(op.target, LocalCall):
         return _flops_by_counter(op) if op.target.flops is None else op.target.flops
     # Other ATen operators have no matrix products; users' own may have a registered formula.
-    custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
-    return _flops_by_counter(op) if custom or op.target in _COUNTED else 0.0
+    is_custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
+    return _flops_by_counter(op) if is_custom or op.target in _COUNTED_BY_PYTORCH else 0.0
 
 
 def _flops_by_counter(op: Op) -> float:
@@ -286,7 +286,7 @@ def _flops_by_counter(op: Op) -> float:
 
 def _attention_flops(op: Op) -> float:
     """Return the FLOPs of scores and weighted values, 2·b·h·s·t·(d + e), for batch size b, h heads,
-    s queries, t keys of a query in the mean, and head dimensions d of keys and e of values."""
+    s queries, t keys per query on average, and head dimensions d of keys and e of values."""
     arguments = call_arguments(op)
     query, value = arguments["query"], arguments["value"]
     keys = _mean_num_keys(op)
@@ -332,19 +332,22 @@ def _expert_flops(op: Op) -> float:
 def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
     """Return m, n and k of the first matrix product of one expert, with balanced routing."""
     arguments = call_arguments(op)
-    count, *_, hidden = arguments["gate_up"].shape
-    return arguments["ids"].numel / count, arguments["gate_up"].numel / count / hidden, hidden
+    num_experts, *_, hidden = arguments["gate_up"].shape
+    return (
+        arguments["ids"].numel / num_experts,
+        arguments["gate_up"].numel / num_experts / hidden,
+        hidden,
+    )
 
 
 def _bytes_beside_products(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
-    """Return what the kernels of a mixture of experts move beside its matrix products, (forward,
-    backward).
+    """Return the bytes that kernels of a mixture of experts read and write beside its matrix
+    products, (forward, backward).
 
-    In elements of each copy of a token, of which there are as many as it has experts: copies are
-    sorted by expert (read, written), the outputs are weighted (read, written) and added to those of
-    their tokens (two read, one written); the gradient does the same with one more product for that
-    of the weights (two read). Between the products, SwiGLU reads 3 and writes 2 times the inner
-    width, and its gradient reads 6 and writes 3.
+    A token has one copy per expert. For each element of a copy, forward sorts copies by expert (1
+    read, 1 write), weights the outputs (1 read, 1 write) and adds them per token (2 reads, 1
+    write); backward also computes the gradient of the weights (2 reads). Between the products,
+    SwiGLU has 3 reads and 2 writes per element of the inner width, and its gradient 6 and 3.
     """
     arguments = call_arguments(op)
     itemsize, inner = op.output.itemsize, arguments["down"].shape[-1]
@@ -373,15 +376,15 @@ def _recurrence_flops(op: Op) -> float:
 
 
 _RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
-_COUNTED = {aten.addbmm.default, aten.bilinear.default}
+_COUNTED_BY_PYTORCH = {aten.addbmm.default, aten.bilinear.default}
 _LOOKUPS = {aten.embedding.default, embedding_bag}
 _ATTENTION = {aten.scaled_dot_product_attention.default, masked_attention, windowed_attention}
 _NORMS = {
     *(aten.layer_norm.default, aten.native_layer_norm.default, aten.rms_norm.default),
     *(aten.group_norm.default, aten.native_group_norm.default),
 }
-_JOINED = {aten.cat.default, *overloads("to", "_to_copy")}
-"""Operators without the tag `pointwise` that kernels of several element-wise operators include."""
+_FUSED_WITH_POINTWISE = {aten.cat.default, *overloads("to", "_to_copy")}
+"""Operators without the tag `pointwise` that are fused with element-wise operators."""
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 _CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
 _PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}

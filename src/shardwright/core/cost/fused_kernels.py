@@ -80,20 +80,20 @@ def _accelerator_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run the kernel that CUDA would choose: flash attention in half precision without a mask, else
-    memory-efficient attention (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`). cuDNN's
-    kernel saves the same tensors as both."""
+    memory-efficient attention (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`). cuDNN
+    attention saves the same tensors as either kernel."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    grouped = query.ndim == 4 and query.shape[1] != key.shape[1]
+    is_half_precision = query.dtype in (torch.float16, torch.bfloat16)
+    is_grouped = query.ndim == 4 and query.shape[1] != key.shape[1]
     out: Tensor
-    has_flash = query.ndim == 4 and half and len(sizes) == 1 and max(sizes) <= 256
-    # Only flash and cuDNN attention take fewer heads of keys than of queries; cuDNN's takes a mask.
-    needs_bias = attn_mask is not None and (not grouped or attn_mask.requires_grad)
+    has_flash = query.ndim == 4 and is_half_precision and len(sizes) == 1 and max(sizes) <= 256
+    # Only flash and cuDNN attention support fewer key heads than query heads; cuDNN also a mask.
+    needs_bias = attn_mask is not None and (not is_grouped or attn_mask.requires_grad)
     if has_flash and not needs_bias:
         kernel = aten._scaled_dot_product_flash_attention.default
         out = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
-    if query.ndim != 4 or grouped:
+    if query.ndim != 4 or is_grouped:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _decomposed_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     kernel = aten._scaled_dot_product_efficient_attention.default
@@ -111,7 +111,7 @@ def _decomposed_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _convert_mask_to_score_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return a boolean mask as the tensor that kernels add to scores."""
+    """Return the tensor that kernels add to scores for a mask; None without a mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -130,7 +130,7 @@ def _accelerator_rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Shapes of `aten._fused_rms_norm`, which saves its input and one statistic per row."""
+    """Meta version of `aten._fused_rms_norm`, which saves its input and one statistic per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 `shardwright calibrate` measures rates, links and overheads with a given number of processes
 (`tools/compare/measure_processes.py`). Without calibration, one process measures the CPU at first
-use, in some tenths of a second, and links and pass overhead have default values.
+use, in a few tenths of a second, and links and pass overhead have default values.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ def local_cluster() -> Cluster:
         return read_cluster(read_text(file, ConfigError), str(file))
     device = replace(measure_device(), pass_overhead=PASS_OVERHEAD)
     cluster = Cluster(LOCAL, device, (ASSUMED_LINK,))
-    save(cluster)
+    save_local_cluster(cluster)
     return cluster
 
 
-def save(cluster: Cluster) -> None:
-    """Write `cluster` to `cache_file()`; log a warning if that fails, since the next run can
-    measure again."""
+def save_local_cluster(cluster: Cluster) -> None:
+    """Write `cluster` to `cache_file()`; log a warning if the file cannot be written."""
     file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, cluster_file_text(replace(cluster, name=LOCAL)))
     except OSError as error:
-        logger.warning("could not save the measurements of this machine: %s", error)
+        logger.warning(
+            "could not save the measurements of this machine: %s\n"
+            "set XDG_CACHE_HOME to a writable folder; otherwise each run measures again",
+            error,
+        )

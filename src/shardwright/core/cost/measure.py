@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from shardwright.core.cost.cluster import Device
 from shardwright.core.runtime.accelerator import CPU, device_memory, seconds_of
 
-MATRIX, STREAM = 768, 1 << 23
+MATRIX_ROWS, VECTOR_NUMEL = 768, 1 << 23
 """Rows of the square matrices and elements of the vectors that are timed on a CPU. A matrix product
 takes some milliseconds; a vector of 32 MB is larger than the cache."""
 
-LARGE_MATRIX, LARGE_STREAM = 8192, 1 << 28
+LARGE_MATRIX_ROWS, LARGE_VECTOR_NUMEL = 8192, 1 << 28
 """Rows of the matrices and elements of the vectors that are timed on an accelerator, which reaches
 its peak rates only with operators of this size."""
 
 ROWS, WIDTH, HEADS, BLOCKS = 8, 64, 4, 4
 """Sizes of a transformer small enough that each operator takes only its launch overhead."""
 
-OPERATORS = 22 + 38
+OPERATORS_PER_BLOCK = 22 + 38
 """Number of operators of one block of `SmallTransformer` as the time model counts them: forward +
 backward."""
 
@@ -50,7 +50,7 @@ class Clock:
     wait_for_others: Callable[[], object] = lambda: None
 
     @property
-    def takes_turns(self) -> bool:
+    def shares_cores(self) -> bool:
         """Whether there are more processes than cores."""
         return self.processes > CORES
 
@@ -61,7 +61,7 @@ class Clock:
         other load on the machine.
         """
         clock, share = time.perf_counter, 1.0
-        if self.takes_turns:
+        if self.shares_cores:
             clock, share = time.process_time, self.processes / CORES
         times = []
         for _ in range(REPEATS + 1):
@@ -91,7 +91,9 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
         return clock.seconds(work) / clock.processes
 
-    rows, elements = (MATRIX, STREAM) if device == CPU else (LARGE_MATRIX, LARGE_STREAM)
+    rows, elements = (
+        (MATRIX_ROWS, VECTOR_NUMEL) if device == CPU else (LARGE_MATRIX_ROWS, LARGE_VECTOR_NUMEL)
+    )
     # Not every accelerator has double precision, and few CPUs are fast in half precision.
     third_dtype = torch.float64 if device == CPU else torch.float16
     rates = {}
@@ -100,14 +102,16 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
         rates[str(dtype).removeprefix("torch.")] = 2 * rows**3 / seconds(partial(torch.mm, a, a))
     x, y = torch.ones(elements, device=device), torch.ones(elements, device=device)
     # The addition reads two vectors and writes one.
-    moved = 3 * x.element_size() * elements
+    moved_bytes = 3 * x.element_size() * elements
     # Small operators use one core, and further processes use the other cores at the same time.
-    processes_beside = CORES if clock.processes == 1 and device == CPU else 1
+    concurrent_processes = CORES if clock.processes == 1 and device == CPU else 1
     return Device(
         memory=device_memory(device),
         rates=rates,
-        memory_bandwidth=moved / seconds(partial(torch.add, x, y, out=x)),
-        overhead=seconds(SmallTransformer(device).train) / (OPERATORS * BLOCKS) / processes_beside,
+        memory_bandwidth=moved_bytes / seconds(partial(torch.add, x, y, out=x)),
+        overhead=seconds(SmallTransformer(device).train)
+        / (OPERATORS_PER_BLOCK * BLOCKS)
+        / concurrent_processes,
         at_full_rate=1 if device == CPU else None,
     )
 

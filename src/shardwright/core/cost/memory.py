@@ -31,7 +31,7 @@ from shardwright.core.cost.dry_run import (
     BytesByCategory,
     DryRun,
     DryRunCache,
-    plus,
+    sum_by_category,
 )
 from shardwright.core.cost.optimizer_state import (
     OptimizerBytes,
@@ -63,7 +63,11 @@ from shardwright.progress import OnShare, ignore_share, subrange
 MAX_CURVE_PASSES = 600
 """Maximum number of passes of a step for which a memory curve is recorded."""
 
-OUTSIDE = BEGIN, END, UPDATE = "begin of the step", "end of the step", "optimizer step"
+MOMENTS_OUTSIDE_PASSES = BEGIN, END, UPDATE = (
+    "begin of the step",
+    "end of the step",
+    "optimizer step",
+)
 """Names of the moments of a step outside of forward and backward passes."""
 
 
@@ -80,7 +84,7 @@ class StageMemory:
         activations: tensors saved for backward passes.
         inputs: batch, buffers and constants.
         temporary: gradients of activations, buffers of collectives, intermediate results.
-        moment: name of the pass with the peak, or of the moment in `OUTSIDE`.
+        moment: name of the pass with the peak, or of the moment in `MOMENTS_OUTSIDE_PASSES`.
         largest: (name of the operator that produces or first reads the tensor, category of tensor,
             bytes) of the largest tensors of the micro-batch at the peak.
         curve: (name of the pass, peak in bytes) of each pass; empty if there are more than
@@ -106,8 +110,8 @@ class StageMemory:
 
     @property
     def in_a_pass(self) -> bool:
-        """Whether memory peaks in a forward or backward pass, not in a moment of `OUTSIDE`."""
-        return self.moment not in OUTSIDE
+        """Whether memory peaks in a forward or backward pass."""
+        return self.moment not in MOMENTS_OUTSIDE_PASSES
 
     @property
     def peak(self) -> int:
@@ -189,13 +193,13 @@ def memory(
         PlanError: if the schedule or the optimizer is unknown.
     """
     pipeline, dry_runs = partitioned.pipeline, dry_runs or DryRunCache()
-    stages_memory, tables = [], table_shapes_of(partitioned.graph)
+    stages_memory, table_shapes = [], table_shapes_of(partitioned.graph)
     for number, order in enumerate(actions(pipeline)):
         if stages is not None and number not in stages:
             continue
         chunks = partitioned.chunks_of(number)
-        used = {action.pass_type for action in order}
-        pass_types = tuple(each for each in PASS_TYPES if each in used)
+        pass_types_of_stage = {action.pass_type for action in order}
+        pass_types = tuple(each for each in PASS_TYPES if each in pass_types_of_stage)
         stage_share = subrange(on_share, number, pipeline.stages)
         dry_run_of = {
             chunk.number: dry_runs.of(
@@ -204,18 +208,20 @@ def memory(
             for n, chunk in enumerate(chunks)
         }
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
-        state = optimizer_bytes(optimizer, trained_shards(chunks, tables))
-        stock = _bytes_before_step(dry_run_of.values(), pipeline.micro_batches)
+        state = optimizer_bytes(optimizer, trained_shards(chunks, table_shapes))
+        bytes_before_step = _bytes_before_step(dry_run_of.values(), pipeline.micro_batches)
         moments = list(_action_memories(order, dry_run_of, borders, state))
-        stages_memory.append(_stage_memory(number, stock, moments, state, chunks))
+        stages_memory.append(_stage_memory(number, bytes_before_step, moments, state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
 
-def least_memory(partitioned: Partitioned, optimizer: str | torch.optim.Optimizer) -> list[int]:
+def memory_lower_bounds(
+    partitioned: Partitioned, optimizer: str | torch.optim.Optimizer
+) -> list[int]:
     """Return for each stage a lower bound on its peak memory in bytes, valid for any choice of
     recomputed operators.
 
-    The bound needs no dry run. The bound is the sum of stored parameters, their gradients,
+    The bound needs no dry run: it is the sum of stored parameters, their gradients,
     optimizer state, the parameters and gradients that the ZeRO level leaves unsharded over the
     micro-batches of a step, the inputs of all micro-batches, and the tensors that one micro-batch
     receives from the previous chunk.
@@ -266,10 +272,10 @@ def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
     that are alive between the micro-batches of a step."""
     sharding, decisions = chunk.decisions.sharding, chunk.decisions
     level = None if sharding is None else sharding.level
-    used = default_storage(chunk.graph, chunk.mesh, decisions.cuts)
+    default_axes = default_storage(chunk.graph, chunk.mesh, decisions.cuts)
     unsharded_bytes = 0
     for value in (each for each in chunk.graph.parameters if each.requires_grad):
-        as_used = TensorLayout(chunk.mesh, used[value.name])
+        as_used = TensorLayout(chunk.mesh, default_axes[value.name])
         stored = initial_layout(value, chunk.mesh, decisions)
         full_numel, shard_numel = (
             prod(each.shard_shape(value.shape)) for each in (as_used, stored)
@@ -288,11 +294,11 @@ def _live_bytes_between_micro_batches(chunk: Chunk) -> int:
     return unsharded_bytes
 
 
-def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[TrainedShard]:
+def trained_shards(chunks: Sequence[Chunk], table_shapes: Container[Shape]) -> list[TrainedShard]:
     """Return the shard of each parameter that the optimizer of a stage updates.
 
     Args:
-        tables: shapes of the embeddings of the model.
+        table_shapes: shapes of the embeddings of the model.
     """
     # By name: a parameter that several chunks of a stage read is stored once.
     shards = {}
@@ -301,7 +307,7 @@ def trained_shards(chunks: Sequence[Chunk], tables: Container[Shape]) -> list[Tr
             axes = chunk.decisions.storage.get(value.name, ((),) * len(value.shape))
             if value.requires_grad:
                 shape = TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape)
-                is_table = value.shape in tables
+                is_table = value.shape in table_shapes
                 shards[value.name] = TrainedShard(shape, value.stored_dtype, value.shape, is_table)
     return list(shards.values())
 
@@ -334,7 +340,7 @@ class _ActionMemory:
 
 def _stage_memory(
     number: int,
-    stock: BytesByCategory,
+    bytes_before_step: BytesByCategory,
     moments: Sequence[_ActionMemory],
     optimizer: OptimizerBytes,
     chunks: Sequence[Chunk],
@@ -342,22 +348,22 @@ def _stage_memory(
     """Return the memory of a pipeline stage at its peak.
 
     Args:
-        stock: bytes by category of tensor before the step.
+        bytes_before_step: bytes by category of tensor before the step.
         moments: all actions of the step, in order.
     """
-    totals = _peak_bytes_of_actions(stock, moments)
+    totals = _peak_bytes_of_actions(bytes_before_step, moments)
     index = max(range(len(moments)), key=totals.__getitem__)
     moment = moments[index]
-    # Most of the actions of a step are alike.
+    # Most actions of a step share their `change` object.
     repeated: dict[int, tuple[BytesByCategory, int]] = {}
     for earlier in moments[:index]:
-        change, repeats = repeated.get(id(earlier.change), (earlier.change, 0))
-        repeated[id(change)] = change, repeats + 1
+        change, num_repeats = repeated.get(id(earlier.change), (earlier.change, 0))
+        repeated[id(change)] = change, num_repeats + 1
     changes = [
-        {category: repeats * size for category, size in change.items()}
-        for change, repeats in repeated.values()
+        {category: num_repeats * size for category, size in change.items()}
+        for change, num_repeats in repeated.values()
     ]
-    sizes = plus(stock, *changes, moment.peak_bytes)
+    sizes = sum_by_category(bytes_before_step, *changes, moment.peak_bytes)
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
     curve = zip(moments, totals, strict=True) if len(moments) <= MAX_CURVE_PASSES else ()
     return StageMemory(
@@ -375,10 +381,12 @@ def _stage_memory(
     )
 
 
-def _peak_bytes_of_actions(stock: BytesByCategory, moments: Sequence[_ActionMemory]) -> list[int]:
+def _peak_bytes_of_actions(
+    bytes_before_step: BytesByCategory, moments: Sequence[_ActionMemory]
+) -> list[int]:
     """Return the bytes at the peak of each action, without optimizer state."""
     sums: dict[int, int] = {}
-    live, totals = sum(stock.values()), []
+    live, totals = sum(bytes_before_step.values()), []
     for moment in moments:
         for sizes in (moment.peak_bytes, moment.change):
             if id(sizes) not in sums:
@@ -390,9 +398,9 @@ def _peak_bytes_of_actions(stock: BytesByCategory, moments: Sequence[_ActionMemo
 
 def _bytes_before_step(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesByCategory:
     """Return the bytes of a stage's chunks before a step, by category of tensor."""
-    stock = plus({}, *(each.stock for each in dry_runs))
+    bytes_before_step = sum_by_category({}, *(each.bytes_before_step for each in dry_runs))
     # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
-    return {**stock, BATCH: stock.get(BATCH, 0) * micro_batches}
+    return {**bytes_before_step, BATCH: bytes_before_step.get(BATCH, 0) * micro_batches}
 
 
 def _action_memories(
@@ -409,17 +417,17 @@ def _action_memories(
     for action in order:
         each, key = dry_run_of[action.chunk], (action.chunk, action.pass_type)
         # The first backward pass allocates gradients, and later backward passes add to them.
-        repeats = key in done_actions
-        phase = (each.later if repeats else each.first)[action.pass_type]
-        if (*key, repeats) not in changes:
+        is_repeated_pass = key in done_actions
+        phase = (each.later if is_repeated_pass else each.first)[action.pass_type]
+        if (*key, is_repeated_pass) not in changes:
             border = borders[action.chunk]
             shared = border.shared_bytes(action.pass_type)
-            border_change = border.border_change(action.pass_type, repeats) - shared
-            changes[*key, repeats] = (
-                plus(phase.peak_bytes, {ACTIVATIONS: -shared}),
-                plus(phase.change, {ACTIVATIONS: border_change}),
+            border_change = border.border_change(action.pass_type, is_repeated_pass) - shared
+            changes[*key, is_repeated_pass] = (
+                sum_by_category(phase.peak_bytes, {ACTIVATIONS: -shared}),
+                sum_by_category(phase.change, {ACTIVATIONS: border_change}),
             )
-        peak_bytes, change = changes[*key, repeats]
+        peak_bytes, change = changes[*key, is_repeated_pass]
         activations += change[ACTIVATIONS]
         name = _action_name(action, len(dry_run_of))
         yield _ActionMemory(name, peak_bytes, change, action.chunk, phase.largest)
@@ -430,7 +438,7 @@ def _action_memories(
         yield _ActionMemory(END, each.end.peak_bytes, each.end.change)
         activations += each.end.change.get(ACTIVATIONS, 0)
     activations += sum(
-        each.stock.get(ACTIVATIONS, 0) + each.begin.change.get(ACTIVATIONS, 0)
+        each.bytes_before_step.get(ACTIVATIONS, 0) + each.begin.change.get(ACTIVATIONS, 0)
         for each in dry_run_of.values()
     )
     # All tensors sent between stages are freed by the end of the step.

@@ -29,22 +29,26 @@ ITERATION_OPERATORS = 3
 def orthogonalization_seconds(
     graph: Graph, communication: Communication, names: Collection[str], model: TimeModel
 ) -> float:
-    """Return the seconds that orthogonalizing the parameters `names` adds to a step."""
+    """Return the seconds that orthogonalizing parameter updates adds to a step.
+
+    Args:
+        names: names of the parameters whose updates Muon orthogonalizes.
+    """
     shapes: dict[Axes, list[Shape]] = defaultdict(list)
     for value in graph.parameters:
         if value.name in names and value.requires_grad:
             axes = tuple(sorted(chain.from_iterable(communication.initial_layouts[value].axes)))
             shapes[axes].append(value.shape)
     seconds = 0.0
-    for axes, of_axes in shapes.items():
-        of_axes.sort(key=prod, reverse=True)
+    for axes, axes_shapes in shapes.items():
+        axes_shapes.sort(key=prod, reverse=True)
         devices = model.mesh.size(axes)
-        for first in range(0, len(of_axes), devices):
-            taken = of_axes[first : first + devices]
-            # The largest of them takes longest.
-            seconds += _newton_schulz_seconds(taken[0], model) * ITERATIONS
+        for first in range(0, len(axes_shapes), devices):
+            batch_shapes = axes_shapes[first : first + devices]
+            # All devices wait for the largest matrix.
+            seconds += _newton_schulz_seconds(batch_shapes[0], model) * ITERATIONS
             if devices > 1:
-                local = sum(map(prod, taken)) * torch.bfloat16.itemsize / devices
+                local = sum(map(prod, batch_shapes)) * torch.bfloat16.itemsize / devices
                 seconds += 2 * model.links.seconds("all_to_all", axes, local)
     return seconds
 

@@ -112,21 +112,21 @@ def optimizer_bytes(
         return _lbfgs_bytes(optimizer, shards)
     factories = _factories_by_shard(optimizer, shards)
     measures = {
-        make: partial(_named_optimizer_bytes, make)
-        if isinstance(make, str)
-        else cache(partial(_optimizer_bytes_of_parameter, make))
-        for make in set(factories)
-        if make
+        make_optimizer: partial(_named_optimizer_bytes, make_optimizer)
+        if isinstance(make_optimizer, str)
+        else cache(partial(_optimizer_bytes_of_parameter, make_optimizer))
+        for make_optimizer in set(factories)
+        if make_optimizer
     }
     state = temporary = 0
-    for shard, make in zip(shards, factories, strict=True):
-        if make is None:
+    for shard, make_optimizer in zip(shards, factories, strict=True):
+        if make_optimizer is None:
             continue
-        measured = measures[make](shard.shape, shard.dtype, shard.full)
+        measured = measures[make_optimizer](shard.shape, shard.dtype, shard.full)
         state += measured.state
         needed = measured.temporary
         if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
-            full_update = measures[make](shard.full, shard.dtype, shard.full)
+            full_update = measures[make_optimizer](shard.full, shard.dtype, shard.full)
             needed = full_update.temporary + _muon_exchange_bytes(shard)
         temporary = max(temporary, needed)
     return OptimizerBytes(state, temporary)
@@ -169,10 +169,10 @@ def orthogonalized_parameters(
     shards = [TrainedShard(v.shape, v.dtype, v.shape, v.shape in tables) for v in values]
     return frozenset(
         value.name
-        for value, shard, make in zip(
+        for value, shard, make_optimizer in zip(
             values, shards, _factories_by_shard(optimizer, shards), strict=True
         )
-        if make is not None and is_orthogonalized_by(optimizer, shard)
+        if make_optimizer is not None and is_orthogonalized_by(optimizer, shard)
     )
 
 
@@ -186,18 +186,18 @@ def _factories_by_shard(
     optimizer does not update."""
     if isinstance(optimizer, str):
         _optimizer_factory(optimizer)
-        by_name: list[StateFactory | None] = [optimizer] * len(shards)
+        names: list[StateFactory | None] = [optimizer] * len(shards)
         if optimizer == "muon":
-            by_name = ["adamw" if shard.is_table else optimizer for shard in shards]
-        return by_name
+            names = ["adamw" if shard.is_table else optimizer for shard in shards]
+        return names
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise _unknown_optimizer_error(optimizer)
     groups = [_group_factory(optimizer, group) for group in optimizer.param_groups]
     factories: dict[Shape, list[MakeOptimizer]] = {}
-    for group, make in zip(optimizer.param_groups, groups, strict=True):
+    for group, make_optimizer in zip(optimizer.param_groups, groups, strict=True):
         for parameter in group["params"]:
-            factories.setdefault(tuple(parameter.shape), []).append(make)
-    # An example of the optimizer, over parameters of another shape.
+            factories.setdefault(tuple(parameter.shape), []).append(make_optimizer)
+    # The optimizer is an example, over parameters of other shapes.
     if not any(shard.full in factories for shard in shards):
         return [_group_factory(optimizer, {})] * len(shards)
     return [factories[s.full].pop(0) if factories.get(s.full) else None for s in shards]
@@ -249,7 +249,7 @@ def _unknown_optimizer_error(optimizer: object) -> PlanError:
 def _named_optimizer_bytes(
     optimizer: str, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
-    # Their state is computed from parameters and gradients, so that `full` does not matter.
+    # Named optimizers compute state from parameters and gradients, so `full` does not matter.
     return _optimizer_bytes_of_parameter(_optimizer_factory(optimizer), shape, dtype, shape)
 
 
@@ -258,33 +258,33 @@ class _DerivedTensor(Tensor):
 
 
 def _optimizer_bytes_of_parameter(
-    make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
+    make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
     """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`."""
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
-        optimizer = make([parameter])
+        optimizer = make_optimizer([parameter])
     except (TypeError, ValueError):
-        # Some optimizers do not take every parameter, such as Muon, which takes matrices only; the
-        # training then has another optimizer for the others.
+        # Some optimizers reject parameters, such as Muon, which takes only matrices; training then
+        # updates these parameters with another optimizer.
         return OptimizerBytes(0, 0)
     try:
         measured = _measure_optimizer_bytes(optimizer, parameter)
         if full == shape:
             return measured
-        replicated = _replicated_state_bytes(make, full, dtype) - _replicated_state_bytes(
-            make, shape, dtype
+        replicated = _replicated_state_bytes(make_optimizer, full, dtype) - _replicated_state_bytes(
+            make_optimizer, shape, dtype
         )
         return OptimizerBytes(measured.state + replicated, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _bytes_from_small_parameter(make, shape, dtype, full)
+        return _bytes_from_small_parameter(make_optimizer, shape, dtype, full)
 
 
-def _replicated_state_bytes(make: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
+def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
     """Return the bytes of state tensors that are created from `shape`, not from the parameter."""
-    optimizer = make([_derived_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
+    optimizer = make_optimizer([_derived_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
     optimizer.step()
     optimizer.step()
     tensors = _state_tensors(optimizer)
@@ -303,7 +303,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _bytes_from_small_parameter(
-    make: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
+    make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
     """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`,
     scaled from a small parameter.
@@ -314,7 +314,7 @@ def _bytes_from_small_parameter(
     # Different primes, 5, 11, 17, ..., so that the size of a state's dim identifies the dim.
     small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
     parameter = _derived_parameter(torch.ones(small, dtype=dtype))
-    optimizer = make([parameter])
+    optimizer = make_optimizer([parameter])
     try:
         measured = _measure_optimizer_bytes(optimizer, parameter)
     except Exception as error:
@@ -357,13 +357,13 @@ def _measure_optimizer_bytes(optimizer: torch.optim.Optimizer, parameter: Tensor
     """Return the bytes of state and temporary tensors, measured in two steps of `optimizer` over
     `parameter`, which has a gradient."""
     assert parameter.grad is not None
-    with LiveBytes() as live:
-        live.watch([parameter, parameter.grad], "")
+    with LiveBytes() as live_bytes:
+        live_bytes.watch([parameter, parameter.grad], "")
         # The first step creates the state; the peak of the second step is above the state by the
         # temporary tensors.
-        before = live.now
+        before = live_bytes.current_bytes
         optimizer.step()
-        state, start = live.now, len(live.history)
+        state, start = live_bytes.current_bytes, len(live_bytes.history)
         optimizer.step()
-        peak_bytes = sum(live.bytes_between(live.events_until_peak(start)).values())
+        peak_bytes = sum(live_bytes.bytes_between(live_bytes.events_until_peak(start)).values())
     return OptimizerBytes(state - before, peak_bytes - state)

@@ -48,8 +48,8 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     Raises:
         PlanError: if the schedule cannot run them; the message contains valid numbers.
     """
-    stages, chunks, pieces = pipeline.stages, pipeline.chunks, pipeline.micro_batches
-    for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", pieces)):
+    stages, chunks, micro_batches = pipeline.stages, pipeline.chunks, pipeline.micro_batches
+    for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", micro_batches)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise PlanError(
                 f"{name}={number!r}: must be a whole number of at least 1\nuse {name}=1 or more"
@@ -65,27 +65,29 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
                 "use 2 or more stages, or chunks=1"
             )
         return
-    if pieces < stages:
+    if micro_batches < stages:
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: at any time at least one stage would be "
-            "idle\n"
-            f"use {stages} or more micro-batches, or {pieces} or fewer stages"
+            f"micro_batches={micro_batches} for {stages} stages: at any time at least one stage"
+            " would be idle\n"
+            f"use {stages} or more micro-batches, or {micro_batches} or fewer stages"
         )
     schedule = pipeline.schedule_spec
-    if pieces < schedule.min_micro_batches(stages):
+    if micro_batches < schedule.min_micro_batches(stages):
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} needs"
+            f"micro_batches={micro_batches} for {stages} stages: schedule {schedule.name!r} needs"
             f" {schedule.min_rounds} micro-batches per stage\n"
             f"use {schedule.min_micro_batches(stages)} or more micro-batches, or schedule"
             f" {schedule.fallback!r}"
         )
     _check_chunks(schedule, chunks)
-    if not schedule.can_run(pieces, stages):
+    if not schedule.can_run(micro_batches, stages):
         # The next multiple of `stages` can run, if no smaller number can.
-        more = next(n for n in range(pieces + 1, 2 * pieces) if schedule.can_run(n, stages))
+        more = next(
+            n for n in range(micro_batches + 1, 2 * micro_batches) if schedule.can_run(n, stages)
+        )
         raise PlanError(
-            f"micro_batches={pieces} for {stages} stages: schedule {schedule.name!r} runs"
-            f" micro-batches in {pieces // stages} rounds of equal size\n"
+            f"micro_batches={micro_batches} for {stages} stages: schedule {schedule.name!r} runs"
+            f" micro-batches in {micro_batches // stages} rounds of equal size\n"
             f"use a multiple of {stages}, or {more}"
         )
 
@@ -111,8 +113,8 @@ def actions(pipeline: PipelineSpec) -> tuple[tuple[Action, ...], ...]:
     """
     check_pipelining(pipeline)
     if pipeline.stages == 1:
-        pieces = range(pipeline.micro_batches)
-        return (tuple(Action(0, each, m) for m in pieces for each in (FORWARD, BACKWARD)),)
+        micro_batches = range(pipeline.micro_batches)
+        return (tuple(Action(0, each, m) for m in micro_batches for each in (FORWARD, BACKWARD)),)
     return _actions_of_torch_schedule(
         pipeline.schedule_spec, pipeline.stages, pipeline.micro_batches, pipeline.chunks
     )
@@ -146,7 +148,7 @@ def _actions_of_torch_schedule(
     return tuple(result)
 
 
-def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
+def in_flight_counts(order: Sequence[Action]) -> Iterator[dict[int, int]]:
     """Yield the number of micro-batches in flight of each chunk, after each action of a stage.
 
     A micro-batch is in flight from its forward pass to the end of its backward pass.
@@ -158,7 +160,7 @@ def alive(order: Sequence[Action]) -> Iterator[dict[int, int]]:
     for action in order:
         if action.pass_type == FORWARD:
             counts[action.chunk] += 1
-        # Not by BACKWARD_INPUT: gradients of parameters still need the activations.
+        # After BACKWARD_INPUT, gradients of parameters still need the activations.
         elif action.pass_type in (BACKWARD, BACKWARD_WEIGHT):
             counts[action.chunk] -= 1
         yield dict(counts)
@@ -171,21 +173,21 @@ class ChunkSeconds:
     Args:
         forward: seconds of the forward pass.
         backward: seconds of the full backward pass.
-        of_weight: part of `backward` that computes gradients of parameters, for schedules that
-            split the backward pass; by default half of `backward`.
+        weight_gradients: seconds of `backward` that compute gradients of parameters, for schedules
+            that split the backward pass; by default half of `backward`.
         send: seconds to send the outputs to the next chunk, or their gradients back; not counted
             between chunks of the same stage.
     """
 
     forward: float
     backward: float
-    of_weight: float | None = None
+    weight_gradients: float | None = None
     send: float = 0.0
 
-    def of(self, pass_type: str) -> float:
-        """Return the seconds of pass `F`, `B`, `I` or `W` (see `FORWARD`)."""
+    def seconds_of(self, pass_type: str) -> float:
+        """Return the seconds of a pass: `F`, `B`, `I` or `W`, as in `PASS_TYPES`."""
         # A linear layer has two matrix products of the same size, one for each gradient.
-        weight = self.backward / 2 if self.of_weight is None else self.of_weight
+        weight = self.backward / 2 if self.weight_gradients is None else self.weight_gradients
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
@@ -223,7 +225,7 @@ class Timeline:
         spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
         for each, end in zip(_passes_of_pipeline(self.pipeline), self.ends, strict=True):
             action = each.action
-            start = end - self.chunks[action.chunk].of(action.pass_type)
+            start = end - self.chunks[action.chunk].seconds_of(action.pass_type)
             spans[each.stage].append(Span(action, start, end))
         return tuple(map(tuple, spans))
 
@@ -243,7 +245,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the step for which a stage is idle, as a mean over stages."""
+        """Mean fraction of the step for which a stage is idle."""
         return sum(self.bubbles) / len(self.stages)
 
     def __str__(self) -> str:
@@ -282,7 +284,9 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
 
 def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
     """Return the seconds of an action of each chunk, by pass type."""
-    return {pass_type: [chunk.of(pass_type) for chunk in chunks] for pass_type in PASS_TYPES}
+    return {
+        pass_type: [chunk.seconds_of(pass_type) for chunk in chunks] for pass_type in PASS_TYPES
+    }
 
 
 @dataclass(frozen=True)
@@ -349,7 +353,8 @@ def _ordered_passes(
 
 
 def _possible_sender_actions(pipeline: PipelineSpec, action: Action) -> list[Action]:
-    """Return the actions of which one computes the inputs of `action`; [] for a model's inputs."""
+    """Return the actions one of which computes the inputs of `action`; [] if the inputs are those
+    of the model."""
     chunk, micro_batch = action.chunk, action.micro_batch
     if action.pass_type == FORWARD:
         return [Action(chunk - 1, FORWARD, micro_batch)] if chunk else []

@@ -23,7 +23,7 @@ from shardwright.core.partition.pipeline_spec import PipelineSpec
 from shardwright.core.partition.transfer import Transfer
 
 
-def planned_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
+def predicted_timeline(partitioned: Partitioned, cluster: Cluster | None = None) -> Timeline:
     """Return the predicted timeline of the pipeline stages in one step.
 
     Args:
@@ -111,10 +111,10 @@ def _chunk_seconds(
     for number, time in enumerate(times):
         send = 0.0
         # A rank sends to the rank with the same position in the device matrix of another stage, so
-        # the link between the first ranks of two stages stands for all.
+        # all pairs of ranks are assumed to have the link between the first ranks of the stages.
         if time.sent_bytes is not None:
             source, target = pipeline.stage_of(number), pipeline.stage_of(number + 1)
-            link = model.links.cluster.level_between(source * devices, target * devices)
+            link = model.links.cluster.link_between(source * devices, target * devices)
             send = link.call + link.latency + time.sent_bytes / link.rate
         forward, backward = time.step.forward_seconds, time.step.backward_seconds
         if pipeline.stages > 1:
@@ -150,8 +150,7 @@ class Predicted:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the timeline for which a stage is idle, as a mean over stages; 0 for one
-        stage."""
+        """Mean fraction of the timeline for which a stage is idle; 0 for one stage."""
         return 0.0 if self.timeline is None else self.timeline.bubble
 
     @property
@@ -230,7 +229,7 @@ def predict(
     once_per_step = [seconds + model.device.step_overhead for seconds in once_per_step]
     # Where stages share a processor, an idle stage leaves it to the others. So the step takes the
     # mean of the seconds of all stages instead of the longest path.
-    if model.shared:
+    if model.shares_processor:
         average_busy = (1 - stages.bubble) * stages.seconds
         sent = 2 * pipeline.micro_batches * sum(chunk.send for chunk in seconds_of_chunks)
         seconds = average_busy + (sent + sum(once_per_step)) / pipeline.stages
@@ -247,7 +246,7 @@ def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list
     devices = partitioned.mesh.num_devices
     for stages, num_bytes in partitioned.shared_gradients:
         # A ring over the stages is as slow as the link between the first and the last stage.
-        link = model.links.cluster.level_between(stages[0] * devices, stages[-1] * devices)
+        link = model.links.cluster.link_between(stages[0] * devices, stages[-1] * devices)
         moved = (len(stages) - 1) / len(stages) * num_bytes / link.rate
         message_seconds = sequential_messages(link, len(stages)) * link.latency + moved
         # An all-reduce is two rounds, a reduce-scatter and an all-gather.

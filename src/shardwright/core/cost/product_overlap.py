@@ -17,7 +17,8 @@ from shardwright.core.partition.transfer import Transfer
 
 aten = torch.ops.aten
 
-PIPELINED = ("all_gather", "reduce_scatter")
+PIPELINED_OPERATIONS = ("all_gather", "reduce_scatter")
+"""Collectives that kernels pipeline with an adjacent matrix product."""
 
 
 def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfer, Overlap]:
@@ -34,14 +35,19 @@ def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfe
             products.setdefault(transfer, []).append(op)
     result = {}
     for transfer in communication.transfers:
-        if transfer.value.origin is Origin.PARAMETER or transfer.step.operation not in PIPELINED:
+        if (
+            transfer.value.origin is Origin.PARAMETER
+            or transfer.step.operation not in PIPELINED_OPERATIONS
+        ):
             continue
         producer = graph.producer.get(transfer.value)
-        beside = products.get(transfer, [])
+        adjacent_products = products.get(transfer, [])
         if producer is not None and transfer.previous is None and _is_linear_layer(producer):
-            beside = [producer, *beside]
-        if beside:
-            result[transfer] = Overlap(tuple(beside), (), 1 - 1 / transfer.step.group_size)
+            adjacent_products = [producer, *adjacent_products]
+        if adjacent_products:
+            result[transfer] = Overlap(
+                tuple(adjacent_products), (), 1 - 1 / transfer.step.group_size
+            )
     return result
 
 

@@ -145,7 +145,7 @@ class StepTime:
 
 def operator_seconds(graph: Graph, model: TimeModel, cuts: Mapping[str, Cuts]) -> list[float]:
     """Return the seconds of computation of each operator on one device, forward plus backward."""
-    return [sum(model.operator(op, cuts.get(op.name, {}))) for op in graph.ops]
+    return [sum(model.operator_seconds(op, cuts.get(op.name, {}))) for op in graph.ops]
 
 
 def step_time(
@@ -165,7 +165,7 @@ def step_time(
     Args:
         graph: graph of one micro-batch.
         communication: communication of the plan.
-        cuts: the axes of each factor of each operator of `graph`, by operator name.
+        cuts: mesh axes that shard each factor of each operator of `graph`, by operator name.
         micro_batches: number of micro-batches per step.
         bubble: fraction of the step for which a pipeline stage is idle.
         overlaps: computation that overlaps each redistribution; by default none.
@@ -173,7 +173,9 @@ def step_time(
         repeats_segments: whether recomputed segments run to their end, instead of to the last
             tensor that autograd needs.
     """
-    forward, backward = _sum_seconds(model.operator(op, cuts.get(op.name, {})) for op in graph.ops)
+    forward, backward = _sum_seconds(
+        model.operator_seconds(op, cuts.get(op.name, {})) for op in graph.ops
+    )
     repeated = communication.recomputed_ops if repeats_segments else communication.repeated_ops
     recomputed = [op for op in graph.ops if op.name in repeated]
     backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
@@ -195,7 +197,7 @@ def step_time(
         backward_redistributions=backward_part,
         gathers=buckets[True, 0],
         gradients=buckets[True, 1],
-        update=model.update(stored, len(trained))
+        update=model.update_seconds(stored, len(trained))
         + orthogonalization_seconds(graph, communication, orthogonalized, model),
         gathers_per_micro_batch=buckets[False, 0],
         gradients_per_micro_batch=buckets[False, 1],
@@ -223,21 +225,21 @@ def hidden_seconds(
         remaining = seconds
         for op in ops:
             if (op.name, pass_part) not in spare_seconds:
-                forward, backward = model.operator(op, cuts.get(op.name, {}))
+                forward, backward = model.operator_seconds(op, cuts.get(op.name, {}))
                 # A delayed weight gradient is half of a linear layer's backward pass.
                 half = backward / 2 if op in delayed else backward
                 spare_seconds[op.name, pass_part] = {
                     "forward": forward,
                     "weight": backward - half,
                 }.get(pass_part, half)
-            hidden_here = min(remaining, spare_seconds[op.name, pass_part])
-            spare_seconds[op.name, pass_part] -= hidden_here
-            remaining -= hidden_here
+            hidden_by_op = min(remaining, spare_seconds[op.name, pass_part])
+            spare_seconds[op.name, pass_part] -= hidden_by_op
+            remaining -= hidden_by_op
         return seconds - remaining
 
     hidden = {}
     for transfer, overlap in overlaps.items():
-        sent, returned = model.step(transfer.step, transfer.value, transfer.trained)
+        sent, returned = model.step_seconds(transfer.step, transfer.value, transfer.trained)
         sent, returned = overlap.fraction * sent, overlap.fraction * returned
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
         backward_part = hide(returned, "weight", overlap.delayed_linears)
@@ -257,13 +259,13 @@ def activation_seconds(
     of an activation and, with transfer None, for each collective inside an operator."""
     for name, op_reductions in communication.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
-        computation = model.operator(graph.by_name[name], cuts.get(name, {}))
-        for bound in op_reductions:
-            forward_part, backward_part = model.inner_collective(
-                bound.reduction, bound.axes, differentiable, computation
+        computation = model.operator_seconds(graph.by_name[name], cuts.get(name, {}))
+        for inner_reduction in op_reductions:
+            forward_part, backward_part = model.inner_collective_seconds(
+                inner_reduction.reduction, inner_reduction.axes, differentiable, computation
             )
             repeated = forward_part if name in communication.recomputed_ops else 0.0
-            yield None, tuple(bound.axes), (forward_part, backward_part + repeated)
+            yield None, tuple(inner_reduction.axes), (forward_part, backward_part + repeated)
     bucketed = {
         id(t) for b in communication.buckets for member in b.members for t in member.transfers
     }
@@ -278,7 +280,7 @@ def activation_seconds(
             share = shares.get(transfer, 1.0)
             forward_part, backward_part = (
                 share * seconds
-                for seconds in model.step(transfer.step, transfer.value, transfer.trained)
+                for seconds in model.step_seconds(transfer.step, transfer.value, transfer.trained)
             )
             repeated = forward_part if transfer.is_repeated else 0.0
             yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)
@@ -294,7 +296,7 @@ def bucket_seconds(
     micro-batch; `direction` is 0 for forward and 1 for backward.
     """
     for bucket in communication.buckets:
-        gather, reduce = _bucket_seconds(bucket, model)
+        gather, reduce = _gather_and_reduce_seconds(bucket, model)
         yield bucket, "parameters", bucket.level != "level3", 0, gather
         yield bucket, "gradients", bucket.reduces_once, 1, reduce
         if bucket.regathers:
@@ -308,11 +310,11 @@ def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
     return forward, backward
 
 
-def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
+def _gather_and_reduce_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
     """Return the seconds of gathering a bucket once, and of reducing its gradients once."""
     # Each gather multiplies the size of the local tensor.
     gather = reduce = 0.0
-    joining = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))
+    copy_seconds = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))
     local = bucket.numel * bucket.members[0].value.itemsize
     for step in bucket.steps:
         if step.operation == "all_gather":
@@ -320,7 +322,7 @@ def _bucket_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
             gather += model.links.seconds("all_gather", step.axes, local)
         if step.backward is not None and bucket.trained:
             reduce += model.links.seconds(step.backward, step.axes, local)
-    return gather and gather + joining, reduce and reduce + joining
+    return gather and gather + copy_seconds, reduce and reduce + copy_seconds
 
 
 def _stored_shard_bytes(communication: Communication, value: Value) -> int:

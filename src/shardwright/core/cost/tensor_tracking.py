@@ -73,13 +73,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         history: allocations and frees in order.
-        now: current number of live bytes.
+        current_bytes: current number of live bytes.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.history: list[Event] = []
-        self.now = 0
+        self.current_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], TrackedStorage]] = {}
 
     def watch(self, tensors: Iterable[Tensor], category: str) -> None:
@@ -140,9 +140,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track_result(self, out: Tensor, args: tuple[Any, ...]) -> None:
         # A view shares a storage that is tracked already.
         if storage_id(out) not in self._storages:
-            self._track_storage(out, WEIGHTS if self._have_only_weights(args) else "")
+            self._track_storage(out, WEIGHTS if self._are_weights(args) else "")
 
-    def _have_only_weights(self, args: tuple[Any, ...]) -> bool:
+    def _are_weights(self, args: tuple[Any, ...]) -> bool:
         """Whether all tensors in `args` are parameters or computed only from parameters."""
         has_weights = False
         for argument in args:
@@ -160,12 +160,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         tracked = TrackedStorage(storage.nbytes(), category, _current_program_line())
         self.history.append((tracked, True))
-        self.now += tracked.size
+        self.current_bytes += tracked.size
 
         def freed(_: Any) -> None:
             del self._storages[key]
             self.history.append((tracked, False))
-            self.now -= tracked.size
+            self.current_bytes -= tracked.size
 
         # A reference to the storage, not the tensor: views keep a storage alive.
         self._storages[key] = (weakref.ref(storage, freed), tracked)
@@ -173,7 +173,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _current_program_line() -> int:
     """Return the current line of the generated program on the call stack; 0 without a program."""
-    # Not `traceback`, which builds a list of all frames: this function runs for every new tensor.
+    # `traceback` would build a list of all frames, and this function runs for every new tensor.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -189,7 +189,7 @@ _MAX_FRAMES = 16
 
 META = torch.device("meta")
 
-_PLAIN = frozenset(
+_PLAIN_TYPES = frozenset(
     {
         *(int, float, bool, str, type(None)),
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -251,12 +251,12 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
             self._in_flight.pop(storage_id(args[0]), None)
             return args[0]
         out: Tensor = func(*args, **kwargs)
-        kept_alive = [args[0]]
+        tensors_in_flight = [args[0]]
         if func is functional_collectives.reduce_scatter_tensor.default:
             # Gloo reduces in a copy of the input, other backends do not: an upper bound.
-            kept_alive.append(torch.empty_like(args[0]))
-            self._track_storage(kept_alive[-1], "")
-        self._in_flight[storage_id(out)] = kept_alive
+            tensors_in_flight.append(torch.empty_like(args[0]))
+            self._track_storage(tensors_in_flight[-1], "")
+        self._in_flight[storage_id(out)] = tensors_in_flight
         return out
 
 
@@ -271,7 +271,7 @@ def _returns_new_tensors(func: Any) -> bool:
     argument."""
     schema = schema_of(func)
     tensors = all(str(each.type) == "Tensor" for each in schema.returns)
-    # A result from the cache has a new storage, with which a view would count twice.
+    # A result from the cache has a new storage, so a view would count twice.
     aliases = any(each.alias_info for each in (*schema.arguments, *schema.returns))
     return func.namespace == "aten" and tensors and bool(schema.returns) and not aliases
 
@@ -283,7 +283,7 @@ def _cache_key_of_argument(argument: Any) -> Any:
         _UncacheableArgumentError: if `argument` is neither a tensor nor a plain value, nor a list
             of these.
     """
-    if (value_type := type(argument)) in _PLAIN:
+    if (value_type := type(argument)) in _PLAIN_TYPES:
         return value_type, argument
     if isinstance(argument, Tensor):
         # `is_meta` distinguishes scalars: autograd wraps a Python number in a CPU tensor, which
@@ -300,12 +300,12 @@ class _TensorKey(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _make_empty_results(described: Any) -> Any:
+def _make_empty_results(description: Any) -> Any:
     """Create the cached results of an operator as empty tensors on the meta device, from their
     description (shapes, strides, dtypes)."""
-    if isinstance(described, _TensorKey):
-        shape, stride, dtype, _ = described
+    if isinstance(description, _TensorKey):
+        shape, stride, dtype, _ = description
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
-    if described and isinstance(described[0], type):
-        return described[1]
-    return tuple(map(_make_empty_results, described))
+    if description and isinstance(description[0], type):
+        return description[1]
+    return tuple(map(_make_empty_results, description))

@@ -21,8 +21,8 @@ UPDATE_PASSES = 7
 parameter, the gradient and two moments, and writes the parameter and the moments."""
 
 PARAMETER_OPERATORS, MEMBER_OPERATORS, RECOMPUTE_OPERATORS = 4.5, 2.5, 1.7
-"""Host overhead on CPUs, in units of one operator's overhead: AdamW's update of a parameter; a
-parameter's or gradient's copies into and out of a bucket; `torch.utils.checkpoint` per recomputed
+"""Host overhead on CPUs, in units of one operator's overhead: AdamW's update of a parameter; copies
+of a parameter or gradient into and out of a bucket; `torch.utils.checkpoint` per recomputed
 operator.
 
 Measured with steps of a small model on 8 processes. Accelerators hide host overhead."""
@@ -63,22 +63,22 @@ class TimeModel:
         self.links = Links(cluster, mesh, stages)
         devices = mesh.num_devices * stages
         self.device = self.links.cluster.device
-        self.shared = cluster.device.shared(devices)
-        self.slowdown = 1.0 if self.shared else self.device.overlap_slowdown
+        self.shares_processor = cluster.device.is_oversubscribed(devices)
+        self.slowdown = 1.0 if self.shares_processor else self.device.overlap_slowdown
         self.optimizer_shard_size = optimizer_shard_size
         self._operators: dict[tuple[object, ...], ForwardBackward] = {}
         self._steps: dict[tuple[RedistributionStep, Shape, int], ForwardBackward] = {}
 
-    def operator(self, op: Op, cuts: Cuts) -> ForwardBackward:
-        """Return the seconds (forward, backward) that a device computes for its shard of `op`."""
-        # The id of the work: `work_of` returns one object for operators of the same rule, and
-        # hashing all fields of the object would take most of the time.
+    def operator_seconds(self, op: Op, cuts: Cuts) -> ForwardBackward:
+        """Return the seconds (forward, backward) in which a device computes its shard of `op`."""
+        # By id: `work_of` returns one object for operators of the same rule, and hashing all fields
+        # of the object would take most of the time.
         work = work_of(op)
         key = (id(work), *cuts.items())
         if (seconds := self._operators.get(key)) is None:
             rule = rule_of(op)
             counts = rule.shard_counts(self.mesh, cuts) if rule is not None else {}
-            seconds = self._operators[key] = self.work(work, counts)
+            seconds = self._operators[key] = self.work_seconds(work, counts)
         return seconds
 
     def recompute_seconds(self, op: Op, cuts: Cuts) -> float:
@@ -86,14 +86,14 @@ class TimeModel:
         pass."""
         # Views are recomputed too, but launch no kernels.
         count = RECOMPUTE_OPERATORS if work_of(op).forward_bytes else 0
-        return self.operator(op, cuts)[0] + self.host_seconds(count)
+        return self.operator_seconds(op, cuts)[0] + self.host_seconds(count)
 
     def host_seconds(self, operators: float) -> float:
         """Return the host seconds to launch `operators` operators; 0 on an accelerator, which hides
         launches."""
         return 0.0 if self.device.at_full_rate is None else operators * self.device.overhead
 
-    def work(self, work: Work, shard_counts: Mapping[str, int]) -> ForwardBackward:
+    def work_seconds(self, work: Work, shard_counts: Mapping[str, int]) -> ForwardBackward:
         """Return the seconds (forward, backward) of `work` on one device.
 
         Args:
@@ -114,14 +114,14 @@ class TimeModel:
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
             moved = traffic * sum(shard(*tensor) for tensor in tensors)
             # The roofline model (Williams, Waterman and Patterson, "Roofline", 2009).
-            return max(flops * share / rate, moved / self.device.stream)
+            return max(flops * share / rate, moved / self.device.stream_bandwidth)
 
         def moving(tensors: MovedBytes) -> float:
             moved = (
                 scales.get(traffic_class, 1.0) * shard(size, names)
                 for traffic_class, size, names in tensors
             )
-            return sum(moved) / self.device.stream
+            return sum(moved) / self.device.stream_bandwidth
 
         sides = (shard(*side) for side in work.sides)
         rate = self.device.rate(work.dtype, sides, work.category == "attention")
@@ -132,12 +132,14 @@ class TimeModel:
             forward += moving(work.forward_moved)
         if work.backward_bytes:
             # The gradient of each input takes at least one kernel.
-            backward = overhead * work.gradients
+            backward = overhead * work.num_gradients
             backward += seconds(work.backward_flops, work.backward_bytes)
             backward += moving(work.backward_moved)
         return forward, backward
 
-    def step(self, step: RedistributionStep, value: Value, differentiable: bool) -> ForwardBackward:
+    def step_seconds(
+        self, step: RedistributionStep, value: Value, differentiable: bool
+    ) -> ForwardBackward:
         """Return the seconds (forward, backward) of one redistribution step of `value`."""
         itemsize = value.itemsize
         key = (step, value.shape, itemsize)
@@ -150,7 +152,7 @@ class TimeModel:
         forward, backward = self._steps[key]
         return forward, backward if differentiable else 0.0
 
-    def inner_collective(
+    def inner_collective_seconds(
         self,
         reduction: Reduction,
         axes: Axes,
@@ -171,7 +173,7 @@ class TimeModel:
         counts = reduction.num_collectives(group, differentiable)
         if reduction.operation != RING:
             return counts[0] * collective_seconds, counts[1] * collective_seconds
-        # All of the `group` steps of the ring but the last overlap a transfer with computation.
+        # Each of the `group` steps of the ring but the last overlaps a transfer with computation.
         launches = (group - 1) * RING_OPERATORS * self.device.overhead
         hideable = (seconds * (group - 1) / group for seconds in computation)
         forward, backward = (
@@ -187,7 +189,9 @@ class TimeModel:
     ) -> float:
         return 0.0 if name is None else self.links.seconds(name, step.axes, num_bytes)
 
-    def bucketed(self, axes: Axes, num_bytes: float, collective: str = "all_reduce") -> float:
+    def bucketed_seconds(
+        self, axes: Axes, num_bytes: float, collective: str = "all_reduce"
+    ) -> float:
         """Return the weighted seconds that a tensor adds to a bucketed collective: the seconds for
         its bytes, and its share of the bucket's latency.
 
@@ -200,7 +204,9 @@ class TimeModel:
         saved = latency * max(0.0, 1 - num_bytes / BUCKET_BYTES)
         return self.parameter_weight * (full - saved)
 
-    def parameter(self, varying: Axes, replicated: Axes, num_bytes: float) -> tuple[float, float]:
+    def parameter_seconds(
+        self, varying: Axes, replicated: Axes, num_bytes: float
+    ) -> tuple[float, float]:
         """Return the weighted seconds of gathering a parameter and of reducing its gradient, both
         in buckets.
 
@@ -213,17 +219,17 @@ class TimeModel:
             num_bytes: bytes of the local shard in forward and backward.
         """
         if self.optimizer_shard_size is None:
-            return 0.0, self.bucketed(varying, num_bytes)
-        gather = self.bucketed((*varying, *replicated), num_bytes, "all_gather")
-        return gather, self.bucketed(varying, num_bytes, "reduce_scatter")
+            return 0.0, self.bucketed_seconds(varying, num_bytes)
+        gather = self.bucketed_seconds((*varying, *replicated), num_bytes, "all_gather")
+        return gather, self.bucketed_seconds(varying, num_bytes, "reduce_scatter")
 
-    def update(self, num_bytes: float, count: int = 0) -> float:
+    def update_seconds(self, num_bytes: float, count: int = 0) -> float:
         """Return the seconds of the optimizer step over `count` stored parameters of `num_bytes` in
         total."""
-        moving = UPDATE_PASSES * num_bytes / self.device.stream
+        moving = UPDATE_PASSES * num_bytes / self.device.stream_bandwidth
         return moving + self.host_seconds(PARAMETER_OPERATORS * count)
 
-    def parameter_update(self, num_bytes: float, num_shards: int) -> float:
+    def parameter_update_seconds(self, num_bytes: float, num_shards: int) -> float:
         """Return the weighted seconds of the optimizer step over a parameter, or over its ZeRO
         shard.
 
@@ -232,8 +238,8 @@ class TimeModel:
             num_shards: number of shards of the parameter in forward and backward.
         """
         if self.optimizer_shard_size is None:
-            return self.parameter_weight * self.update(num_bytes)
+            return self.parameter_weight * self.update_seconds(num_bytes)
         num_replicas = self.mesh.num_devices // num_shards
         if self.optimizer_shard_size > 0:
             num_replicas = min(num_replicas, self.optimizer_shard_size)
-        return self.parameter_weight * self.update(num_bytes / num_replicas)
+        return self.parameter_weight * self.update_seconds(num_bytes / num_replicas)

@@ -65,20 +65,20 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
             stages[chunk.stage][component, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][component, tuple(sorted(axes)), True] += hidden
     # Stages on separate devices run at the same time, so the slowest stage determines the step.
-    if not model.shared:
+    if not model.shares_processor:
         stages = [max(stages, key=_exposed_seconds)]
     seconds_of: _Parts = defaultdict(float)
     for stage in stages:
         for key, seconds in stage.items():
             seconds_of[key] += seconds / len(stages)
-    # For the seconds of the step in which the stage does not work, it waits for other stages.
+    # A stage waits for other stages in all seconds of the step in which it does no work.
     if pipeline.stages > 1:
         seconds_of[WAITING, (), False] = max(0.0, predicted.seconds - _exposed_seconds(seconds_of))
     parts_of_step = (
         TimePart(
-            what, tuple(names[a] for a in axes), value, seconds_of.get((what, axes, True), 0.0)
+            data, tuple(names[a] for a in axes), value, seconds_of.get((data, axes, True), 0.0)
         )
-        for (what, axes, hidden), value in seconds_of.items()
+        for (data, axes, hidden), value in seconds_of.items()
         if not hidden
     )
     nonzero = (each for each in parts_of_step if each.seconds or each.hidden)
@@ -97,7 +97,7 @@ def _chunk_time_parts(
     communication, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})
-        forward, backward = model.operator(op, cuts)
+        forward, backward = model.operator_seconds(op, cuts)
         yield work_of(op).category, (), times * (forward + backward), 0.0
         if op.name in communication.repeated_ops:
             yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
@@ -105,30 +105,30 @@ def _chunk_time_parts(
     saved_fraction = 1 - time.slowdown
     chunk_cuts = chunk.decisions.cuts
     hidden_of = hidden_seconds(chunk.overlaps, chunk_cuts, model)
-    for transfer, axes, both_ways in activation_seconds(
+    for transfer, axes, seconds_pair in activation_seconds(
         chunk.graph, communication, chunk_cuts, model
     ):
         # A parameter that is in no bucket is gathered forward, and its gradient reduced backward.
-        stored = transfer is not None and transfer.value.origin is Origin.PARAMETER
-        components = COMMUNICATION[1:] if stored else COMMUNICATION[:1] * 2
+        is_parameter = transfer is not None and transfer.value.origin is Origin.PARAMETER
+        components = COMMUNICATION[1:] if is_parameter else COMMUNICATION[:1] * 2
         hidden_pair = (0.0, 0.0) if transfer is None else hidden_of.get(transfer, (0.0, 0.0))
-        for component, seconds, hidden in zip(components, both_ways, hidden_pair, strict=True):
+        for component, seconds, hidden in zip(components, seconds_pair, hidden_pair, strict=True):
             yield component, axes, times * seconds, times * saved_fraction * hidden
     exposed_of = {True: time.exposed_per_step, False: time.exposed_per_micro_batch}
     total_of = {
         True: (time.gathers, time.gradients),
         False: (time.gathers_per_micro_batch, time.gradients_per_micro_batch),
     }
-    for bucket, what, once_per_step, direction, seconds in bucket_seconds(communication, model):
+    for bucket, data, once_per_step, direction, seconds in bucket_seconds(communication, model):
         if seconds:
-            steps = [s for s in bucket.steps if what == "gradients" or s.operation == "all_gather"]
+            steps = [s for s in bucket.steps if data == "gradients" or s.operation == "all_gather"]
             axes = tuple({axis for step in steps for axis in step.axes})
             total = seconds if once_per_step else times * seconds
-            # Without computation to overlap, rounding can make the exposed part exceed the whole.
+            # Without computation to overlap, rounding can make the exposed part exceed the total.
             hidden = max(
                 0.0, 1 - exposed_of[once_per_step][direction] / total_of[once_per_step][direction]
             )
-            yield what, axes, total, total * hidden
+            yield data, axes, total, total * hidden
 
 
 def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
@@ -136,7 +136,7 @@ def utilization(partitioned: Partitioned, predicted: Predicted) -> float:
     step, without recomputation, as a fraction of the peak of all devices (Chowdhery et al., "PaLM",
     2022, appendix B)."""
     devices = partitioned.mesh.num_devices * partitioned.pipeline.stages
-    device = predicted.cluster.device.among(devices)
+    device = predicted.cluster.device.with_active_devices(devices)
     work = [work_of(op) for op in partitioned.graph.ops]
     ideal_seconds = sum(
         (each.forward_flops + each.backward_flops) / device.peak_rate(each.dtype) for each in work

@@ -1,11 +1,11 @@
-"""Share of tokens that expert parallelism sends, where a token reaches only its own experts.
+"""Fraction of the tokens that expert parallelism sends, if tokens are sent only to their experts.
 
 A plan gathers the tokens of all devices along the axes of the experts, and sums their outputs.
 Megatron Core and torchtitan send each token once to each of its experts, by all-to-all (Lepikhin et
 al., "GShard", arXiv:2006.16668): of d devices only k receive it, for k experts per token. DeepEP
-sends a token once to a device with several of its experts. All later redistributions, such as those
-over tensor-parallel devices, have only these tokens as well. And the
-matrices of experts are stored as the kernels read them.
+sends a token once to a device with several of its experts. Later redistributions, such as those
+over tensor-parallel devices, send only these tokens too. Matrices of experts are stored in the
+layout that the kernels read, so their redistributions send nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ def routed_shares(
         cuts: the axes of each factor of each operator of `graph`, by operator name.
         sends_once: whether a token is sent once to a device that has several of its experts.
     """
-    readers = Counter(transfer for route in communication.routes.values() for transfer in route)
+    num_consumers = Counter(
+        transfer for route in communication.routes.values() for transfer in route
+    )
     shares: dict[Transfer, float] = {}
     for op in (op for op in graph.ops if op.target is experts):
         devices = communication.mesh.size(cuts.get(op.name, {}).get("e", ()))
         top_k = call_arguments(op)["ids"].shape[-1]
         # With balanced routing a device has none of the k experts of a token with (1 - 1/d)^k.
-        once = 1 - (1 - 1 / devices) ** top_k
-        share = once if sends_once else min(1.0, top_k / devices)
+        share_sent_once = 1 - (1 - 1 / devices) ** top_k
+        share = share_sent_once if sends_once else min(1.0, top_k / devices)
         for index, value in enumerate(op.inputs):
-            route = [each for each in communication.routes[op.name, index] if readers[each] == 1]
+            route = [
+                each for each in communication.routes[op.name, index] if num_consumers[each] == 1
+            ]
             if index == 0:
                 shares |= dict.fromkeys(route, share)
             elif _is_view_of_parameter(graph, value):

@@ -18,16 +18,16 @@ SHARE = {"": 1.0, "%": 0.01}
 _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 
 
-def quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
+def parse_quantity(text_or_number: Any, units: dict[str, float]) -> float | None:
     """Parse a number with an optional unit, and return it in the base unit; None if invalid.
 
     Args:
         text_or_number: text such as `80 GB`, or a number in the base unit.
         units: factor of each valid unit to the base unit.
 
-    >>> quantity("80 GB", BYTES), quantity("3 us", SECONDS), quantity(0.5, SHARE)
+    >>> parse_quantity("80 GB", BYTES), parse_quantity("3 us", SECONDS), parse_quantity(0.5, SHARE)
     (80000000000.0, 3e-06, 0.5)
-    >>> quantity("80 GB", SECONDS)
+    >>> parse_quantity("80 GB", SECONDS)
     """
     # YAML reads `yes` and `on` as booleans, which are integers in Python.
     if isinstance(text_or_number, bool):

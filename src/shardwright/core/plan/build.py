@@ -13,7 +13,7 @@ import torch
 from shardwright.core.constraints import OperatorStrategy
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds
-from shardwright.core.cost.predict import Predicted, planned_timeline
+from shardwright.core.cost.predict import Predicted, predicted_timeline
 from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.cost.time_parts import time_parts, utilization
 from shardwright.core.graph.graph import Graph, Op, Value
@@ -155,7 +155,7 @@ def _predict_chunk_seconds(
     if partitioned.pipeline.stages == 1:
         return ()
     timeline = None if predicted is None else predicted.timeline
-    return (timeline or planned_timeline(partitioned)).chunks
+    return (timeline or predicted_timeline(partitioned)).chunks
 
 
 def _build_operator_rows(
@@ -195,7 +195,7 @@ def _build_operator_rows(
                     stage=chunk.stage,
                     seconds=0.0
                     if time_model is None
-                    else sum(time_model.operator(op, operator_cuts)),
+                    else sum(time_model.operator_seconds(op, operator_cuts)),
                     meanings={
                         f: meaning.name.lower() for f, meaning in meanings.items() if meaning
                     },

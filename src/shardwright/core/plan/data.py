@@ -16,7 +16,7 @@ from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.dry_run import DryRunCache
 from shardwright.core.cost.memory import Memory, memory
 from shardwright.core.cost.pipeline_timeline import ChunkSeconds, Timeline
-from shardwright.core.cost.predict import planned_timeline
+from shardwright.core.cost.predict import predicted_timeline
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Shape
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
@@ -370,7 +370,7 @@ class PlanData:
         Raises:
             PlanError: if the plan comes from a file, and so has no graph.
         """
-        return planned_timeline(self.partitioned, cluster)
+        return predicted_timeline(self.partitioned, cluster)
 
     def row(self, name: str) -> OperatorRow:
         """Return the row of the operator `name`.

@@ -266,7 +266,11 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
     entries = input_entries(graph, options.dataset_strategy)
     stage_devices = options.devices // pipeline.stages
-    nodes = () if options.cluster is None else options.resolved_cluster.nodes(options.devices)
+    nodes = (
+        ()
+        if options.cluster is None
+        else options.resolved_cluster.inner_group_sizes(options.devices)
+    )
     fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
     sharded_inputs = arrivals(graph, fixed.mesh, options.dataset_strategy)
     timed_step = options.timed_step(pipeline)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.core.cost.memory import binary, least_memory
+from shardwright.core.cost.memory import binary, memory_lower_bounds
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.options import NO_LIMIT, PlanOptions
 from shardwright.errors import MemoryLimitError
@@ -35,7 +35,7 @@ def candidate_within_device_memory(
         return best_candidate(options)
     requested = best_candidate(replace(options, memory_limit=NO_LIMIT))
     # The lower bound needs no dry run; a dry run is made only if the bound is within the limit.
-    needed = max(least_memory(requested.partitioned, options.optimizer))
+    needed = max(memory_lower_bounds(requested.partitioned, options.optimizer))
     if needed <= limit:
         needed = requested.memory().peak
     if needed <= limit:

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from shardwright.core.cost.memory import Memory, binary, least_memory
+from shardwright.core.cost.memory import Memory, binary, memory_lower_bounds
 from shardwright.core.plan.ranked import LeftOut, PlanKind
 from shardwright.core.planner.attempts import Attempt, memory_limit_error
 from shardwright.core.planner.candidate import Candidate, FindCandidates
@@ -363,7 +363,7 @@ class MemorySearch:
         if not any(each.shards_storage for each in candidates):
             return attempts, inf
         optimizer = first.options.optimizer
-        memory = [least_memory(each.partitioned, optimizer) for each in candidates]
+        memory = [memory_lower_bounds(each.partitioned, optimizer) for each in candidates]
         needed = min(map(max, memory))
         if needed <= self.limit:
             unsharded = [each.with_sharding_of(first.options) for each in candidates]
@@ -434,7 +434,7 @@ class MemorySearch:
         if key in self.entry_keys:
             return None
         self.entry_keys.add(key)
-        min_memory = least_memory(candidate.partitioned, attempt.options.optimizer)
+        min_memory = memory_lower_bounds(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 
     def _aligned_entry_unless_duplicate(self, queued: QueuedCandidate) -> QueuedCandidate | None:

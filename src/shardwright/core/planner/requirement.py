@@ -9,7 +9,7 @@ from math import inf
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from shardwright.core.cost.units import BYTES, quantity
+from shardwright.core.cost.units import BYTES, parse_quantity
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def is_positive(value: Any) -> bool:
 
 def parse_bytes(size: int | str) -> int | None:
     """Return `size`, a number or a text such as `24GiB`, in bytes; None if `size` is invalid."""
-    number = quantity(size, BYTES)
+    number = parse_quantity(size, BYTES)
     return int(number) if number is not None and number >= 1 else None
 
 

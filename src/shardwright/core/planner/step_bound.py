@@ -76,7 +76,7 @@ class StepBounds:
         each, micro_batches = forward + backward, options.num_micro_batches
         if stages == 1:
             return micro_batches * each
-        if cluster.device.shared(options.devices):
+        if cluster.device.is_oversubscribed(options.devices):
             return micro_batches * each / stages
         schedule, device = SCHEDULES[options.schedule], cluster.device
         chunks = schedule.min_chunks
@@ -98,7 +98,9 @@ class StepBounds:
         stages, limit = options.stages, options.limit
         if limit is None or self._recompute_options is None or not isinstance(stages, int):
             return 0.0
-        if options.devices % stages or options.resolved_cluster.device.shared(options.devices):
+        if options.devices % stages or options.resolved_cluster.device.is_oversubscribed(
+            options.devices
+        ):
             return 0.0
         limits = self._limits_of_stages(options, limit)
         if stage_memory is not None:
@@ -177,12 +179,12 @@ def _min_operator_seconds(
 ) -> ForwardBackward:
     """Return the (forward, backward) seconds of an operator in its fastest sharding."""
     if rule is None:
-        return model.work(work, {})
+        return model.work_seconds(work, {})
     combinations = list(_enumerate_shard_counts(rule, model.mesh.device_matrix))
     if not combinations:
-        forward, backward = model.work(work, {})
+        forward, backward = model.work_seconds(work, {})
         return forward / model.mesh.num_devices, backward / model.mesh.num_devices
-    return min((model.work(work, counts) for counts in combinations), key=sum)
+    return min((model.work_seconds(work, counts) for counts in combinations), key=sum)
 
 
 def _enumerate_shard_counts(

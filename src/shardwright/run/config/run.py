@@ -112,16 +112,16 @@ class Run:
         config = self.foreign.fitted(self.config, devices, self._num_servers(devices))
         return replace(self, config=config)
 
-    def check_nodes(self, node_size: int) -> None:
+    def check_node_size(self, node_size: int) -> None:
         """Raise ConfigError if the cluster cannot have several nodes of `node_size` devices."""
         if self.cluster is not None:
-            load_cluster(self.cluster).check_nodes(node_size)
+            load_cluster(self.cluster).check_node_size(node_size)
 
     def _num_servers(self, devices: int) -> int:
         """Return the number of servers that `devices` devices occupy."""
         if self.cluster is None:
             return -(-devices // DEVICES_PER_SERVER)
-        return load_cluster(self.cluster).servers(devices)
+        return load_cluster(self.cluster).num_nodes(devices)
 
     @cached_property
     def batches(self) -> Batches:

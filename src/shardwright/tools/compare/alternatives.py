@@ -126,7 +126,7 @@ def step_seconds_bound(
         micro_batches: number of micro-batches per step.
     """
     data, model, stages = degrees
-    device = cluster.device.among(prod(degrees))
+    device = cluster.device.with_active_devices(prod(degrees))
     data_axes, model_axes = prime_factors(data), prime_factors(model)
     num_axes = len(data_axes) + len(model_axes)
     mesh = DeviceMatrix((*data_axes, *model_axes), tuple(islice(axis_names(), num_axes)))
@@ -143,5 +143,5 @@ def step_seconds_bound(
             local_bytes = op.output.numel * op.output.itemsize / data
             passes = 2 if op.inputs[0].requires_grad else 1
             seconds += passes * links.seconds("all_reduce", axes, local_bytes)
-    bubbles = 0 if cluster.device.shared(prod(degrees)) else stages - 1
+    bubbles = 0 if cluster.device.is_oversubscribed(prod(degrees)) else stages - 1
     return (micro_batches + bubbles) * seconds / stages

@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import spawn
 
 from shardwright.core.cost.cluster import LOCAL, Cluster
 from shardwright.core.cost.cluster_file import cluster_to_yaml, read_cluster
-from shardwright.core.cost.local_cluster import ASSUMED_LINK, PASS_OVERHEAD, save
+from shardwright.core.cost.local_cluster import ASSUMED_LINK, PASS_OVERHEAD, save_local_cluster
 from shardwright.core.cost.measure import Clock, measure_device
 from shardwright.core.cost.predict import predict
 from shardwright.core.partition.partitioned import Partitioned
@@ -51,7 +51,7 @@ FIGURES = ("overhead", "pass_overhead", "step_overhead", "call", "latency")
 def calibrate(processes: int = 2, on_progress: OnProgress = ignore_progress) -> Cluster:
     """Measure this machine with `measure_cluster`, and save the cluster in the user's cache."""
     cluster = measure_cluster(processes, on_progress)
-    save(cluster)
+    save_local_cluster(cluster)
     return cluster
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwright.core.cost.cluster import Cluster
-from shardwright.core.cost.clusters import built_in, load_cluster
+from shardwright.core.cost.clusters import built_in_clusters, load_cluster
 from shardwright.errors import ConfigError
 from shardwright.tools.compare.published_rows import PublishedRun
 
@@ -151,6 +151,6 @@ def software_of_run(run: PublishedRun) -> Software:
 def _cluster_name_with_framework(run: PublishedRun) -> str:
     for label in filter(None, (run.framework, run.source)):
         for word, suffix in FRAMEWORKS.items():
-            if word in label.lower() and f"{run.hardware}_{suffix}" in built_in():
+            if word in label.lower() and f"{run.hardware}_{suffix}" in built_in_clusters():
                 return f"{run.hardware}_{suffix}"
     return run.hardware

@@ -45,7 +45,7 @@ def test_no_redistribution_takes_less_than_the_least_seconds(
         left, read = random_layout(mesh, draw, True), random_layout(mesh, draw, False)
         for differentiable in (True, False):
             path = redistribution_steps(left, read, value.shape, differentiable)
-            seconds = sum(sum(model.step(step, value, differentiable)) for step in path)
+            seconds = sum(sum(model.step_seconds(step, value, differentiable)) for step in path)
             counts = [
                 np.array([[[len(set(k.axes) & set(each)) for k in axis_groups] for each in axes]])
                 for axes in ((*left.axes, left.partial), (*read.axes, read.varying))
@@ -141,7 +141,7 @@ def test_sums_of_few_numbers_on_a_shared_processor_take_no_less_than_the_least_s
         for numbers, differentiable in product((1, devices, devices**2, 10**6), (True, False)):
             (step,) = redistribution_steps(left, whole, (numbers,), differentiable)
             value = replace(captured(mlp, sizes=(16, 32)).parameters[0], shape=(numbers,))
-            seconds = sum(model.step(step, value, differentiable))
+            seconds = sum(model.step_seconds(step, value, differentiable))
             counts = [
                 np.array([[[len(set(k.axes) & set(each)) for k in axis_groups] for each in places]])
                 for places in (((), left.partial), ((), ()))

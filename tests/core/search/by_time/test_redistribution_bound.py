@@ -32,7 +32,7 @@ def test_the_steps_of_a_redistribution_take_no_less_than_the_bound(
         left, read = random_layout(mesh, draw, True), random_layout(mesh, draw, False)
         for differentiable in (True, False):
             path = redistribution_steps(left, read, value.shape, differentiable)
-            seconds = sum(sum(model.step(step, value, differentiable)) for step in path)
+            seconds = sum(sum(model.step_seconds(step, value, differentiable)) for step in path)
             bound = least.seconds(left, read, num_bytes, differentiable)
             assert bound <= seconds * (1 + 1e-9), (left, read, path)
             shares.append(bound / seconds if seconds else 1.0)

@@ -13,7 +13,7 @@ import shardwright as sw
 from sample_models import llama
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.flops import work_of
-from shardwright.core.cost.memory import Memory, least_memory, memory
+from shardwright.core.cost.memory import Memory, memory, memory_lower_bounds
 from shardwright.core.graph.graph import Graph
 from shardwright.core.partition.communication import communication
 from shardwright.core.partition.decisions import Decisions, Recompute
@@ -49,7 +49,7 @@ def fit_by_recomputation(
         return plain
     levels = RecomputeLevels(graph, plan.mesh, plan.decisions, plan.pipeline)
     parts = levels.at_depth(levels.depths[0][0]), plan.decisions, measure, limit
-    fit = RecomputeSearch(*parts, least_memory(plan.partitioned, "adamw"))
+    fit = RecomputeSearch(*parts, memory_lower_bounds(plan.partitioned, "adamw"))
     if fit.can_fit:
         return fit.run()
     return min(plain, fit.fully_recomputed, key=lambda each: each.memory.peak)
@@ -188,7 +188,7 @@ def test_of_what_cannot_fit_only_the_stage_that_needs_most_is_measured() -> None
 
     levels = RecomputeLevels(graph, plan.mesh, plan.decisions, plan.pipeline)
     parts = levels.at_depth(levels.depths[0][0]), plan.decisions, needs, 1
-    fit = RecomputeSearch(*parts, least_memory(plan.partitioned, "adamw"))
+    fit = RecomputeSearch(*parts, memory_lower_bounds(plan.partitioned, "adamw"))
     assert not fit.can_fit
     assert asked == [{fit.largest_stage.stage}]
     least = fit.fully_recomputed.memory
@@ -206,7 +206,7 @@ def test_what_another_plan_of_its_kind_needs_makes_an_estimate_enough() -> None:
 
     levels = RecomputeLevels(GRAPH, plan.mesh, plan.decisions, plan.pipeline)
     parts = levels.at_depth(levels.depths[0][0]), plan.decisions, needs
-    others = least_memory(plan.partitioned, "adamw")
+    others = memory_lower_bounds(plan.partitioned, "adamw")
     first = RecomputeSearch(*parts, 1, others)
     excess, limit = first.measured_ratio, int(1.1 * first.largest_stage.peak)
     asked.clear()

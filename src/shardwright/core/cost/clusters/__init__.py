@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.core.cost.cluster import LOCAL, Cluster
-from shardwright.core.cost.cluster_file import cluster_of_content
+from shardwright.core.cost.cluster_file import cluster_from_content
 from shardwright.core.cost.local_cluster import local_cluster
 from shardwright.errors import ConfigError
 from shardwright.text_files import DIGEST, parse_yaml, read_text, short_repr, warn_if_edited
@@ -16,7 +16,7 @@ from shardwright.text_files import DIGEST, parse_yaml, read_text, short_repr, wa
 _FOLDER = resources.files(__name__)
 
 
-def built_in() -> tuple[str, ...]:
+def built_in_clusters() -> tuple[str, ...]:
     """Return the names of the built-in clusters, sorted."""
     names = (file.name for file in _FOLDER.iterdir())
     return tuple(sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml")))
@@ -33,7 +33,7 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     if str(name) == LOCAL:
         return local_cluster()
-    return cluster_of_content(_load_cluster_with_base(name, ()), str(name))
+    return cluster_from_content(_load_cluster_with_base(name, ()), str(name))
 
 
 def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
@@ -47,18 +47,18 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
         return content
     base, path = content["base"], Path(name)
     # A path is relative to the file that names it.
-    inherited = base if base in built_in() else path.parent / str(base)
+    inherited = base if base in built_in_clusters() else path.parent / str(base)
     if not isinstance(base, str) or str(inherited) in (*derived, str(name)):
         raise ConfigError(
             f"{name}: base must be the name or file of another cluster, not {short_repr(base)}\n"
-            f"use one of {', '.join(built_in())}, or the path of a file"
+            f"use one of {', '.join(built_in_clusters())}, or the path of a file"
         )
     base_content = _load_cluster_with_base(inherited, (*derived, str(name)))
     if not isinstance(base_content, Mapping):
         return base_content
     for values, file in ((base_content, inherited), (content, name)):
         warn_if_edited(values, str(file))
-    # A digest is that of one file, not of both together.
+    # A digest covers the contents of one file, not the merged contents.
     keys = {**base_content, **content}.keys() - {"base", DIGEST}
     merged = {key: content.get(key, base_content.get(key)) for key in keys}
     inherited_device, device = base_content.get("device"), content.get("device", {})
@@ -68,11 +68,11 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
 
 
 def _read_cluster_file(name: str | Path) -> str:
-    if str(name) in built_in():
+    if str(name) in built_in_clusters():
         return (_FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     path = Path(name)
     if not path.is_file():
-        names = ", ".join((LOCAL, *built_in()))
+        names = ", ".join((LOCAL, *built_in_clusters()))
         raise ConfigError(
             f"cluster {str(name)!r}: no built-in cluster and no file has this name\n"
             f"use the path of a cluster file, or a built-in cluster: {names}"

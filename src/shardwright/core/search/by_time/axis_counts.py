@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.core.cost.collectives import ELEMENT, Links
+from shardwright.core.cost.collectives import ELEMENT_BYTES, Links
 from shardwright.core.layout.axes import Axes
 
 LayoutTable = npt.NDArray[np.float32]
@@ -116,7 +116,9 @@ class CountedRedistributionBound:
         ]
         # On shared links, a ring over a tensor with fewer elements than devices skips the hops of
         # empty parts (see `Links`), so that the latencies of all hops are no lower bound there.
-        self._few_elements_bytes = ELEMENT * links.mesh.num_devices**2 if links.shared else 0
+        self._few_elements_bytes = (
+            ELEMENT_BYTES * links.mesh.num_devices**2 if links.shares_processor else 0
+        )
         self._level = np.array([group.level for group in axis_groups])
         # Products of sizes as sums of logarithms: one matrix product for all layouts.
         self._log_size = np.log2([group.size for group in axis_groups])

@@ -203,12 +203,12 @@ class AxisTables:
         if choice != NO_CUT:
             new_counts[choice] *= self.size
         counts_by_factor = dict(zip(op_type.factors, new_counts, strict=True))
-        forward, backward = self.model.work(variable.work, counts_by_factor)
+        forward, backward = self.model.work_seconds(variable.work, counts_by_factor)
         cost = weights.forward * forward + weights.backward * backward
         if rule is not None and rule.reductions is not no_reductions and choice != NO_CUT:
             for reduction in rule.reductions(variable.op, counts_by_factor):
                 if op_type.factors[choice] in reduction.factors:
-                    seconds = self.model.inner_collective(
+                    seconds = self.model.inner_collective_seconds(
                         reduction, (self.axis,), variable.differentiable, (forward, backward)
                     )
                     cost += weights.redistributions * sum(seconds)
@@ -233,13 +233,13 @@ class AxisTables:
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
         cost = self.weights.parameter_bytes * parameter_bytes
         if value.requires_grad:
-            cost += self.model.parameter_update(parameter_bytes, num_shards)
+            cost += self.model.parameter_update_seconds(parameter_bytes, num_shards)
             if choice not in own_factors:
                 shard_bytes = value.numel * value.itemsize / num_shards
                 is_partial = choice != NO_CUT and variable.differentiable
                 axes = (self.axis,)
                 reduce_axes, gather_axes = (axes, ()) if is_partial else ((), axes)
-                seconds = self.model.parameter(reduce_axes, gather_axes, shard_bytes)
+                seconds = self.model.parameter_seconds(reduce_axes, gather_axes, shard_bytes)
                 cost += self.weights.gradients * sum(seconds)
         return cost
 
@@ -340,7 +340,9 @@ class AxisTables:
             shard_bytes = parameter_bytes / shards_on_axis
             cost = self.weights.parameter_bytes * parameter_bytes / shards_on_axis
             if edge.value.requires_grad:
-                cost += self.model.parameter_update(shard_bytes, num_shards * shards_on_axis)
+                cost += self.model.parameter_update_seconds(
+                    shard_bytes, num_shards * shards_on_axis
+                )
             return cost
 
         # After the variables of all operators: `decide` reads only the choices of the first
@@ -395,7 +397,7 @@ class AxisTables:
 
             def seconds(collective: str) -> float:
                 if is_parameter:
-                    return self.model.bucketed((self.axis,), num_bytes, collective)
+                    return self.model.bucketed_seconds((self.axis,), num_bytes, collective)
                 return self.model.links.seconds(collective, (self.axis,), num_bytes)
 
             weight = self.weights.gradients if is_parameter else self.weights.redistributions

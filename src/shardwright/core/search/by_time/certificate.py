@@ -71,7 +71,9 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     search = timed_search(request) if is_folded else unfolded
     # λ of `by_time/search.py`. It drops out where devices share a processor; λ = 0 is exact where
     # nothing is exposed.
-    exposed_shares = (1.0,) if unfolded.model.shared else (1.0, 0.5) if cost.exposed else (0.0,)
+    exposed_shares = (
+        (1.0,) if unfolded.model.shares_processor else (1.0, 0.5) if cost.exposed else (0.0,)
+    )
     timed_step, weight = unfolded.timed_step, unfolded.model.parameter_weight
     fast = _with_fastest_links(timed_step.cluster)
     # If the tables for the cluster's links are too large, those with equal links may not be.

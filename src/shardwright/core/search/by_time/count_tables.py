@@ -197,7 +197,7 @@ class CountTables:
         shard_counts = [
             dict(zip(op_type.factors, map(int, row), strict=True)) for row in distinct_counts
         ]
-        seconds = np.array([self.model.work(variable.work, each) for each in shard_counts])
+        seconds = np.array([self.model.work_seconds(variable.work, each) for each in shard_counts])
         costs: Array = (seconds @ [weights.forward, weights.backward])[row_of]
         if rule is None or rule.reductions is no_reductions:
             return costs
@@ -208,7 +208,7 @@ class CountTables:
                 ]
                 # Any axes of the groups: the time of a collective depends on sizes and links only.
                 axes = pick_axes(self.axis_groups, counts[factors].sum(0))
-                collective_seconds = self.model.inner_collective(
+                collective_seconds = self.model.inner_collective_seconds(
                     reduction, axes, variable.differentiable, tuple(seconds[row])
                 )
                 costs[count_index] += weights.redistributions * sum(collective_seconds)
@@ -236,7 +236,7 @@ class CountTables:
                     [len(group.axes) for group in self.axis_groups] - shard_axes - partial_axes
                 )
                 gather_axes = pick_axes(self.axis_groups, other_axes, shard_axes + partial_axes)
-                seconds = self.model.parameter(
+                seconds = self.model.parameter_seconds(
                     reduce_axes, gather_axes, value.numel * value.itemsize / num_shards
                 )
                 cost += weights.gradients * sum(seconds)
@@ -247,7 +247,9 @@ class CountTables:
     def _parameter_byte_cost(self, value: Value, num_shards: int) -> float:
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
         update = (
-            self.model.parameter_update(parameter_bytes, num_shards) if value.requires_grad else 0.0
+            self.model.parameter_update_seconds(parameter_bytes, num_shards)
+            if value.requires_grad
+            else 0.0
         )
         return self.weights.parameter_bytes * parameter_bytes + update
 

@@ -262,6 +262,6 @@ class _JointTables:
         key = (source, target, value.shape, value.itemsize, edge.differentiable)
         if key not in self._redistributions:
             path = redistribution_steps(source, target, value.shape, edge.differentiable)
-            seconds = sum(sum(self.model.step(s, value, edge.differentiable)) for s in path)
+            seconds = sum(sum(self.model.step_seconds(s, value, edge.differentiable)) for s in path)
             self._redistributions[key] = ObjectiveCost(redistributions=seconds)
         return self._redistributions[key]

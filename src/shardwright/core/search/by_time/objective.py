@@ -165,7 +165,7 @@ class Objective:
         return self._operators[key]
 
     def _operator_cost(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
-        forward, backward = self.model.operator(variable.op, cuts)
+        forward, backward = self.model.operator_seconds(variable.op, cuts)
         reduction_seconds = 0.0
         if variable.rule is not None and variable.rule.reductions is not no_reductions:
             shard_counts = variable.rule.shard_counts(self.model.mesh, cuts)
@@ -173,7 +173,7 @@ class Objective:
                 axes = tuple(axis for f in reduction.factors for axis in cuts.get(f, ()))
                 computation = forward, backward
                 reduction_seconds += sum(
-                    self.model.inner_collective(
+                    self.model.inner_collective_seconds(
                         reduction, axes, variable.differentiable, computation
                     )
                 )
@@ -185,7 +185,7 @@ class Objective:
             parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
             gathers = gradients = update = 0.0
             if value.requires_grad:
-                update = self.model.parameter_update(parameter_bytes, num_shards)
+                update = self.model.parameter_update_seconds(parameter_bytes, num_shards)
                 reduce_axes = tuple(layout.varying) if variable.differentiable else ()
                 used_axes = {*layout.sharded, *reduce_axes}
                 # ZeRO shards over axes over which every use is replicated: those that neither cut
@@ -194,7 +194,9 @@ class Objective:
                     a for a in range(len(self.model.mesh.device_matrix)) if a not in used_axes
                 )
                 shard_bytes = value.numel * value.itemsize / num_shards
-                gathers, gradients = self.model.parameter(reduce_axes, gather_axes, shard_bytes)
+                gathers, gradients = self.model.parameter_seconds(
+                    reduce_axes, gather_axes, shard_bytes
+                )
             cost += ObjectiveCost(
                 gathers=gathers, gradients=gradients, update=update, parameter_bytes=parameter_bytes
             )
@@ -291,13 +293,15 @@ class Objective:
                 # once.
                 if path[:length] not in counted_paths:
                     counted_paths.add(path[:length])
-                    seconds += sum(self.model.step(step, value, edge.differentiable))
+                    seconds += sum(self.model.step_seconds(step, value, edge.differentiable))
         if not edge.is_shared_parameter:
             return ObjectiveCost(redistributions=seconds)
         num_shards = self.model.mesh.size(source.sharded)
         parameter_bytes = value.numel * value.stored_dtype.itemsize / num_shards
         update = (
-            self.model.parameter_update(parameter_bytes, num_shards) if value.requires_grad else 0.0
+            self.model.parameter_update_seconds(parameter_bytes, num_shards)
+            if value.requires_grad
+            else 0.0
         )
         seconds *= self.model.parameter_weight
         return ObjectiveCost(gradients=seconds, update=update, parameter_bytes=parameter_bytes)

@@ -131,7 +131,7 @@ class TimedSearch:
         """Values of λ in the linear objective to search with, in this order."""
         # Devices that share a processor hide no communication: with a slowdown of 1, λ drops out of
         # the objective.
-        return (1.0,) if self.model.shared else EXPOSED_SHARES
+        return (1.0,) if self.model.shares_processor else EXPOSED_SHARES
 
     def best(self, on_share: OnShare = ignore_share) -> list[Cuts]:
         """Run the search, and return the cuts of each variable with the lowest objective."""
@@ -197,7 +197,7 @@ class TimedSearch:
         """Swap axes in `cuts`, in place, and improve single operators after each swap."""
         is_exposed = self.objective.cost(cuts).exposed > 0
         # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
-        weights = self.weights(1.0 if is_exposed or self.model.shared else 0.0)
+        weights = self.weights(1.0 if is_exposed or self.model.shares_processor else 0.0)
         swap_part, local_search_part = (subrange(on_share, index, 2) for index in range(2))
         if swap_axes(self.objective, cuts, self.total, weights, swap_part):
             local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, local_search_part)

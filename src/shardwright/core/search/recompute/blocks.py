@@ -62,7 +62,7 @@ class RecomputeCosts:
         in `dtype`."""
         rate = cluster.device.rate(dtype)
         fastest = max(level.bandwidth for level in cluster.levels)
-        return cls(rate / cluster.device.stream, rate / fastest)
+        return cls(rate / cluster.device.stream_bandwidth, rate / fastest)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
-from shardwright.core.cost.pipeline_timeline import actions, alive
+from shardwright.core.cost.pipeline_timeline import actions, in_flight_counts
 from shardwright.core.graph.graph import Graph, Op
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.partition.decisions import Decisions, Recompute
@@ -317,7 +317,7 @@ def _max_micro_batches_in_flight(
 ) -> tuple[int, ...]:
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     return tuple(
-        max(max(1, sum(counts.values()) // len(counts)) for counts in alive(order))
+        max(max(1, sum(counts.values()) // len(counts)) for counts in in_flight_counts(order))
         for order in actions(pipeline)
     )
 
