@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.page import ROOT
 from benchmarks.size import Size
 from benchmarks.table import Table
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.tools.compare import AUTO, EXPERT, GRID, Alternative, Comparison, compare_predicted
 
 CLUSTER = "ascend910b"
@@ -76,4 +76,4 @@ def shown(way: Alternative | None) -> str:
         return "–"
     parts = "" if way.parts is None else f" {'·'.join(map(str, way.parts))}"
     over = "" if way.fits else ", too large"
-    return f"{way.tokens_per_second / 1e3:.1f}{parts} ({binary(way.memory)}{over})"
+    return f"{way.tokens_per_second / 1e3:.1f}{parts} ({bytes_text(way.memory)}{over})"

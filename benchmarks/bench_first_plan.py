@@ -20,7 +20,7 @@ import shardwright as sw
 from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fresh_process
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 
 VOCABULARY, LENGTH, KEY_HEADS = 128256, 8192, 8
 
@@ -113,7 +113,7 @@ def run(size: Size) -> list[Table]:
     table = Table("Everything open, under a memory limit", columns)
     for case in size.of((SMALL,), full=CASES):
         found = in_fresh_process(partial(measure, case))
-        numbers = f"{found.cpu:.0f}", binary(found.memory), f"{found.step:.4g}", found.plan
+        numbers = f"{found.cpu:.0f}", bytes_text(found.memory), f"{found.step:.4g}", found.plan
         table.add(case.name, case.devices, *numbers)
         if case.goal is not None and found.cpu > case.goal:
             table.missed.append(f"{case.name} takes {found.cpu:.0f} s, more than {case.goal:.0f}")

@@ -41,7 +41,7 @@ from shardwright.core.api import plan
 from shardwright.core.capture.annotations import module_tags
 from shardwright.core.capture.capture import capture
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
@@ -137,7 +137,7 @@ class Found:
         batch = f"{case.batch}" if case.length is None else f"{case.batch} × {case.length}"
         table.add(
             *(case.name, f"{self.parameters / 1e9:.1f} B", case.devices, batch),
-            *(f"{self.capture:.0f} + {self.plan:.0f}", f"{self.step:.3g}", binary(self.memory)),
+            *(f"{self.capture:.0f} + {self.plan:.0f}", f"{self.step:.3g}", bytes_text(self.memory)),
             f"{self.grid_seconds:.3g}" if self.grid_seconds < inf else "–",
             "–" if self.parts is None else "·".join(map(str, self.parts)),
         )

@@ -26,7 +26,7 @@ from benchmarks.memory_cases import CASES, Case
 from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.torchrun import torchrun
-from shardwright.core.cost.memory import Memory, binary, memory
+from shardwright.core.cost.memory import Memory, bytes_text, memory
 
 DEVICES = 8
 MEDIAN_GOAL, WORST_GOAL = 0.05, 0.10
@@ -50,7 +50,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
         least = min(of_stage(measured[name], stage, plan.pipeline.stages))
         table.add(
             *(name, stage, found.moment),
-            *(binary(found.peak), binary(least), f"{error:+.1%}"),
+            *(bytes_text(found.peak), bytes_text(least), f"{error:+.1%}"),
         )
         errors.append(abs(error))
         if errors[-1] > WORST_GOAL:

@@ -19,7 +19,7 @@ from benchmarks.page import ROOT
 from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import cpu_seconds, in_fork
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.partition.pipeline_spec import AUTO
 from shardwright.core.plan import Plan
 from shardwright.errors import MemoryLimitError
@@ -51,7 +51,7 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
             planned = partial(run.plan_graph, model, graph, DEVICES, **options)
             seconds, plan, step, needed = in_fork(partial(_measured, planned))
             shown = f"{step:.2f}" if plan else "–"
-            row = plan or "none fits", shown, binary(needed), f"{seconds:.0f}"
+            row = plan or "none fits", shown, bytes_text(needed), f"{seconds:.0f}"
             table.add(stages, limit, *row)
             if seconds >= GOAL:
                 table.missed.append(f"stages {stages}, {limit} GiB: {seconds:.0f} s of planning")

@@ -30,7 +30,7 @@ from benchmarks.table import Table
 from benchmarks.timing import Sample
 from benchmarks.torchrun import torchrun
 from shardwright.core.capture.capture import capture
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.graph.graph import Graph
 from shardwright.core.planner import candidate
 from shardwright.errors import MemoryLimitError
@@ -61,7 +61,7 @@ def _predicted(limits: Sequence[str]) -> Table:
         table.add(
             limit,
             f"{plan.step_time:.2f}",
-            binary(plan.memory.peak),
+            bytes_text(plan.memory.peak),
             ", ".join(f"{factor}/{count}" for factor, count in cuts.items()),
             "–" if without is None else f"{before:.2f}",
         )
@@ -93,7 +93,7 @@ def _measured(lengths: Sequence[int], rounds: int) -> Table:
         found = {way: _of_ranks(way, tokens, rounds) for way in strategies(RANKS)}
         for way, facts in found.items():
             seconds = Sample(tuple(facts["seconds"])).milliseconds()
-            table.add(f"{tokens:,}", way, seconds, binary(facts["peak"]), f"{facts['bytes']:,}")
+            table.add(f"{tokens:,}", way, seconds, bytes_text(facts["peak"]), f"{facts['bytes']:,}")
         losses = torch.tensor([facts["loss"] for facts in found.values()])
         if not torch.allclose(losses, losses[:1], rtol=1e-6):
             table.missed.append(f"{tokens} tokens: losses {losses.tolist()}")

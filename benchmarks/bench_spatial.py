@@ -22,7 +22,7 @@ import shardwright as sw
 from benchmarks.size import Size
 from benchmarks.table import Table
 from benchmarks.timing import in_fork
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.rules.windowed import Window
 
 DEVICES = (8, 64)
@@ -124,7 +124,12 @@ def run(size: Size = Size.DEFAULT) -> list[Table]:
             seconds, sent = in_fork(partial(_step, name, devices, True))
             before, sent_before = in_fork(partial(_step, name, devices, False))
             gains.append(before / seconds)
-            times = f"{1e3 * seconds:.2f}", binary(sent), f"{1e3 * before:.2f}", binary(sent_before)
+            times = (
+                f"{1e3 * seconds:.2f}",
+                bytes_text(sent),
+                f"{1e3 * before:.2f}",
+                bytes_text(sent_before),
+            )
             table.add(name, devices, *times, f"{gains[-1]:.2f}")
     if min(gains) < 1:
         table.missed.append("a plan is slower with sharded rows and columns")

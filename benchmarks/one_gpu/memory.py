@@ -13,7 +13,7 @@ from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
 from shardwright.core.api import plan, rehearse
 from shardwright.core.api.rehearsal import RankRehearsal
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 
 DEVICES = 8
 PLANS = (
@@ -38,8 +38,8 @@ def predicted_against_allocated(device: torch.device, sizes: Sizes) -> Table:
             measured = _measured(rank)
             errors.append(rank.planned_peak / measured - 1)
             table.add(
-                *(name, rank.stage, binary(rank.planned_peak), binary(rank.peak_bytes)),
-                *(binary(measured), f"{errors[-1]:+.1%}"),
+                *(name, rank.stage, bytes_text(rank.planned_peak), bytes_text(rank.peak_bytes)),
+                *(bytes_text(measured), f"{errors[-1]:+.1%}"),
             )
             if abs(errors[-1]) > WORST_GOAL:
                 table.missed.append(f"{name}: {errors[-1]:+.1%} is more than {WORST_GOAL:.0%}")

@@ -10,7 +10,7 @@ import shardwright as sw
 from benchmarks.one_gpu.llama import Llama, LlamaSizes
 from benchmarks.one_gpu.sizes import Sizes
 from benchmarks.table import Table
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.runtime.accelerator import AllocatedPeak, seconds_of
 
 MEASUREMENTS, STEPS = 3, 5
@@ -36,7 +36,7 @@ def predicted_against_measured(device: torch.device, sizes: Sizes, cluster: str)
             f"{batch} × {sequence:,}",
             *(f"{1e3 * measured:.1f} ms", f"{1e3 * plan.step.seconds:.1f} ms"),
             f"{errors[-1]:+.1%}",
-            *("" if allocated is None else binary(allocated), binary(plan.memory.peak)),
+            *("" if allocated is None else bytes_text(allocated), bytes_text(plan.memory.peak)),
             memory_error,
         )
         if device.type != "cpu" and abs(errors[-1]) > WORST_GOAL:

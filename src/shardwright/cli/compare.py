@@ -15,7 +15,7 @@ from shardwright.cli.app import app, echo
 from shardwright.cli.options import LOG_DIR, LogDirOption, ProgressOption, require_existing
 from shardwright.core.api.show_progress import show_progress
 from shardwright.core.checkpoint.folder_lock import lock_folders
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.text_columns import PrintableConsole
 from shardwright.errors import ConfigError
 from shardwright.progress import nested_progress
@@ -191,10 +191,10 @@ def too_large_text(comparison: Comparison) -> str:
     """Return a line that lists the alternatives over the memory limit, with their peak memory."""
     assert comparison.limit is not None
     excluded = ", ".join(
-        f"{alternative_name(each.kind, each.parts)} ({binary(each.memory)})"
+        f"{alternative_name(each.kind, each.parts)} ({bytes_text(each.memory)})"
         for each in comparison.too_large
     )
-    limit = binary(comparison.limit)
+    limit = bytes_text(comparison.limit)
     return f"{comparison.model}: excluded, over the memory limit of {limit}: {excluded}"
 
 
@@ -205,4 +205,4 @@ def _alternative_text(alternative: Alternative | None) -> str:
     grid = "" if degrees is None else f" {'·'.join(map(str, degrees))}"
     over = "" if alternative.fits else " over limit"
     speed = f"{alternative.tokens_per_second / 1e3:.1f}{grid}"
-    return f"{speed}\n{binary(alternative.memory)}{over}\nsends {binary(alternative.bytes)}"
+    return f"{speed}\n{bytes_text(alternative.memory)}{over}\nsends {bytes_text(alternative.bytes)}"

@@ -24,7 +24,7 @@ from shardwright.cli.options import (
     require_existing,
 )
 from shardwright.core.api.rehearsal import RankRehearsal, Rehearsal
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan import Plan
 from shardwright.core.plan.text_columns import render_lines
 from shardwright.errors import PlanError
@@ -105,14 +105,14 @@ def _rank_table(rank: RankRehearsal, devices: int) -> Table:
 
 def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
     yield f"process groups        {rank.groups:,} created"
-    parameters, state = binary(rank.parameter_bytes), binary(rank.optimizer_bytes)
+    parameters, state = bytes_text(rank.parameter_bytes), bytes_text(rank.optimizer_bytes)
     yield f"memory between steps  {parameters} of parameters, {state} of optimizer state"
-    counted, planned = binary(rank.peak_bytes), binary(rank.planned_peak)
+    counted, planned = bytes_text(rank.peak_bytes), bytes_text(rank.planned_peak)
     yield f"peak memory           {counted} counted, {planned} planned"
     if rank.checkpoint_bytes is None:
         yield "checkpoint            none, as meta tensors have no values: use --device cpu"
     else:
-        yield f"checkpoint            {binary(rank.checkpoint_bytes)} written and read"
+        yield f"checkpoint            {bytes_text(rank.checkpoint_bytes)} written and read"
     for collective, traffic in sorted(rank.traffic.items()):
         yield f"{collective:21} {traffic.calls:,} calls, {traffic.bytes:,} bytes in a step"
     verdict = "as planned" if rank.as_planned else "NOT as planned"

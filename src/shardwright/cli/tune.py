@@ -19,7 +19,7 @@ from shardwright.cli.options import (
     load_run,
 )
 from shardwright.core.api.show_progress import show_progress
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.rows import seconds_text
 from shardwright.core.plan.text_columns import PrintableConsole
 from shardwright.tools.compare.tune import Trial, Tuning, tune_mem_coeff
@@ -73,7 +73,7 @@ def tuning_table(tuning: Tuning) -> Table:
             str(trial.plan),
             str(trial.stages),
             f"{trial.bytes:,}",
-            binary(trial.memory) + ("" if trial.fits else " over limit"),
+            bytes_text(trial.memory) + ("" if trial.fits else " over limit"),
             "-" if trial.seconds is None else seconds_text(trial.seconds),
         )
     return table
@@ -112,7 +112,8 @@ def _join_names(names: list[str]) -> str:
 def _recommendation_text(tuning: Tuning) -> str:
     best, limit = tuning.best, tuning.limit
     if best is None:
-        return f"no value fits into {binary(limit or 0)}: shard parameters or recompute activations"
+        limit_text = bytes_text(limit or 0)
+        return f"no value fits into {limit_text}: shard parameters or recompute activations"
     reason = "shortest step time" if best.seconds is not None else "fewest replicated operators"
-    fits = "" if limit is None else f", fits into {binary(limit)}"
+    fits = "" if limit is None else f", fits into {bytes_text(limit)}"
     return f"use mem_coeff {best.mem_coeff:g}: {reason}{fits}"

@@ -12,7 +12,13 @@ from benchmarks.allocations import peak_of_later_steps
 
 import shardwright as sw
 from sample_models import Model, bert, encoder, gpt2, llama, mlp, resnet
-from shardwright.core.cost.memory import Memory, StageMemory, binary, memory, memory_lower_bounds
+from shardwright.core.cost.memory import (
+    Memory,
+    StageMemory,
+    bytes_text,
+    memory,
+    memory_lower_bounds,
+)
 from shardwright.core.graph.graph import Graph, WholeBatch
 from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.core.partition.partitioned import Partitioned
@@ -202,7 +208,7 @@ def test_the_table_shows_every_stage_and_sizes_in_binary_units() -> None:
     text = str(found)
     for part in ("with adamw", "1.0 KiB", "2.0 KiB", "3.0 MiB", "1.0 GiB", "micro-batch 0"):
         assert part in text
-    assert binary(1536) == "1.5 KiB"
+    assert bytes_text(1536) == "1.5 KiB"
 
 
 def test_the_largest_tensors_at_the_peak_have_the_names_of_operators() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.cost.predict import predict
 from shardwright.errors import PlanError
 
@@ -111,9 +111,9 @@ def test_the_text_of_a_plan_says_what_each_stage_needs_and_waits(plan: sw.Plan) 
     text = " ".join(plan.text(full=True).split())
     most, least = sorted(plan.memory.stages, key=lambda stage: -stage.peak)
     for part in (
-        f"memory {binary(most.peak)} per device of stage {most.stage}, with adamw",
+        f"memory {bytes_text(most.peak)} per device of stage {most.stage}, with adamw",
         f"memory at the peak of stage {most.stage}: ",
-        f"peak memory of the other stage: {binary(least.peak)} (stage {least.stage})",
+        f"peak memory of the other stage: {bytes_text(least.peak)} (stage {least.stage})",
         "pipeline bubbles: ",
     ):
         assert part in text

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwright as sw
 from sample_models import llama, network
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.parallelism import parallelism_phrases
 from shardwright.core.plan.summary import MAX_LINES, plan_summary
 from shardwright.core.plan.text_columns import format_columns
@@ -110,7 +110,7 @@ def test_a_sum_is_counted_where_it_arises_and_all_bytes_once(made: dict[str, sw.
         for each in row.redistributions
         if each.value.endswith("mlp.down_proj") and each.steps[0].startswith("all_reduce")
     ]
-    assert sums and binary(sum(sums)) in down
+    assert sums and bytes_text(sum(sums)) in down
 
 
 def test_a_file_without_meanings_is_read_by_the_names_of_its_axes() -> None:

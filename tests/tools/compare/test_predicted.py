@@ -13,7 +13,7 @@ from mindformers.files import small
 from shardwright.cli.compare import comparison_table, too_large_text
 from shardwright.core.cost.cluster_file import cluster_to_yaml
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.core.cost.memory import binary as size
+from shardwright.core.cost.memory import bytes_text as size
 from shardwright.errors import ConfigError
 from shardwright.run.config import run as config_run
 from shardwright.run.config.graph_cache import graphs_folder

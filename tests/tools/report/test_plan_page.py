@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.repeated_rows import fold_rows
 from shardwright.core.plan.rows import seconds_text
 from shardwright.models import build, dimensions, example_batch
@@ -105,8 +105,8 @@ def test_the_answer_is_the_plans(staged: sw.Plan) -> None:
     )
     assert shown["Utilization"][0] == f"{step.utilization:.1%}"
     assert shown["Parameters"][0] == f"{sum(p.numel() for p in llama(layers=4)[0].parameters()):,}"
-    assert shown["Memory per device"][0] == binary(memory.peak)
-    assert shown["Sent per device"][0] == binary(staged.bytes)
+    assert shown["Memory per device"][0] == bytes_text(memory.peak)
+    assert shown["Sent per device"][0] == bytes_text(staged.bytes)
     assert shown["Global batch"] == ("16 sequences", "of 8 tokens, 4 micro-batches of 4")
 
 
@@ -149,10 +149,10 @@ def test_memory_is_shown_by_kind_against_the_limit(staged: sw.Plan) -> None:
     memory, limit, chart = staged.saved_memory, staged.memory_limit, plan_page(staged).memory
     assert memory is not None and limit is not None
     for stage, stack in zip(memory.stages, chart.rows, strict=True):
-        assert stack.size_text == binary(stage.peak)
+        assert stack.size_text == bytes_text(stage.peak)
         assert sum(bar.length for bar in stack.bars) == pytest.approx(stage.peak / limit)
         assert stack.limit == 1
-    assert [row[-2] for row in chart.table] == [binary(stage.peak) for stage in memory.stages]
+    assert [row[-2] for row in chart.table] == [bytes_text(stage.peak) for stage in memory.stages]
 
 
 def test_memory_over_a_step_has_the_peak_of_every_action(staged: sw.Plan) -> None:
@@ -170,7 +170,7 @@ def test_memory_over_a_step_has_the_peak_of_every_action(staged: sw.Plan) -> Non
         )
         kinds = [kind for kind, *_ in curve.columns]
         assert (kinds.count("F0"), kinds.count("B0")) == (4, 4)
-        assert f"{stage.moment}: {binary(stage.peak)}" in [text for _, text, _ in curve.columns]
+        assert f"{stage.moment}: {bytes_text(stage.peak)}" in [text for _, text, _ in curve.columns]
 
 
 def test_a_plan_that_does_not_fit_says_so(staged: sw.Plan) -> None:
@@ -219,8 +219,8 @@ def test_bytes_of_all_kinds_of_redistributions_are_those_of_the_plan() -> None:
     plan = sw.plan(net, (torch.randn(16, 64),), devices=4, mode="data_parallel")
     table = plan_page(plan).traffic.table
     assert table == (
-        ("vary over dp / all_reduce", "2", "0 B", binary(plan.backward_bytes)),
-        ("all_gather over dp", "1", binary(plan.forward_bytes), "0 B"),
+        ("vary over dp / all_reduce", "2", "0 B", bytes_text(plan.backward_bytes)),
+        ("all_gather over dp", "1", bytes_text(plan.forward_bytes), "0 B"),
     )
 
 
@@ -235,7 +235,7 @@ def test_files_of_an_earlier_release_give_a_page_of_what_they_hold(staged: sw.Pl
     plan = sw.Plan.from_json(json.dumps(data))
     page, shown = plan_page(plan), headlines(plan)
     assert plan.step is not None and shown["Step"][0] == seconds_text(plan.step.seconds)
-    assert shown["Parameters"][1] == f"{binary(plan.parameter_bytes)} stored per device"
+    assert shown["Parameters"][1] == f"{bytes_text(plan.parameter_bytes)} stored per device"
     assert shown["Memory per device"][0] == "not predicted"
     assert [bar.category for bar in page.time.rows][:2] == ["computation", "communication"]
     for note in (page.time.note, page.memory.note, page.pipeline_note):
@@ -341,8 +341,8 @@ def test_other_plans_are_compared_row_by_row(staged: sw.Plan, plain: sw.Plan) ->
     own, small, half = page.others.table
     assert staged.step is not None and staged.saved_memory is not None
     assert own[:4] == ("this plan", "8", seconds_text(staged.step.seconds), "1.00")
-    assert own[5:7] == (binary(staged.saved_memory.peak), binary(staged.bytes))
-    assert small[:5] == ("small", "2", "", "", "") and small[6] == binary(plain.bytes)
+    assert own[5:7] == (bytes_text(staged.saved_memory.peak), bytes_text(staged.bytes))
+    assert small[:5] == ("small", "2", "", "", "") and small[6] == bytes_text(plain.bytes)
     assert half == ("half", *[""] * 6, "no plan fits <here>")
     assert "no plan fits &lt;here&gt;" in page_html(page)
     assert plan_page(staged).others.table == ()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from sample_models import llama
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.rows import shape_text
 from shardwright.tools.report.page import Branch, Operator
@@ -68,7 +68,7 @@ def test_an_operator_shows_its_cuts_layouts_storage_and_redistributions(plan: sw
     assert shown.inputs[1].stored == TensorLayout(plan.mesh, plan.storage[weight]).placement
     (gather,) = shown.redistributions
     assert gather[0] == weight and gather[1].startswith("all_gather dim 0 over fsdp")
-    assert gather[2].startswith(f"{binary(row.redistributions[0].forward_bytes)} forward")
+    assert gather[2].startswith(f"{bytes_text(row.redistributions[0].forward_bytes)} forward")
 
 
 def test_tensors_of_one_layout_share_a_picture(plan: sw.Plan) -> None:

@@ -158,12 +158,12 @@ def memory_table(memory: Memory) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("when")
     for stage in memory.stages:
-        sizes = (binary(getattr(stage, name)) for name in (*StageMemory.NAMES, "peak"))
+        sizes = (bytes_text(getattr(stage, name)) for name in (*StageMemory.NAMES, "peak"))
         table.add_row(str(stage.stage), *sizes, stage.moment)
     return table
 
 
-def binary(number: int) -> str:
+def bytes_text(number: int) -> str:
     """Return a number of bytes in binary units: 1536 → `1.5 KiB`."""
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.parallelism import parallelism_phrases
@@ -201,5 +201,5 @@ def _redistribution_lines(row: RedistributionRow) -> tuple[str, ...]:
 
 
 def _communication_volume_text(row: RedistributionRow) -> str:
-    sent = f"{binary(row.forward_bytes)} forward, {binary(row.backward_bytes)} backward"
+    sent = f"{bytes_text(row.forward_bytes)} forward, {bytes_text(row.backward_bytes)} backward"
     return f"sends {sent}{SHARED_SUFFIX if row.shared else ''}"

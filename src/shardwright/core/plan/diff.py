@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.repeated_rows import fold_names
 from shardwright.core.plan.rows import OperatorRow, is_notable, seconds_text
@@ -67,9 +67,9 @@ def _plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "cluster", NONE if step is None else step.cluster
     yield "step time", NONE if step is None else seconds_text(step.seconds)
     yield "pipeline bubbles", NONE if step is None else f"{step.bubble:.1%}"
-    yield "sent forward", binary(plan.forward_bytes)
-    yield "sent backward", binary(plan.backward_bytes)
-    yield "parameters stored", binary(plan.parameter_bytes)
+    yield "sent forward", bytes_text(plan.forward_bytes)
+    yield "sent backward", bytes_text(plan.backward_bytes)
+    yield "parameters stored", bytes_text(plan.parameter_bytes)
     yield "operators recomputed", f"{sum(bool(row.segment) for row in plan.operators)}"
 
 

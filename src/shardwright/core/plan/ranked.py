@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from json import dumps
 from typing import Any
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.plan import Plan
 from shardwright.core.plan.rows import seconds_text
 from shardwright.core.plan.text_columns import format_columns, text_width, wrap_sentence
@@ -97,7 +97,7 @@ class LeftOut:
     def larger(cls, memory: int) -> LeftOut:
         """Return the reason for a kind of plan that needs at least `memory` bytes per device, above
         the limit."""
-        return cls(1, memory=memory, text=f"needs at least {binary(memory)} a device")
+        return cls(1, memory=memory, text=f"needs at least {bytes_text(memory)} a device")
 
     @classmethod
     def because(cls, text: str) -> LeftOut:
@@ -122,7 +122,7 @@ class RankedPlans:
 
     def _lines_of_table(self, width: int) -> Iterator[str]:
         best = self.best
-        limit = "" if best.memory_limit is None else f", {binary(best.memory_limit)} a device"
+        limit = "" if best.memory_limit is None else f", {bytes_text(best.memory_limit)} a device"
         count = best.pipeline.micro_batches
         number = (
             f", {count} micro-batches"
@@ -166,8 +166,8 @@ class RankedPlans:
             ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(plan_kind)),
             seconds_text(seconds),
             f"{seconds / best_seconds if best_seconds else 1.0:.3f}",
-            binary(plan.memory.peak),
-            binary(plan.bytes),
+            bytes_text(plan.memory.peak),
+            bytes_text(plan.bytes),
         )
 
     def slower_for(self, kind: PlanKind) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.parallelism import parallelism_phrases, parallelism_sentence
 from shardwright.core.plan.repeated_rows import Fold, fold_names, fold_rows, split_module_path
@@ -82,14 +82,14 @@ def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
         yield "gap", f"within {plan.gap:.1%} of the best on this mesh" + stages_suffix(plan)
     if memory is not None:
         stage = f" of stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else ""
-        of_limit = "" if limit is None else f" of {binary(limit)}"
+        of_limit = "" if limit is None else f" of {bytes_text(limit)}"
         of_limit += ": over the limit" * plan.over_limit
-        need = f"{binary(memory.peak)}{of_limit} per device{stage}"
+        need = f"{bytes_text(memory.peak)}{of_limit} per device{stage}"
         yield "memory", f"{need}, with {memory.optimizer}"
-    sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
+    sent = f"{bytes_text(plan.forward_bytes)} forward, {bytes_text(plan.backward_bytes)} backward"
     yield (
         "sends",
-        f"{sent} per device and step; stores {binary(plan.parameter_bytes)} of parameters",
+        f"{sent} per device and step; stores {bytes_text(plan.parameter_bytes)} of parameters",
     )
     samples, micro_batches = plan.global_batch, plan.pipeline.micro_batches
     if samples is not None:
@@ -254,7 +254,7 @@ def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> 
         previous_path = block.path
         prefix = "  " if shared else f"{block.path}." if block.path else ""
         sent, seconds = max(block.sent.values()), max(block.seconds.values())
-        numbers = [binary(sent) if sent else "-"]
+        numbers = [bytes_text(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
         phrases = [phrase for phrase in block.phrases if not common_header or phrase not in common]
         names = prefix + ", ".join(_shorten_names(_join_names_by_module(block.names)))

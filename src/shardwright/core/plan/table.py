@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.repeated_rows import Fold, fold_crossings, fold_rows
 from shardwright.core.plan.rows import (
@@ -77,7 +77,7 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
             "\n".join(
                 line for each in _redistribution_lines(row) for line in split_at_dots(each, sent)
             ),
-            binary(row.bytes) if row.bytes else "",
+            bytes_text(row.bytes) if row.bytes else "",
             *([fold.stages] if staged else []),
         )
     return table
@@ -108,8 +108,8 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
     for stages, crossing in fold_crossings(plan.crossings):
         yield (
             f"{stages}: {', '.join(crossing.values)};"
-            f" {binary(crossing.forward_bytes)} forward, {binary(crossing.backward_bytes)} backward"
-            " per micro-batch"
+            f" {bytes_text(crossing.forward_bytes)} forward,"
+            f" {bytes_text(crossing.backward_bytes)} backward per micro-batch"
         )
     yield from _stage_memory_lines(plan)
     if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
@@ -134,9 +134,9 @@ def _stage_memory_lines(plan: PlanData) -> Iterator[str]:
         return
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
     sizes = sorted(((getattr(largest, name), name) for name in largest.NAMES), reverse=True)
-    categories = ", ".join(f"{name} {binary(size)}" for size, name in sizes if size)
+    categories = ", ".join(f"{name} {bytes_text(size)}" for size, name in sizes if size)
     yield f"memory at the peak{f' of stage {largest.stage}' if other_stages else ''}: {categories}"
     if other_stages:
         extremes = other_stages if len(other_stages) == 1 else (other_stages[0], other_stages[-1])
-        peaks = " to ".join(f"{binary(stage.peak)} (stage {stage.stage})" for stage in extremes)
+        peaks = " to ".join(f"{bytes_text(stage.peak)} (stage {stage.stage})" for stage in extremes)
         yield f"peak memory of the other stage{'s' if len(other_stages) > 1 else ''}: {peaks}"

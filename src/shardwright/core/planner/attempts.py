@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.core.cost.memory import Memory, StageMemory, binary
+from shardwright.core.cost.memory import Memory, StageMemory, bytes_text
 from shardwright.core.cost.pipeline_timeline import check_pipelining
 from shardwright.core.partition.decisions import ZERO_LEVELS, OptimizerParallel
 from shardwright.core.partition.pipeline_spec import PipelineSpec
@@ -128,7 +128,7 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
     with_count = f"{count} micro-batches, " if count > 1 else ""
     message = (
         f"no plan for {options.devices} devices fits into memory_limit="
-        f"{binary(limit)}; the smallest one needs {binary(memory.peak)}"
+        f"{bytes_text(limit)}; the smallest one needs {bytes_text(memory.peak)}"
         f" ({memory.peak:,} bytes){on_stage}, with {with_count}{attempt}:"
         f" {_describe_memory_breakdown(stage)}\n"
         f"set memory_limit={memory.peak}{_describe_other_remedies(options, limit, stage)}"
@@ -152,7 +152,7 @@ def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemor
     fixed_bytes, remedies = stage.peak - micro_batch_bytes, ""
     devices, needed = _double_until_memory_fits(options.devices, 0, stage.peak, limit)
     if needed <= limit:
-        remedies += f", or use {devices} devices (about {binary(needed)} each)"
+        remedies += f", or use {devices} devices (about {bytes_text(needed)} each)"
     # `stages='auto'` compares predicted step times, and tries at most as many stages as there are
     # micro-batches.
     if options.cluster is not None and options.stages == 1 < options.num_micro_batches:
@@ -161,10 +161,10 @@ def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemor
         options.num_micro_batches, fixed_bytes, micro_batch_bytes, limit
     )
     if needed <= limit:
-        return remedies + f", or use {micro_batches} micro-batches (about {binary(needed)})"
+        return remedies + f", or use {micro_batches} micro-batches (about {bytes_text(needed)})"
     return (
         f"{remedies}; more micro-batches are not enough, as parameters, gradients, optimizer"
-        f" state and inputs need {binary(fixed_bytes)}"
+        f" state and inputs need {bytes_text(fixed_bytes)}"
     )
 
 
@@ -191,4 +191,4 @@ def _double_until_memory_fits(
 
 def _describe_memory_breakdown(stage: StageMemory) -> str:
     sizes = ((name, getattr(stage, name)) for name in StageMemory.NAMES)
-    return ", ".join(f"{name} {binary(size)}" for name, size in sizes if size)
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes if size)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardwright.core.cost.memory import binary, memory_lower_bounds
+from shardwright.core.cost.memory import bytes_text, memory_lower_bounds
 from shardwright.core.planner.candidate import Candidate
 from shardwright.core.planner.options import NO_LIMIT, PlanOptions
 from shardwright.errors import MemoryLimitError
@@ -55,9 +55,9 @@ def candidate_within_device_memory(
         logging.INFO if options.weighs_memory else logging.WARNING,
         "the requested plan needs at least %s per device, but a device of cluster %r has %s:"
         " planned with %s\nto plan as requested, set memory_limit='none'",
-        binary(needed),
+        bytes_text(needed),
         cluster,
-        binary(limit),
+        bytes_text(limit),
         fitted.options.describe(bool(fitted.decisions.recompute)),
     )
     return fitted

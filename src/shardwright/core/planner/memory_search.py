@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from shardwright.core.cost.memory import Memory, binary, memory_lower_bounds
+from shardwright.core.cost.memory import Memory, bytes_text, memory_lower_bounds
 from shardwright.core.plan.ranked import LeftOut, PlanKind
 from shardwright.core.planner.attempts import Attempt, memory_limit_error
 from shardwright.core.planner.candidate import Candidate, FindCandidates
@@ -481,7 +481,7 @@ class MemorySearch:
     ) -> None:
         """Queue the candidate with the least recomputation with which it fits."""
         result, limit = search.run(), self.limit or 0
-        log.info("%s: %s of %s", queued.attempt, binary(result.memory.peak), binary(limit))
+        log.info("%s: %s of %s", queued.attempt, bytes_text(result.memory.peak), bytes_text(limit))
         if result.memory.peak > limit:
             # By an estimate the candidate should have fitted, so the next search makes dry runs.
             self.add(bound, replace(queued, recompute_search=None, trust_estimate=False))
@@ -537,7 +537,9 @@ class MemorySearch:
     def _measure_candidate_memory(self, queued: QueuedCandidate) -> Memory:
         """Measure the memory of a candidate by a dry run, with only the user's recomputation."""
         memory = queued.candidate.memory()
-        log.info("%s: %s of %s", queued.attempt, binary(memory.peak), binary(self.limit or 0))
+        log.info(
+            "%s: %s of %s", queued.attempt, bytes_text(memory.peak), bytes_text(self.limit or 0)
+        )
         self._record_smallest_peak(
             MeasuredDecisions(queued.candidate.decisions, memory), queued.attempt
         )

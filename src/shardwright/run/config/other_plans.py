@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.graph.graph import Graph
 from shardwright.core.plan import Plan
 from shardwright.core.plan.diff import differences
@@ -71,7 +71,7 @@ class AlternativePlanner:
         if limit is None and self.plan.known_memory is not None:
             limit = self.plan.known_memory.peak
         if limit is not None:
-            name = f"half the memory, {binary(limit // 2)}"
+            name = f"half the memory, {bytes_text(limit // 2)}"
             yield self._plan_with_options(name, devices, memory_limit=limit // 2)
         yield self._plan_with_options("twice the devices", 2 * devices)
         yield self._plan_with_batch_size("half the batch", batch_size // 2)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from shardwright.core.cost.collective_totals import CollectiveTotal
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.cost.time_parts import COMMUNICATION, COMPUTATION, WAITING
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.measured import EXPOSED_COMMUNICATION, Measured, MeasuredRank
@@ -168,7 +168,7 @@ def _collective_cells(
             elif quantity == "count":
                 yield f"{value:,.4g}"
             else:
-                yield binary(round(value)) if quantity == "bytes" else seconds_text(value)
+                yield bytes_text(round(value)) if quantity == "bytes" else seconds_text(value)
 
 
 def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
@@ -179,8 +179,8 @@ def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         predicted = stages[rank.stage].peak if rank.stage in stages else None
         ratio = f"{rank.peak_bytes / predicted:.2f}" if predicted else ""
-        predicted_text = "" if predicted is None else binary(predicted)
-        peaks = (predicted_text, binary(rank.peak_bytes), ratio)
+        predicted_text = "" if predicted is None else bytes_text(predicted)
+        peaks = (predicted_text, bytes_text(rank.peak_bytes), ratio)
         exposed = seconds_text(rank.component_seconds.get(EXPOSED_COMMUNICATION, 0.0))
         table.append((f"rank {rank.rank}", *peaks, seconds_text(rank.seconds), exposed))
     header = ("memory peak", *HEADER, "step", EXPOSED_COMMUNICATION)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.diff import differences
 from shardwright.core.plan.parallelism import parallelism_sentence
@@ -54,11 +54,11 @@ def _plan_stacks(
         yield _single_bar_stack("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
     peak_bytes, limit = _peak_bytes(plan), plan.memory_limit
     if peak_bytes:
-        size_text = binary(peak_bytes) + ", does not fit" * plan.over_limit
+        size_text = bytes_text(peak_bytes) + ", does not fit" * plan.over_limit
         limit_position = None if limit is None else limit / max_memory
         state = "bad" if plan.over_limit else ""
         yield _single_bar_stack("memory", size_text, peak_bytes / max_memory, limit_position, state)
-    yield _single_bar_stack("sent", binary(plan.bytes), plan.bytes / (max_sent or 1))
+    yield _single_bar_stack("sent", bytes_text(plan.bytes), plan.bytes / (max_sent or 1))
 
 
 def _single_bar_stack(

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import TypeVar
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.plan.rows import seconds_text
 from shardwright.errors import PlanError, needs_extra
 from shardwright.tools.report.picture import Picture
@@ -280,5 +280,5 @@ def page_html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"binary": binary, "seconds": seconds_text}
+    environment.filters |= {"binary": bytes_text, "seconds": seconds_text}
     return environment.get_template("page.html").render(page=page)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 
-from shardwright.core.cost.memory import StageMemory, binary
+from shardwright.core.cost.memory import StageMemory, bytes_text
 from shardwright.core.cost.pipeline_timeline import timeline
 from shardwright.core.cost.time_parts import COMPUTATION, WAITING, TimePart
 from shardwright.core.plan.data import PlanData
@@ -133,11 +133,11 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
-    stored = f"{binary(plan.parameter_bytes)} stored per device"
+    stored = f"{bytes_text(plan.parameter_bytes)} stored per device"
     yield Headline("Parameters", _param_count_text(count), stored)
     yield _memory_headline(plan)
-    sent = f"{binary(plan.forward_bytes)} forward, {binary(plan.backward_bytes)} backward"
-    yield Headline("Sent per device", binary(plan.bytes), f"a step: {sent}")
+    sent = f"{bytes_text(plan.forward_bytes)} forward, {bytes_text(plan.backward_bytes)} backward"
+    yield Headline("Sent per device", bytes_text(plan.bytes), f"a step: {sent}")
     if plan.global_batch is not None:
         count, sequence = plan.pipeline.micro_batches, plan.sequence
         details = [] if sequence is None else [f"of {sequence:,} tokens"]
@@ -161,15 +161,17 @@ def _param_count_text(count: int) -> str:
 def _memory_headline(plan: PlanData) -> Headline:
     memory, limit = plan.known_memory, plan.memory_limit
     if memory is None:
-        note = "" if limit is None else f"the limit is {binary(limit)}"
+        note = "" if limit is None else f"the limit is {bytes_text(limit)}"
         return Headline("Memory per device", "not predicted", note)
     peak_name = f"peak, stage {memory.largest_stage.stage}" if len(memory.stages) > 1 else "peak"
     if limit is None:
-        return Headline("Memory per device", binary(memory.peak), f"{peak_name}; no limit is known")
+        return Headline(
+            "Memory per device", bytes_text(memory.peak), f"{peak_name}; no limit is known"
+        )
     verdict = "does not fit" if plan.over_limit else "fits"
-    note = f"of {binary(limit)} ({memory.peak / limit:.0%}), {peak_name}: {verdict}"
+    note = f"of {bytes_text(limit)} ({memory.peak / limit:.0%}), {peak_name}: {verdict}"
     state = "bad" if plan.over_limit else "good"
-    return Headline("Memory per device", binary(memory.peak), note, state)
+    return Headline("Memory per device", bytes_text(memory.peak), note, state)
 
 
 def _step_time_chart(plan: PlanData) -> Chart:
@@ -248,15 +250,17 @@ def _memory_chart(plan: PlanData) -> Chart:
         rows.append(
             Stack(
                 label=f"stage {stage.stage}" if len(memory.stages) > 1 else "each device",
-                size_text=binary(stage.peak),
-                bars=stack_bars(sizes, width, binary),
+                size_text=bytes_text(stage.peak),
+                bars=stack_bars(sizes, width, bytes_text),
                 limit=None if limit is None else limit / width,
                 state="bad" if over_limit else "",
             )
         )
-        table.append((rows[-1].label, *map(binary, (*sizes.values(), stage.peak)), stage.moment))
+        table.append(
+            (rows[-1].label, *map(bytes_text, (*sizes.values(), stage.peak)), stage.moment)
+        )
     note = f"One device at its peak, with {memory.optimizer}"
-    note += "." if limit is None else f"; the line is the limit of {binary(limit)}."
+    note += "." if limit is None else f"; the line is the limit of {bytes_text(limit)}."
     return Chart(tuple(rows), tuple(used), note, ("", *used, "peak", "when"), tuple(table))
 
 
@@ -270,13 +274,17 @@ def _memory_curves(plan: PlanData) -> Iterator[Curve]:
     top = max(memory.peak, limit if limit is not None and near else 0) or 1
     for stage in memory.stages:
         columns = tuple(
-            (_COLUMN_KINDS.get(name.partition(" ")[0], ""), f"{name}: {binary(size)}", size / top)
+            (
+                _COLUMN_KINDS.get(name.partition(" ")[0], ""),
+                f"{name}: {bytes_text(size)}",
+                size / top,
+            )
             for name, size in stage.curve
         )
         if columns:
             label = f"stage {stage.stage}" if len(memory.stages) > 1 else "each device"
             line = limit / top if limit is not None and near else None
-            yield Curve(label, f"at most {binary(stage.peak)}", columns, line)
+            yield Curve(label, f"at most {bytes_text(stage.peak)}", columns, line)
 
 
 _COLUMN_KINDS = {"forward": "F0", "backward": "B0"}
@@ -290,7 +298,7 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
     stage = plan.known_memory.largest_stage
     header = ("produced by, or for", "kind", "size")
     note = f"The largest tensors of one micro-batch at the peak ({stage.moment})."
-    rows = tuple((name, category, binary(size)) for name, category, size in stage.largest)
+    rows = tuple((name, category, bytes_text(size)) for name, category, size in stage.largest)
     return Chart(note=note, header=header, table=rows)
 
 
@@ -359,12 +367,12 @@ def _communication_chart(plan: PlanData) -> Chart:
     ranked = sorted(sent.items(), key=lambda entry: -sum(entry[1][1:]))
     ranked = [entry for entry in ranked if sum(entry[1][1:])]
     table = [
-        (steps, f"{count:,}", binary(forward), binary(backward))
+        (steps, f"{count:,}", bytes_text(forward), bytes_text(backward))
         for steps, (count, forward, backward) in ranked[:MAX_REDISTRIBUTION_KINDS]
     ]
     for stages, crossing in fold_crossings(plan.crossings):
         forward, backward = crossing.forward_bytes, crossing.backward_bytes
-        table.append((f"send: {stages}", "each", binary(forward), binary(backward)))
+        table.append((f"send: {stages}", "each", bytes_text(forward), bytes_text(backward)))
     omitted = len(ranked) - MAX_REDISTRIBUTION_KINDS
     devices = "one device sends" if plan.pipeline.stages == 1 else "one device of each stage sends"
     note = (
@@ -393,7 +401,7 @@ def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
     if isinstance(plan, str):
         return ("", "", "", "", "", "", plan)
     step, memory, page_step = plan.step_time, plan.known_memory, page_plan.step_time
-    size = "" if memory is None else binary(memory.peak)
+    size = "" if memory is None else bytes_text(memory.peak)
     size += ", does not fit" * plan.over_limit
     return (
         f"{plan.devices:,}",
@@ -401,7 +409,7 @@ def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
         f"{step / page_step:.2f}" if step and page_step else "",
         "" if step is None else throughput_text(plan, step),
         size,
-        binary(plan.bytes),
+        bytes_text(plan.bytes),
         parallelism_sentence(plan),
     )
 

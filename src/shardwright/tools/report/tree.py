@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from shardwright.core.cost.memory import binary
+from shardwright.core.cost.memory import bytes_text
 from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.plan.data import PlanData
 from shardwright.core.plan.reasons import choice_lines, cut_origin
@@ -130,5 +130,7 @@ def _operator_tensor(
 def _redistribution_rows(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
     for each in row.redistributions:
         shared = "; the rest is shared with an earlier operator" if each.shared else ""
-        sizes = f"{binary(each.forward_bytes)} forward, {binary(each.backward_bytes)} backward"
+        sizes = (
+            f"{bytes_text(each.forward_bytes)} forward, {bytes_text(each.backward_bytes)} backward"
+        )
         yield each.value or "inside", each.steps_text, f"{sizes}{shared}"
