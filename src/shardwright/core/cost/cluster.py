@@ -287,16 +287,16 @@ class Cluster:
             joined = reach
         return tuple(spans)
 
-    def link_between(self, rank: int, other: int) -> LinkLevel:
-        """Return the innermost link level that joins `rank` and `other`.
+    def link_between(self, rank: int, other_rank: int) -> LinkLevel:
+        """Return the innermost link level that joins two ranks.
 
         Raises:
             ConfigError: if the cluster has too few devices.
         """
-        self._check_num_devices(max(rank, other) + 1)
+        self._check_num_devices(max(rank, other_rank) + 1)
         # Levels are nested, so the first level with both ranks in one group has the fastest links.
         for level in self.levels[:-1]:
-            if level.devices is not None and rank // level.devices == other // level.devices:
+            if level.devices is not None and rank // level.devices == other_rank // level.devices:
                 return level
         return self.levels[-1]
 

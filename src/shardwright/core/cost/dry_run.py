@@ -133,7 +133,7 @@ def dry_run_chunk(
         return replace(
             split, first={**full.first, **split.first}, later={**full.later, **split.later}
         )
-    run = _MetaChunk.of(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
+    run = _MetaChunk.from_chunk(partitioned, chunk, BACKWARD_INPUT in pass_types, cached_results)
     kernels = kernels or FusedKernels()
     # The caller may plan inside `torch.no_grad` or `torch.inference_mode`.
     with torch.inference_mode(False), torch.enable_grad(), run.live_bytes, kernels:
@@ -185,7 +185,7 @@ class _MetaChunk:
     accumulated_gradients: list[tuple[int, TrackedStorage]] = field(default_factory=list)
 
     @classmethod
-    def of(
+    def from_chunk(
         cls,
         partitioned: Partitioned,
         chunk: Chunk,

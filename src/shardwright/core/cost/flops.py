@@ -35,8 +35,8 @@ aten = torch.ops.aten
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of the backward pass of fused attention per forward FLOP: five matrix products instead of
-two, as scores are recomputed (Dao et al., "FlashAttention", 2022; the same in
-`torch.utils.flop_counter`)."""
+two, as scores are recomputed (Dao et al., "FlashAttention", 2022; `torch.utils.flop_counter` also
+counts 2.5)."""
 
 
 WorkCategory = Literal["attention", "matrix products", "other operators"]
@@ -354,13 +354,13 @@ def _bytes_beside_products(op: Op, rule: ShardingRule) -> tuple[MovedBytes, Move
     copies, factors = arguments["ids"].numel * itemsize, _factors_of_first_input(rule) | {"e"}
     hidden = op.output.shape[-1]
 
-    def moved(by_hidden: int, by_inner: int) -> MovedBytes:
+    def moved_bytes(by_hidden: int, by_inner: int) -> MovedBytes:
         return (
             ("routing", by_hidden * copies * hidden, factors),
             ("pointwise", by_inner * copies * inner, factors | {"i"}),
         )
 
-    return moved(7, 5), moved(9, 9)
+    return moved_bytes(7, 5), moved_bytes(9, 9)
 
 
 def _factors_of_first_input(rule: ShardingRule) -> frozenset[str]:

@@ -177,6 +177,7 @@ def orthogonalized_parameters(
 
 
 StateFactory = str | MakeOptimizer
+"""Name of an optimizer in `OPTIMIZERS`, or a function that creates an optimizer."""
 
 
 def _factories_by_shard(

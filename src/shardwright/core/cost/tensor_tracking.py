@@ -162,13 +162,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.history.append((tracked, True))
         self.current_bytes += tracked.size
 
-        def freed(_: Any) -> None:
+        def record_release(_: Any) -> None:
             del self._storages[key]
             self.history.append((tracked, False))
             self.current_bytes -= tracked.size
 
         # A reference to the storage, not the tensor: views keep a storage alive.
-        self._storages[key] = (weakref.ref(storage, freed), tracked)
+        self._storages[key] = (weakref.ref(storage, record_release), tracked)
 
 
 def _current_program_line() -> int:

@@ -101,7 +101,7 @@ class TimeModel:
         """
         share = 1 / prod(shard_counts.values())
 
-        def shard(size: float, factors: frozenset[str]) -> float:
+        def local_size(size: float, factors: frozenset[str]) -> float:
             return size / prod(shard_counts.get(factor, 1) for factor in factors)
 
         scales = {
@@ -112,29 +112,29 @@ class TimeModel:
         traffic = scales.get(work.traffic, 1.0)
 
         def seconds(flops: float, tensors: tuple[tuple[int, frozenset[str]], ...]) -> float:
-            moved = traffic * sum(shard(*tensor) for tensor in tensors)
+            moved = traffic * sum(local_size(*tensor) for tensor in tensors)
             # The roofline model (Williams, Waterman and Patterson, "Roofline", 2009).
             return max(flops * share / rate, moved / self.device.stream_bandwidth)
 
-        def moving(tensors: MovedBytes) -> float:
+        def memory_seconds(tensors: MovedBytes) -> float:
             moved = (
-                scales.get(traffic_class, 1.0) * shard(size, names)
+                scales.get(traffic_class, 1.0) * local_size(size, names)
                 for traffic_class, size, names in tensors
             )
             return sum(moved) / self.device.stream_bandwidth
 
-        sides = (shard(*side) for side in work.sides)
+        sides = (local_size(*side) for side in work.sides)
         rate = self.device.rate(work.dtype, sides, work.category == "attention")
         overhead = self.device.overhead
         forward = backward = 0.0
         if work.forward_bytes:
             forward = overhead + seconds(work.forward_flops, work.forward_bytes)
-            forward += moving(work.forward_moved)
+            forward += memory_seconds(work.forward_moved)
         if work.backward_bytes:
             # The gradient of each input takes at least one kernel.
             backward = overhead * work.num_gradients
             backward += seconds(work.backward_flops, work.backward_bytes)
-            backward += moving(work.backward_moved)
+            backward += memory_seconds(work.backward_moved)
         return forward, backward
 
     def step_seconds(
@@ -226,8 +226,8 @@ class TimeModel:
     def update_seconds(self, num_bytes: float, count: int = 0) -> float:
         """Return the seconds of the optimizer step over `count` stored parameters of `num_bytes` in
         total."""
-        moving = UPDATE_PASSES * num_bytes / self.device.stream_bandwidth
-        return moving + self.host_seconds(PARAMETER_OPERATORS * count)
+        memory_seconds = UPDATE_PASSES * num_bytes / self.device.stream_bandwidth
+        return memory_seconds + self.host_seconds(PARAMETER_OPERATORS * count)
 
     def parameter_update_seconds(self, num_bytes: float, num_shards: int) -> float:
         """Return the weighted seconds of the optimizer step over a parameter, or over its ZeRO

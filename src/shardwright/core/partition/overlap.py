@@ -1,9 +1,9 @@
 """Overlap of activation redistributions with computation.
 
 A redistribution starts after the producer of its value and finishes before its first consumer; the
-redistribution of the gradient does the same in reverse. If linear layers read the result, their
-weight gradients are delayed so that they overlap the communication of the input gradient, as in
-Megatron-LM.
+redistribution of the gradient starts after the backward pass of the first consumer and finishes
+before that of the producer. If linear layers read the result, their weight gradients are delayed so
+that they overlap the communication of the input gradient, as in Megatron-LM.
 
 Operators are not reordered. Lowering emits exactly the overlap that this module returns, and the
 time model counts exactly this overlap as hidden.

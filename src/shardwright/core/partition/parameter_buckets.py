@@ -169,7 +169,7 @@ def buckets(
     """
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _BucketedParameterUse] = {}
-    # Only level3 frees gathered parameters, and gathers those again that autograd saved.
+    # Only level3 frees gathered parameters, and gathers them again if the backward pass reads them.
     read_in_backward = needed_in_backward(graph) if level == "level3" else frozenset()
     for op in graph.ops:
         for index, value in enumerate(op.inputs):
