@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from shardwright.core.cost.cluster import TREES, Cluster, LinkLevel, Spans
+from shardwright.core.cost.cluster import TREES, Cluster, LinkLevel, LinkSpans
 from shardwright.core.cost.collectives import Links
 from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.graph.graph import Graph
@@ -130,7 +130,7 @@ def _copy_cuts(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
     return {name: {f: tuple(axes) for f, axes in each.items()} for name, each in cuts.items()}
 
 
-def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[Spans]) -> tuple[DeviceMatrix, list[Axes]]:
+def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[LinkSpans]) -> tuple[DeviceMatrix, list[Axes]]:
     """Split the axes of a device matrix into axes of prime size.
 
     Args:
