@@ -130,7 +130,9 @@ def _copy_cuts(cuts: Mapping[str, Cuts]) -> CutsOfGraph:
     return {name: {f: tuple(axes) for f, axes in each.items()} for name, each in cuts.items()}
 
 
-def to_prime_axes(mesh: DeviceMatrix, levels: Sequence[LinkSpans]) -> tuple[DeviceMatrix, list[Axes]]:
+def to_prime_axes(
+    mesh: DeviceMatrix, levels: Sequence[LinkSpans]
+) -> tuple[DeviceMatrix, list[Axes]]:
     """Split the axes of a device matrix into axes of prime size.
 
     Args:
