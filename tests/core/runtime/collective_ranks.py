@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardwright.core.layout.collective_spec import exchanged_axes
+from shardwright.core.layout.collective_spec import all_to_all_v_axes
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.redistribution import RedistributionStep
 from shardwright.core.runtime.collectives import bind
@@ -19,7 +19,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mesh, rank = Layout((2, 4), ("a", "b")), dist.get_rank()
     source, target = mesh("a", "b", "None"), mesh("b", "a", "None")
-    axes = exchanged_axes(source, target)
+    axes = all_to_all_v_axes(source, target)
     assert axes is not None
     step = RedistributionStep("all_to_all_v", axes, None, None, source, target)
     shape = (8, 8, 3)

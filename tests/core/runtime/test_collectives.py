@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwright.core.layout.collective_spec import COLLECTIVES, exchanged_axes
+from shardwright.core.layout.collective_spec import COLLECTIVES, all_to_all_v_axes
 from shardwright.core.layout.layout import Layout, TensorLayout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.parallel.simulate_ranks import ByteCounter, assemble_shards, simulated_devices
@@ -140,7 +140,7 @@ def test_an_all_to_all_v_brings_every_block_and_every_gradient_to_its_place(
 ) -> None:
     mesh = Layout(matrix, tuple("abc"[: len(matrix)]))
     source, target = mesh(*before), mesh(*after)
-    axes = exchanged_axes(source, target)
+    axes = all_to_all_v_axes(source, target)
     assert axes is not None
     step = RedistributionStep("all_to_all_v", axes, None, None, source, target)
     shape = (72, 72)
@@ -162,12 +162,12 @@ def test_an_all_to_all_v_brings_every_block_and_every_gradient_to_its_place(
 
 def test_blocks_with_a_part_for_every_device_are_no_case_for_an_all_to_all_v() -> None:
     mesh = Layout((2, 2), ("a", "b"))
-    assert exchanged_axes(mesh("a", "b", "None"), mesh("None", "None", ("a", "b"))) is None
+    assert all_to_all_v_axes(mesh("a", "b", "None"), mesh("None", "None", ("a", "b"))) is None
 
 
 def test_an_all_to_all_v_moves_no_axis_that_cuts_only_one_of_the_layouts() -> None:
     mesh = Layout((2, 4, 2), ("a", "b", "c"))
-    assert exchanged_axes(mesh("a", "b"), mesh("b", "c")) is None
+    assert all_to_all_v_axes(mesh("a", "b"), mesh("b", "c")) is None
 
 
 @pytest.mark.distributed

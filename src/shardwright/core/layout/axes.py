@@ -145,12 +145,10 @@ def _check_alias_names(names: object) -> None:
         )
     for name in names:
         if not isinstance(name, str) or not name:
-            raise LayoutError(
-                f"alias_names {names} contains {name!r}\nevery name must be a non-empty str"
-            )
+            raise LayoutError(f"alias_names {names} contains {name!r}\nuse non-empty strings")
         if name == "None":
             raise LayoutError(
-                "an axis is called 'None', which stands for a dimension that is not sharded\n"
+                "an axis is called 'None', the entry of a dimension that is not sharded\n"
                 "use another name, such as 'dp'"
             )
         if names.count(name) > 1:

@@ -28,7 +28,7 @@ Pattern = Literal["ring", "pairwise", "point_to_point"]
 or from each device to the devices that need parts of its shard."""
 
 AxesBetween = Callable[[TensorLayout, TensorLayout], Axes | None]
-"""Type of `CollectiveSpec.axes_between`: a function of a source and a target layout."""
+"""Function from a source and a target layout to the axes of one step between them."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class CollectiveSpec:
             with a point-to-point pattern, the full local tensor.
         rounds: number of times that data travels around the group; determines the latency.
         gloo_rounds: number of rounds with gloo; None for `rounds`.
-        joins: types of two consecutive steps that one step of this type can replace; None if there
-            are none.
+        joins: type of two consecutive steps that one step of this type can replace; None if it
+            replaces no steps.
         axes_between: function of two layouts that returns the axes of one step of this type from
             the first to the second, or None if no such step exists; None without `joins`.
     """
@@ -135,30 +135,40 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
         for a, b in zip(before, after, strict=True)
     ]
     group = list(product(*(range(sizes[axis]) for axis in axes)))
-    old = [
+    source_cells = [
         _cell_indices_of_shard(before, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
-    new = [
+    target_cells = [
         _cell_indices_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
-    sender = {cell: position for position, cells in enumerate(old) for cell in cells}
-    receiver = {cell: position for position, cells in enumerate(new) for cell in cells}
+    sender = {cell: position for position, cells in enumerate(source_cells) for cell in cells}
+    receiver = {cell: position for position, cells in enumerate(target_cells) for cell in cells}
     # Sender and receiver order the cells between them by their index in the full tensor.
-    sent = [sorted(cells, key=lambda cell: (receiver[cell], cell)) for cells in old]
-    received = [sorted(cells, key=lambda cell: (sender[cell], cell)) for cells in new]
+    sent = [sorted(cells, key=lambda cell: (receiver[cell], cell)) for cells in source_cells]
+    received = [sorted(cells, key=lambda cell: (sender[cell], cell)) for cells in target_cells]
     return CellExchange(
         tuple(n // source.layout.size(a) for n, a in zip(cuts, before, strict=True)),
         tuple(n // source.layout.size(a) for n, a in zip(cuts, after, strict=True)),
-        tuple(tuple(map(cells.index, order)) for cells, order in zip(old, sent, strict=True)),
-        tuple(_count_positions([receiver[cell] for cell in cells], len(group)) for cells in old),
-        tuple(tuple(map(order.index, cells)) for cells, order in zip(new, received, strict=True)),
-        tuple(_count_positions([sender[cell] for cell in cells], len(group)) for cells in new),
+        tuple(
+            tuple(map(cells.index, order)) for cells, order in zip(source_cells, sent, strict=True)
+        ),
+        tuple(
+            _count_positions([receiver[cell] for cell in cells], len(group))
+            for cells in source_cells
+        ),
+        tuple(
+            tuple(map(order.index, cells))
+            for cells, order in zip(target_cells, received, strict=True)
+        ),
+        tuple(
+            _count_positions([sender[cell] for cell in cells], len(group)) for cells in target_cells
+        ),
     )
 
 
-def exchanged_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
+def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None:
     """Return the axes of the `all_to_all_v` between two layouts, in mesh order.
 
     The result is None if the layouts use different axes, or if each shard has cells for every
@@ -230,7 +240,7 @@ COLLECTIVES = {
             backward="all_to_all_v",
             pattern="point_to_point",
             joins="all_to_all",
-            axes_between=exchanged_axes,
+            axes_between=all_to_all_v_axes,
         ),
     )
 }

@@ -41,29 +41,29 @@ def join_axes(
     return tuple(map(tuple, joined))
 
 
-def joined_layout(layout: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
-    """Return the device matrix with one axis for each group of axes of `layout`.
+def joined_device_matrix(matrix: DeviceMatrix, joined: tuple[Axes, ...]) -> DeviceMatrix:
+    """Return the device matrix with one axis for each group of axes of `matrix`.
 
     Args:
-        layout: the device matrix with the axes to join.
+        matrix: the device matrix with the axes to join.
         joined: the groups, as `join_axes` returns them.
     """
-    sizes = tuple(map(layout.size, joined))
-    names = tuple(layout.named(axes, "_") for axes in joined)
-    ranks = sorted(layout.ranks, key=TensorLayout(layout, joined).block)
+    sizes = tuple(map(matrix.size, joined))
+    names = tuple(matrix.named(axes, "_") for axes in joined)
+    ranks = sorted(matrix.ranks, key=TensorLayout(matrix, joined).block)
     in_order = ranks == list(range(len(ranks)))
     return DeviceMatrix(sizes, names, None if in_order else tuple(ranks))
 
 
-def on_joined_axes(
+def layout_on_joined_axes(
     layout: TensorLayout, joined: tuple[Axes, ...], mesh: DeviceMatrix
 ) -> TensorLayout:
-    """Return the same layout of a tensor on joined axes.
+    """Express the layout of a tensor on joined axes.
 
     Args:
         layout: a layout on the device matrix before joining.
         joined: the groups of axes, as `join_axes` returns them.
-        mesh: the device matrix with joined axes, from `joined_layout`.
+        mesh: the device matrix with joined axes, from `joined_device_matrix`.
 
     Raises:
         LayoutError: if the layout uses only some of the axes of a group, or in another order.

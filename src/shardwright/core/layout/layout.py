@@ -220,7 +220,7 @@ class TensorLayout:
             twice = sorted({axis for axis in used if used.count(axis) > 1})
             names = ", ".join(repr(self.layout.alias_names[axis]) for axis in twice)
             raise LayoutError(
-                f"axis {names} is used more than once\neach axis can shard only one dimension"
+                f"axis {names} is used more than once\nuse each axis for only one dimension"
             )
 
     def __hash__(self) -> int:

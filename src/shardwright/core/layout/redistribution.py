@@ -235,7 +235,8 @@ def redistribution_steps(
 def joined_step(
     first: RedistributionStep, second: RedistributionStep, shape: Shape, itemsize: int
 ) -> RedistributionStep | None:
-    """Return one step that replaces two consecutive steps without sending more bytes, or None.
+    """Return one step that replaces two consecutive steps without sending more bytes; None
+    if no step can.
 
     Args:
         shape: global shape of the tensor.

@@ -130,7 +130,7 @@ class Problem:
         return tuple(map(frozenset, self.target))
 
     @cached_property
-    def runs(self) -> tuple[AxesByDim, ...]:
+    def axis_runs(self) -> tuple[AxesByDim, ...]:
         """Runs of axes that one move may add to each dimension, the longest first.
 
         These are runs of consecutive axes of the target. For problems of up to `ALL_MOVES_AXES`
@@ -306,7 +306,7 @@ def _replace_axes(axes_by_dim: AxesByDim, dim: int, axes: Axes) -> AxesByDim:
 
 
 def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
-    """Yield slices and reduce-scatters over `problem.runs`, the longest first.
+    """Yield slices and reduce-scatters over `problem.axis_runs`, the longest first.
 
     Args:
         problem: the problem to solve.
@@ -314,7 +314,7 @@ def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Ite
         free: the axes over which the tensor is replicated.
     """
     for dim, axes in enumerate(state.axes_by_dim):
-        for run in problem.runs[dim]:
+        for run in problem.axis_runs[dim]:
             sliced = free.issuperset(run)
             if (sliced or state.partial.issuperset(run)) and _can_shard(problem, dim, axes + run):
                 axes_by_dim = _replace_axes(state.axes_by_dim, dim, axes + run)
@@ -329,7 +329,7 @@ def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[
         state: the state before the move.
         settled: number of settled axes of each dimension.
     """
-    anywhere = len(problem.sizes) <= ALL_MOVES_AXES
+    tries_all_moves = len(problem.sizes) <= ALL_MOVES_AXES
     for dim, axes in enumerate(state.axes_by_dim):
         for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
@@ -338,7 +338,7 @@ def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, remaining_axes, bool(varying))
             for to_dim, to_axes in enumerate(state.axes_by_dim):
-                useful = anywhere or not problem.target_axes[to_dim].isdisjoint(suffix)
+                useful = tries_all_moves or not problem.target_axes[to_dim].isdisjoint(suffix)
                 if to_dim != dim and useful and _can_shard(problem, to_dim, to_axes + suffix):
                     axes_by_dim = _replace_axes(remaining_axes, to_dim, to_axes + suffix)
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, axes_by_dim)
@@ -414,12 +414,12 @@ def _direct_route(problem: Problem, state: State) -> Path:
     settled = _num_settled_axes(axes_by_dim, problem.target)
     if state.partial:
         moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), axes_by_dim))
-    for dim, keep in enumerate(settled):
-        while len(axes := axes_by_dim[dim]) > keep:
+    for dim, num_settled in enumerate(settled):
+        while len(axes := axes_by_dim[dim]) > num_settled:
             # One gather for consecutive axes that are all varying or all not, since the gradients
             # of the two gathers differ.
             begin, varying = len(axes) - 1, axes[-1] in problem.varying
-            while begin > keep and (axes[begin - 1] in problem.varying) == varying:
+            while begin > num_settled and (axes[begin - 1] in problem.varying) == varying:
                 begin -= 1
             axes_by_dim = _replace_axes(axes_by_dim, dim, axes[:begin])
             moves.append(Move(ALL_GATHER, dim, -1, axes[begin:], axes_by_dim, varying))

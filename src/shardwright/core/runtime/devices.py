@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwright.core.agreement.collective import gathered, has_other_ranks, value_of_rank
 from shardwright.core.agreement.content_hash import text_hash
 from shardwright.core.layout.axes import Axes, shard_index
-from shardwright.core.layout.joined_axes import joined_layout
+from shardwright.core.layout.joined_axes import joined_device_matrix
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.runtime import worker_threads
 from shardwright.core.runtime.exposed_communication import WaitTimer
@@ -204,7 +204,7 @@ class Devices:
             return self
         # `DeviceMesh` queries devices of its type, which the meta type does not support.
         device_type = "cpu" if self.device.type == "meta" else self.device.type
-        joined = joined_layout(self.matrix, mesh_axes)
+        joined = joined_device_matrix(self.matrix, mesh_axes)
         ranks = torch.tensor(joined.ranks).reshape(joined.device_matrix)
         # From the program's groups; `init_device_mesh` would create another communicator per axis.
         mesh = DeviceMesh.from_group(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.joined_axes import on_joined_axes
+from shardwright.core.layout.joined_axes import layout_on_joined_axes
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.runtime.devices import Devices
 from shardwright.core.runtime.parameter_hooks import has_hooks
@@ -55,7 +55,7 @@ def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devic
     return DTensor.from_local(
         local,
         devices.mesh,
-        placements(on_joined_axes(layout, devices.mesh_axes, devices.mesh_matrix)),
+        placements(layout_on_joined_axes(layout, devices.mesh_axes, devices.mesh_matrix)),
         run_check=False,
         shape=like.shape,
         stride=torch.empty(like.shape, device="meta").stride(),
