@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from shardwright.core.constraints.parse import divisors
+from shardwright.core.constraints.parse import divisors_text
 from shardwright.core.partition.schedules import SCHEDULES
 from shardwright.errors import ConfigError
 from shardwright.mindformers.all_errors import AllErrors
@@ -189,7 +189,7 @@ def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, fil
         raise ConfigError(
             f"{section_path}.pipeline_stage: {parallelism.stages} stages cannot share"
             f" {devices} devices equally\n"
-            f"use one of {divisors(devices, max_stages)}, or set `auto_pipeline: True`"
+            f"use one of {divisors_text(devices, max_stages)}, or set `auto_pipeline: True`"
         )
 
 
@@ -280,7 +280,7 @@ def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
             .error(
                 "optimizer_weight_shard_size",
                 f"{size} does not divide data_parallel {replicas}\nuse one of -1,"
-                f" {divisors(replicas, replicas)}",
+                f" {divisors_text(replicas, replicas)}",
             )
         )
 
@@ -312,7 +312,7 @@ def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimens
             raise config.error(
                 "model_parallel",
                 f"{name} {size} is not divisible by {degree}\nuse one of"
-                f" {divisors(common, common)}",
+                f" {divisors_text(common, common)}",
             )
 
 
@@ -322,7 +322,7 @@ def _check_sequence_sharding(config: Keys, parallelism: Parallelism, sizes: Dime
         raise config.error(
             "context_parallel",
             f"seq_length {seq_length} is not divisible by {degree}\nuse one of"
-            f" {divisors(seq_length, 64)}",
+            f" {divisors_text(seq_length, 64)}",
         )
     if parallelism.seq_parallel and seq_length % (degree * parallelism.model_parallel):
         raise config.error(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright as sw
-from shardwright.core.constraints import arrivals
+from shardwright.core.constraints import sharded_input_axes
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
 from shardwright.errors import StrategyError
@@ -31,19 +31,24 @@ GRAPH = sw.capture(TwoInputs(), (torch.randn(16, 8), torch.randn(16, 4)))
 
 
 def test_a_full_batch_arrives_whole() -> None:
-    assert arrivals(GRAPH, MESH, "full_batch") == {}
+    assert sharded_input_axes(GRAPH, MESH, "full_batch") == {}
 
 
 def test_data_parallel_gives_each_device_its_part_of_every_input() -> None:
-    assert arrivals(GRAPH, MESH, "data_parallel") == {"x": ((0, 1, 2), ()), "y": ((0, 1, 2), ())}
+    assert sharded_input_axes(GRAPH, MESH, "data_parallel") == {
+        "x": ((0, 1, 2), ()),
+        "y": ((0, 1, 2), ()),
+    }
 
 
 def test_counts_take_the_outermost_axes() -> None:
-    assert arrivals(GRAPH, MESH, ((2, 1), (1, 1))) == {"x": ((0,), ())}
+    assert sharded_input_axes(GRAPH, MESH, ((2, 1), (1, 1))) == {"x": ((0,), ())}
 
 
 def test_layouts_name_the_axes_and_none_is_whole() -> None:
-    assert arrivals(GRAPH, MESH, (LAYOUT("mp", ("sp", "dp")), None)) == {"x": ((2,), (1, 0))}
+    assert sharded_input_axes(GRAPH, MESH, (LAYOUT("mp", ("sp", "dp")), None)) == {
+        "x": ((2,), (1, 0))
+    }
 
 
 @pytest.mark.parametrize(
@@ -59,14 +64,14 @@ def test_layouts_name_the_axes_and_none_is_whole() -> None:
 )
 def test_what_cannot_be_is_one_clear_error(said: Any, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
-        arrivals(GRAPH, MESH, said)
+        sharded_input_axes(GRAPH, MESH, said)
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused() -> None:
     with pytest.raises(
         StrategyError, match="use a multiple of 6, or dataset_strategy 'full_batch'"
     ):
-        arrivals(GRAPH, prime_mesh(6), "data_parallel")
+        sharded_input_axes(GRAPH, prime_mesh(6), "data_parallel")
 
 
 @pytest.mark.parametrize("said", ["data_parallel", ((2, 1), (1, 1)), (LAYOUT("mp", "sp"), None)])

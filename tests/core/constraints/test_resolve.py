@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import shardwright as sw
 from shardwright.core.constraints import Entry, OperatorStrategy, resolve
-from shardwright.core.constraints.parse import mesh_of
-from shardwright.core.constraints.resolve import cut_axes
+from shardwright.core.constraints.parse import common_device_matrix
+from shardwright.core.constraints.resolve import axes_for_entry
 from shardwright.core.graph.graph import Origin, Value
 from shardwright.core.layout.layout import Layout
 from shardwright.core.layout.prime_mesh import prime_mesh
@@ -45,7 +45,10 @@ def test_the_device_matrix_expresses_all_layouts(
     devices: int, matrices: list[tuple[int, ...]], expected: tuple[int, ...]
 ) -> None:
     layouts = [Layout(m, tuple("wxyz"[: len(m)]))("w", "None") for m in matrices]
-    assert mesh_of(devices, [("fc", layout) for layout in layouts]).device_matrix == expected
+    assert (
+        common_device_matrix(devices, [("fc", layout) for layout in layouts]).device_matrix
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,12 @@ def test_the_device_matrix_expresses_all_layouts(
 def test_the_innermost_axes_fit_into_a_node(
     devices: int, nodes: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    assert mesh_of(devices, [], nodes).device_matrix == expected
+    assert common_device_matrix(devices, [], nodes).device_matrix == expected
 
 
 def test_layouts_matter_more_than_nodes() -> None:
     layout = Layout((8, 3), ("dp", "tp"))("dp", "None")
-    assert mesh_of(24, [("up", layout)], (4, 8)).device_matrix == (2, 2, 2, 3)
+    assert common_device_matrix(24, [("up", layout)], (4, 8)).device_matrix == (2, 2, 2, 3)
 
 
 def test_a_layout_of_another_number_of_devices_is_refused() -> None:
@@ -77,7 +80,7 @@ def test_a_layout_of_another_number_of_devices_is_refused() -> None:
         r"up: the device matrix \(2, 2, 2\) .* has 8 devices .*, but the plan is for 4 .*\nuse"
     )
     with pytest.raises(LayoutError, match=message):
-        mesh_of(4, [("up", LAYOUT("dp", "None"))])
+        common_device_matrix(4, [("up", LAYOUT("dp", "None"))])
 
 
 def test_a_layout_of_other_ranks_is_refused() -> None:
@@ -85,13 +88,13 @@ def test_a_layout_of_other_ranks_is_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"has 2 devices \(ranks 2 to 3\), but the plan is for 2 \(ranks"
     ):
-        mesh_of(2, [("up", stage("dp"))])
+        common_device_matrix(2, [("up", stage("dp"))])
 
 
 def test_layouts_that_have_no_common_axes_are_refused_with_where_they_stand() -> None:
     wide, tall = Layout((2, 3), ("a", "b")), Layout((3, 2), ("a", "b"))
     with pytest.raises(LayoutError, match=r"do not nest; used by up \(2, 3\), down \(3, 2\)"):
-        mesh_of(6, [("up", wide("a")), ("down", tall("a"))])
+        common_device_matrix(6, [("up", wide("a")), ("down", tall("a"))])
 
 
 def test_a_bias_is_cut_like_the_output_that_it_is_added_to() -> None:
@@ -112,7 +115,9 @@ WEIGHT = Value("fc.weight", (16, 8), torch.float32, Origin.PARAMETER)
 
 
 def stored(entry: Entry, used: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    return cut_axes("parameter fc.weight", "parameter_plan", WEIGHT, entry, prime_mesh(8), used)
+    return axes_for_entry(
+        "parameter fc.weight", "parameter_plan", WEIGHT, entry, prime_mesh(8), used
+    )
 
 
 @pytest.mark.parametrize(

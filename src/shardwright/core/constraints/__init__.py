@@ -7,9 +7,9 @@ sharding of the tensor follows from the entries of the other tensors.
 
 from shardwright.core.constraints.inputs import (
     DatasetStrategy,
-    arrivals,
     check_dataset_strategy,
     input_entries,
+    sharded_input_axes,
 )
 from shardwright.core.constraints.resolve import ResolvedConstraints, requested_storage, resolve
 from shardwright.core.constraints.strategy import (
@@ -25,7 +25,6 @@ __all__ = [
     "Entry",
     "OperatorStrategy",
     "ResolvedConstraints",
-    "arrivals",
     "check_dataset_strategy",
     "check_entries",
     "check_entry",
@@ -33,4 +32,5 @@ __all__ = [
     "input_entries",
     "requested_storage",
     "resolve",
+    "sharded_input_axes",
 ]

@@ -10,7 +10,7 @@ from shardwright.core.constraints.strategy import Entry, OperatorStrategy
 from shardwright.core.rules import ShardingRule
 
 
-def with_equal_counts(
+def strategies_with_equal_counts(
     rule: ShardingRule, inputs: Sequence[Entry], devices: int
 ) -> Iterator[OperatorStrategy]:
     """Yield three strategies in which all dimensions of a factor have the same shard count.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwright.core.constraints.resolve import cut_axes
+from shardwright.core.constraints.resolve import axes_for_entry
 from shardwright.core.constraints.strategy import Entry, check_entries
 from shardwright.core.graph.graph import Graph, Value
 from shardwright.core.layout.axes import Axes
@@ -54,7 +54,7 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
     return {value.name: entry for value, entry in zip(inputs, strategy, strict=True)}
 
 
-def arrivals(
+def sharded_input_axes(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
     """Return the mesh axes that shard each dimension of an input, for each input that ranks pass as
@@ -72,7 +72,7 @@ def arrivals(
     sharded = {}
     for value in graph.input_values:
         replicated: tuple[Axes, ...] = ((),) * len(value.shape)
-        axes = cut_axes(
+        axes = axes_for_entry(
             f"input {value.name}", "dataset_strategy", value, entries[value.name], mesh, replicated
         )
         if any(axes):

@@ -27,7 +27,7 @@ module."""
 def load_strategies(net: nn.Module, path: str | Path) -> None:
     """Pin the operators of `net` that a strategy file lists.
 
-    The file is written by `Plan.save_strategies`, or by hand. The path of a module stands for its
+    The file is written by `Plan.save_strategies`, or by hand. The path of a module names its
     main operator in every call; other operators have the names that plans show, `path.add_1`. An
     entry overrides an earlier `shard` of the same module; a later `shard` overrides the entry.
 
@@ -95,10 +95,10 @@ def _is_operator_name(name: str) -> bool:
 
 
 def _unknown_name_message(name: str, modules: Mapping[str, nn.Module]) -> str:
-    near = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
+    closest = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
     return (
         f"the model has no module or operator named {name!r}\n"
-        f"closest modules: {', '.join(near) or 'none, the model has no modules'}"
+        f"closest modules: {', '.join(closest) or 'none, the model has no modules'}"
     )
 
 

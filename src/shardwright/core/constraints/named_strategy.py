@@ -34,10 +34,10 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 from shardwright.errors import StrategyError
 
 AxisPlacements = Mapping[str, int | Shard | Replicate]
-"""For each axis by name, the dimension of the tensor that it shards."""
+"""The tensor dimension that each mesh axis shards, by axis name."""
 
 UserEntry = Entry | AxisPlacements
-"""Sharding of one tensor, as users write it."""
+"""Sharding of one tensor in the notation of users: an `Entry` or `AxisPlacements`."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class NamedStrategy:
 
 
 PinnedStrategy = OperatorStrategy | NamedStrategy
-"""The strategy of a pin."""
+"""Strategy of a pin, by positions or by names."""
 
 
 def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
-    """Validate entries as users write them, and return their strategy.
+    """Return the strategy of validated user entries.
 
     Args:
         inputs: a tuple with one `UserEntry` per tensor, or a mapping from argument names.
@@ -166,11 +166,14 @@ def _requested_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
 
 
 def requested_entry(option: str, entry: Any) -> RequestedEntry:
-    """Return a validated entry.
+    """Validate the entry of one tensor.
 
     Args:
         option: name of the option that has the entry, for errors.
-        entry: the sharding of one tensor, as users write it.
+        entry: the `UserEntry` to validate.
+
+    Returns:
+        The entry, with a mapping converted to `AxisDims`.
 
     Raises:
         StrategyError: if the entry is not valid.
@@ -197,7 +200,7 @@ def requested_entry(option: str, entry: Any) -> RequestedEntry:
 def entry_with_layout(
     where: str, entry: RequestedEntry, ndim: int, matrix: DeviceMatrix | None
 ) -> Entry:
-    """Return an entry with its axis names as a layout on `matrix`; other entries unchanged.
+    """Convert an entry that names axes to a layout on `matrix`; return other entries unchanged.
 
     Raises:
         StrategyError: if a tensor with `ndim` dimensions has no such dimension; the message begins
@@ -257,7 +260,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function; of a built-in function of PyTorch that of its operator.
+    """Return the signature of a function; for a PyTorch built-in, the signature of its operator.
 
     Raises:
         StrategyError: if the names of the arguments are unknown.
@@ -281,7 +284,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 def check_argument_names(
     target: Callable[..., Any], function: Callable[..., Any], strategy: PinnedStrategy
 ) -> None:
-    """Check the names of arguments in the strategy of a module or function.
+    """Check that a module or function has the arguments that its strategy names.
 
     Args:
         target: the module or function, for errors and parameters.
@@ -298,22 +301,22 @@ def check_argument_names(
     if isinstance(target, nn.Module) and not any(target.children()):
         # Only a module without submodules can be the single operator that reads its parameters.
         valid += [name for name, _ in (*target.named_parameters(), *target.named_buffers())]
-    has_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepts_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name in strategy.inputs:
-        if name not in valid and not has_any_keyword:
-            what = type(target).__name__ if isinstance(target, nn.Module) else "the function"
+        if name not in valid and not accepts_any_keyword:
+            target_name = type(target).__name__ if isinstance(target, nn.Module) else "the function"
             raise StrategyError(
-                f"in_strategy: {what} has no argument {name!r}\nuse"
+                f"in_strategy: {target_name} has no argument {name!r}\nuse"
                 f" {', '.join(valid) or 'a tuple with one entry per tensor argument'}"
             )
 
 
 def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
-    """Return for each tensor of a call, in the order of its arguments, the argument that has it."""
+    """Return the argument name of each tensor of a call, in the order of the arguments."""
     names: list[str] = []
     for name, value in call.arguments.items():
-        collected = call.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        for argument, content in value.items() if collected else ((name, value),):
+        is_var_keyword = call.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        for argument, content in value.items() if is_var_keyword else ((name, value),):
             tensors = [x for x in pytree.tree_leaves(content) if isinstance(x, Tensor)]
             names += [argument] * len(tensors)
     return tuple(names)
@@ -322,8 +325,8 @@ def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
 def _entries_by_position(
     op: Op, graph: Graph, entries: Mapping[str, RequestedEntry]
 ) -> tuple[RequestedEntry, ...]:
-    """Return one entry for each input of `op`, given entries by argument, parameter or buffer of
-    the module that called it."""
+    """Return one entry per input of `op`, from entries by the names of arguments, parameters and
+    buffers of the calling module."""
     positions = _argument_positions(op)
     for index, value in enumerate(op.inputs):
         prefix = f"{op.module}." if op.module else ""
@@ -345,7 +348,8 @@ def _entries_by_position(
 
 
 def _argument_positions(op: Op) -> dict[str, int]:
-    """Return the index of the operator's input that is each argument of the pinned call."""
+    """Return the input index of each argument of the pinned call, by argument name; empty if the
+    positions are unknown."""
     tag = next((tag for tag in op.tags if isinstance(tag, OperatorArguments)), None)
     # Capture may drop the last argument, a bias, but where others are dropped positions differ.
     if tag is None or len(op.inputs) > len(tag.names):

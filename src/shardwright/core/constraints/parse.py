@@ -1,4 +1,4 @@
-"""Parse an operator's strategy into the mesh axes of each factor, with the checks that need shapes.
+"""Parse an operator's strategy into the mesh axes of each factor, and check it against shapes.
 
 Shard counts take the axes of the device matrix from the outermost inwards, in the order in which
 the factors first appear: on 8 = 2·2·2 devices `((2, 4), (1, 4))` of a linear layer shards factor b
@@ -16,7 +16,7 @@ from math import gcd, prod
 
 import torch
 
-from shardwright.core.constraints.corrections import with_equal_counts
+from shardwright.core.constraints.corrections import strategies_with_equal_counts
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entry_text
 from shardwright.core.graph.graph import Op, target_name
 from shardwright.core.graph.local_map import LocalCall
@@ -236,7 +236,7 @@ class StrategyParser:
                 raise self.error(
                     f"dimension {dim} of {tensor} has size {size}, which is not divisible into"
                     f" {count} shards\n"
-                    f"valid numbers of shards are {divisors(size, self.mesh.num_devices)}"
+                    f"valid numbers of shards are {divisors_text(size, self.mesh.num_devices)}"
                 )
         return counts, axes
 
@@ -254,7 +254,7 @@ class StrategyParser:
             raise self.error(
                 f"the number of shards of {location} must divide {capacity}: the operator splits "
                 "or merges this dimension, or its windows must not reach beyond the next shard\n"
-                f"valid numbers of shards are {divisors(capacity, self.mesh.num_devices)}"
+                f"valid numbers of shards are {divisors_text(capacity, self.mesh.num_devices)}"
             )
 
     def _conflicting_requests_error(
@@ -288,7 +288,7 @@ class StrategyParser:
     ) -> Iterator[OperatorStrategy]:
         """Yield valid strategies similar to a strategy with two conflicting requests; strategies
         that change only one entry come first."""
-        equal = with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
+        equal = strategies_with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
         candidates = chain(self._strategies_with_one_change(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid_strategy(strategy))
 
@@ -331,7 +331,7 @@ class StrategyParser:
         if devices % total:
             raise self.error(
                 f"the total number of shards, {total} ({product}), does not divide the {devices}"
-                f" devices\nvalid total numbers of shards are {divisors(devices, devices)}"
+                f" devices\nvalid total numbers of shards are {divisors_text(devices, devices)}"
             )
 
     def _axes_of_factors(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
@@ -381,13 +381,13 @@ def op_signature(op: Op) -> str:
     return f"{name}({', '.join(f'{v.name} {list(v.shape)}' for v in op.inputs)})"
 
 
-def divisors(number: int, limit: int) -> str:
+def divisors_text(number: int, limit: int) -> str:
     """Return the divisors of `number` up to `limit` as text: `1, 2, 4`."""
     numbers = [str(n) for n in range(1, min(number, limit) + 1) if number % n == 0]
     return ", ".join(numbers)
 
 
-def mesh_of(
+def common_device_matrix(
     devices: int, layouts: Iterable[tuple[str, TensorLayout]], group_sizes: Iterable[int] = ()
 ) -> DeviceMatrix:
     """Return a device matrix with axes of prime size on which all `layouts` can be expressed.
@@ -414,12 +414,14 @@ def mesh_of(
                 f" {devices - 1})\nuse a device matrix whose product is {devices}"
             )
     # Layouts with permuted ranks are not products of axes: `axes_on_mesh` below checks them.
-    plain = {layout.device_matrix: where for where, layout in named if not layout.layout.rank_list}
-    matrices = [(devices,), *plain]
+    unpermuted = {
+        layout.device_matrix: where for where, layout in named if not layout.layout.rank_list
+    }
+    matrices = [(devices,), *unpermuted]
     try:
         sizes = common_axes(*matrices)
     except LayoutError as error:
-        users = ", ".join(f"{where} {matrix}" for matrix, where in plain.items())
+        users = ", ".join(f"{where} {matrix}" for matrix, where in unpermuted.items())
         raise LayoutError(with_note(error, f"; used by {users}")) from None
     for group_size in group_sizes:
         per_node = gcd(devices, group_size)

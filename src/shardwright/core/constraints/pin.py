@@ -277,7 +277,7 @@ def _pin_tensors(
         where: start of error messages, such as `block (Block) returns`.
         tree: the arguments or results of a module.
         entries: one entry per tensor of `tree`.
-        tag_of: function from the pin of a tensor and its index to the tag of its alias.
+        tag_of: function that returns the tag of an alias, given the pin and index of its tensor.
 
     Raises:
         StrategyError: if the numbers of tensors and entries differ.

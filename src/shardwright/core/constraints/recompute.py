@@ -40,9 +40,9 @@ def recompute(
 
     Args:
         target: a module, with all its submodules, or a function; call the returned function in
-            `forward`. A `ModuleList` stands for its modules. A later request for the same module
+            `forward`. In a `ModuleList`, each module is marked. A later request for the same module
             replaces an earlier one.
-        communication: whether to also repeat the collectives between layouts. If not, their results
+        communication: whether to repeat the collectives between layouts. If False, their results
             are saved, and recomputation adds no communication volume.
         operators: names of the only operators to recompute, such as `"aten.softmax"` or
             `"softmax"`, each together with the operators that read its result. None for all
@@ -250,10 +250,10 @@ def _check_requested_modules(graph: Graph, modules: Mapping[str, RecomputeReques
         ops = inside[request]
         where = f"module {path!r}" if path else "the model"
         if not ops:
-            near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
+            closest = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
             raise StrategyError(
                 f"{where} is marked by `recompute`, but has no operator in the graph: it is never"
-                f" called, or it computes nothing\nmark one of the closest: {', '.join(near)}"
+                f" called, or it computes nothing\nmark one of the closest: {', '.join(closest)}"
             )
         _check_op_types(where, request, ops)
 

@@ -1,4 +1,4 @@
-"""Resolve the user's strategies to cuts and layouts, which the search must not change."""
+"""Resolve the user's strategies to cuts and layouts, which constrain the search."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import gcd, prod
 from shardwright.core.constraints.parse import (
     StrategyParser,
     axes_on_mesh,
-    divisors,
-    mesh_of,
+    common_device_matrix,
+    divisors_text,
     take_outer_axes,
 )
 from shardwright.core.constraints.strategy import Entry, OperatorStrategy, entries_text, entry_text
@@ -49,7 +49,7 @@ def resolve(
     devices: int,
     strategies: Mapping[str, OperatorStrategy],
     parameters: Mapping[str, Entry],
-    nodes: Iterable[int] = (),
+    group_sizes: Iterable[int] = (),
 ) -> ResolvedConstraints:
     """Resolve strategies to cuts on a common device matrix.
 
@@ -59,7 +59,7 @@ def resolve(
         strategies: the strategy of each pinned operator, by its name.
         parameters: the requested storage of parameters, by name; only its layouts are used here,
             since the device matrix must express all layouts.
-        nodes: devices per group at each level of the interconnect, ascending, such as `(8,)`.
+        group_sizes: devices per group at each level of the interconnect, ascending, such as `(8,)`.
 
     Raises:
         StrategyError: if an operator cannot be sharded as requested; the message has its shapes and
@@ -69,7 +69,7 @@ def resolve(
     """
     layouts = [(name, layout) for name, s in strategies.items() for layout in s.layouts]
     layouts += [(name, e) for name, e in parameters.items() if isinstance(e, TensorLayout)]
-    mesh = mesh_of(devices, layouts, nodes)
+    mesh = common_device_matrix(devices, layouts, group_sizes)
     cuts: dict[str, Cuts] = {}
     outputs: dict[str, OutputAxes] = {}
     for name, strategy in strategies.items():
@@ -193,7 +193,9 @@ def requested_storage(
         if value.name in parameters:
             where, entry = f"parameter {value.name}", parameters[value.name]
             used_axes = stored[value.name]
-            stored[value.name] = cut_axes(where, "parameter_plan", value, entry, mesh, used_axes)
+            stored[value.name] = axes_for_entry(
+                where, "parameter_plan", value, entry, mesh, used_axes
+            )
     return stored
 
 
@@ -232,7 +234,7 @@ def _requested_output_axes(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout
 ) -> tuple[Axes, ...]:
     shape = parser.op.outputs[index].shape
-    names_axes = isinstance(entry, TensorLayout)
+    is_layout = isinstance(entry, TensorLayout)
     counts = entry.shard_counts if isinstance(entry, TensorLayout) else entry
     assert counts is not None
     if len(counts) != len(shape):
@@ -247,7 +249,7 @@ def _requested_output_axes(
         axes = _axes_for_counts(counts, computed)
     divides = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
     if axes is None or not divides:
-        raise _invalid_output_error(parser, index, entry, computed, names_axes)
+        raise _invalid_output_error(parser, index, entry, computed, is_layout)
     return axes
 
 
@@ -283,7 +285,7 @@ def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[A
 
 
 def _invalid_output_error(
-    parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, names_axes: bool
+    parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, is_layout: bool
 ) -> StrategyError:
     names = parser.user_axis_names(sorted(computed.partial))
     over = f" over {names}" if names else ""
@@ -296,11 +298,11 @@ def _invalid_output_error(
         scattered = ", ".join(map(entry_text, options))
         valid = f"{entry_text(computed.shard_counts)} (all-reduce)"
         valid += f", {scattered} (reduce-scatter)" if scattered else ""
-        valid += "; the axes of the sum must be the innermost of a dimension" if names_axes else ""
+        valid += "; the axes of the sum must be the innermost of a dimension" if is_layout else ""
     else:
         description = f"{entry_text(computed.shard_counts)}, not a partial sum"
         dims = ", ".join(parser.user_axis_names(axes) or "None" for axes in computed.axes)
-        valid = f"({dims})" if names_axes else entry_text(computed.shard_counts)
+        valid = f"({dims})" if is_layout else entry_text(computed.shard_counts)
     return parser.error(
         f"output {index} {list(parser.op.outputs[index].shape)} cannot be sharded as"
         f" {entry_text(entry)}: the operator computes it as {description}\nvalid entries: {valid}"
@@ -318,7 +320,7 @@ def _reduce_scatter_counts(
             yield (*counts[:dim], counts[dim] * terms, *counts[dim + 1 :])
 
 
-def cut_axes(
+def axes_for_entry(
     where: str,
     option: str,
     tensor: Value,
@@ -359,7 +361,7 @@ def cut_axes(
             raise StrategyError(
                 f"{where}: {request}: dimension {dim} has size {size}, which is not divisible into"
                 f" {count} shards\n"
-                f"valid numbers of shards are {divisors(size, mesh.num_devices)}"
+                f"valid numbers of shards are {divisors_text(size, mesh.num_devices)}"
             )
     return (
         axes

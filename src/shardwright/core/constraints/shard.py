@@ -129,10 +129,10 @@ def validate_parameter_plan(
     entries: dict[str, RequestedEntry] = {}
     for name, entry in plan.items():
         if name not in parameters:
-            near = get_close_matches(str(name), parameters, cutoff=0.0)
+            closest = get_close_matches(str(name), parameters, cutoff=0.0)
             raise StrategyError(
                 f"parameter_plan: {type(module).__name__} has no parameter {name!r}\n"
-                f"closest parameters: {', '.join(near) or 'none, the module has no parameters'}"
+                f"closest parameters: {', '.join(closest) or 'none, the module has no parameters'}"
             )
         entries[name] = requested_entry(f"parameter_plan of {name!r}", entry)
     return entries
@@ -186,9 +186,9 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
 def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
-    with_boundary = {op.module for op in graph.ops if _is_boundary_alias(op)}
+    boundary_paths = {op.module for op in graph.ops if _is_boundary_alias(op)}
     for pin, paths in _module_paths_by_pin(graph).items():
-        if pin.strategy is None or with_boundary.issuperset(paths):
+        if pin.strategy is None or boundary_paths.issuperset(paths):
             continue
         ops = [op for path in paths for op in _main_operators_of_module(graph, path)]
         if not ops:
@@ -216,7 +216,7 @@ def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
 
 
 def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
-    """Yield (operator, strategy) for names in a strategy file; a name without `@n` stands for the
+    """Yield (operator, strategy) for names in a strategy file; a name without `@n` pins the
     operator in every call."""
     ops_by_name: dict[str, list[Operator]] = {}
     for op in graph.ops:
@@ -232,10 +232,10 @@ def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrateg
                 op for name in names for op in ops_by_name.get(name, ()) if op.name not in listed
             ]
             if not ops:
-                near = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
+                closest = get_close_matches(names[0], list(graph.by_name), n=3, cutoff=0.0)
                 raise StrategyError(
                     f"{names[0]!r} is pinned as {strategy}, but the graph has no operator of this"
-                    f" name\nuse one of the closest: {', '.join(near)}"
+                    f" name\nuse one of the closest: {', '.join(closest)}"
                 )
             for op in ops:
                 yield op, strategy
@@ -309,10 +309,10 @@ def _ambiguous_pin_message(where: str, ops: Sequence[Operator]) -> str:
 
 
 def _pinned_module_without_operator_message(graph: Graph, path: str, pin: Pin) -> str:
-    near = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
+    closest = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
         f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
-        f" never called, or it computes nothing\nuse one of the closest: {', '.join(near)}"
+        f" never called, or it computes nothing\nuse one of the closest: {', '.join(closest)}"
     )
 
 

@@ -137,8 +137,10 @@ def _check_json_object(where: str, data: Any) -> dict[str, Any]:
 def _check_known_keys(where: str, data: Mapping[str, Any], valid: Iterable[str]) -> None:
     for key in data:
         if key not in valid:
-            near = get_close_matches(key, list(valid), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(valid)}"
+            closest = get_close_matches(key, list(valid), n=1)
+            hint = (
+                f"did you mean {closest[0]!r}?" if closest else f"valid keys are {', '.join(valid)}"
+            )
             raise StrategyError(f"{where}: unknown key {key!r}\n{hint}")
 
 

@@ -12,7 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardwright.core.constraints import arrivals, input_entries, requested_storage, resolve
+from shardwright.core.constraints import (
+    input_entries,
+    requested_storage,
+    resolve,
+    sharded_input_axes,
+)
 from shardwright.core.constraints.recompute import recompute_of
 from shardwright.core.constraints.shard import Pins
 from shardwright.core.cost.dry_run import DryRunCache
@@ -272,7 +277,7 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
         else options.resolved_cluster.inner_group_sizes(options.devices)
     )
     fixed = resolve(graph, stage_devices, pins.strategies, {**pins.parameters, **entries}, nodes)
-    sharded_inputs = arrivals(graph, fixed.mesh, options.dataset_strategy)
+    sharded_inputs = sharded_input_axes(graph, fixed.mesh, options.dataset_strategy)
     timed_step = options.timed_step(pipeline)
     request = SearchRequest(
         *(graph, fixed.mesh, fixed.cuts, fixed.outputs, sharded_inputs, timed_step),
