@@ -97,8 +97,8 @@ def recompute_segments(
         # A segment in which autograd saves no tensors needs no recomputation.
         if ops:
             segment = candidate.recompute.segment
-            part = num_parts[segment] = num_parts.get(segment, 0) + 1
-            name = segment if part == 1 else f"{segment}/{part}"
+            number = num_parts[segment] = num_parts.get(segment, 0) + 1
+            name = segment if number == 1 else f"{segment}/{number}"
             names, communication = tuple(op.name for op in ops), candidate.recompute.communication
             repeated = names[: _num_repeated_ops(ops)]
             trained = any(value.requires_grad for op in ops for value in op.outputs)
