@@ -40,12 +40,12 @@ def batch(chance: float, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return x, labels, torch.rand(BATCH, STEPS, generator=draws) < chance
 
 
-def assert_equal_to_eager(program: Program) -> None:
+def assert_equal_to_eager(program: Program, chances: tuple[float, ...] = CHANCES) -> None:
     """The captured program has the values and gradients of the model, whatever the mask."""
     net = Selecting(program)
     graph = capture(net, batch(0.5, seed=0))
     parameters = dict(net.named_parameters())
-    for chance in CHANCES:
+    for chance in chances:
         call = batch(chance)
         results = []
         for loss in (net(*call), interpret(graph, parameters, {}, call)[0]):

@@ -67,6 +67,20 @@ EQUAL: dict[str, Program] = {
     "mean of losses": lambda net, x, labels, mask: F.cross_entropy(
         net.head(x).transpose(1, 2), labels, reduction="none"
     )[mask].mean(),
+    "variance": lambda net, x, labels, mask: net.hidden(x)[mask].var(),
+    "variances without correction": lambda net, x, labels, mask: (
+        net.hidden(x)[mask].var(0, unbiased=False).square().sum()
+    ),
+    "deviations": lambda net, x, labels, mask: net.hidden(x)[mask].std(0, keepdim=True).sum(),
+    "deviations of equal numbers": lambda net, x, labels, mask: (
+        net.hidden(x)[mask] + (net.hidden(x)[mask] * 0).std(0)
+    ).sum(),
+    "attention to rows": lambda net, x, labels, mask: (
+        (net.head(x)[mask].softmax(0).T @ net.hidden(x)[mask]).square().mean()
+    ),
+    "logarithms of attention": lambda net, x, labels, mask: (
+        net.head(x)[mask].log_softmax(0)[:, 0].mean()
+    ),
     "mean of columns": lambda net, x, labels, mask: net.hidden(x)[mask].mean(0).square().sum(),
     "any": lambda net, x, labels, mask: (
         net.hidden(x)[mask].sum() * (net.hidden(x)[mask] > 1).any() * (x[mask] < 4).all()
@@ -96,11 +110,45 @@ def test_a_mean_of_bfloat16_is_summed_in_float32() -> None:
     assert ("aten.sum.dim_IntList", {"dtype": torch.float32}) in targets
 
 
-@pytest.mark.parametrize("reduction", ["std", "max", "median"])
-def test_a_statistic_of_rows_is_refused(reduction: str) -> None:
-    def program(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-        result: Tensor = getattr(net.hidden(x)[mask], reduction)()
-        return result
+EXTREMES: dict[str, Program] = {
+    "max": lambda net, x, labels, mask: net.hidden(x)[mask].max(),
+    "largest of columns": lambda net, x, labels, mask: net.hidden(x)[mask].max(0).values.sum(),
+    "smallest of columns": lambda net, x, labels, mask: net.hidden(x)[mask].amin(0).sum(),
+    "largest label": lambda net, x, labels, mask: (
+        net.hidden(x).sum() * labels[mask].max() * labels[mask].min()
+    ),
+    "max of two": lambda net, x, labels, mask: torch.max(net.hidden(x)[mask], x[mask]).sum(),
+}
 
-    with pytest.raises(CaptureError, match=f"`{reduction}` combines rows"):
+
+@pytest.mark.parametrize("reduction", EXTREMES)
+def test_an_extreme_of_selected_rows_equals_the_model(reduction: str) -> None:
+    # PyTorch raises an error for the extreme of no row.
+    assert_equal_to_eager(EXTREMES[reduction], chances=(0.5, 0.3, 1.0))
+
+
+def test_a_deviation_of_bfloat16_is_summed_in_float32() -> None:
+    def program(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        return net.hidden(x)[mask].bfloat16().std()
+
+    graph = capture(Selecting(program), batch(0.5))
+    sums = [op for op in graph.ops if str(op.target) == "aten.sum.dim_IntList"]
+    assert {value.dtype for op in sums for value in op.outputs} == {torch.float32}
+    assert graph.outputs[0].dtype == torch.bfloat16
+
+
+def index_of_the_largest(net: Selecting, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    largest = net.hidden(x)[mask].max(0)
+    return largest.values.sum() * largest.indices.sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "program"),
+    [
+        ("median", lambda net, x, labels, mask: net.hidden(x)[mask].median()),
+        ("max", index_of_the_largest),
+    ],
+)
+def test_a_statistic_of_rows_is_refused(name: str, program: Program) -> None:
+    with pytest.raises(CaptureError, match=f"`{name}` combines rows"):
         capture(Selecting(program), batch(0.5))

@@ -118,10 +118,6 @@ REFUSED: dict[str, tuple[Program, str]] = {
         lambda net, x, labels, mask: rows(net, x, mask).cumsum(0).mean(),
         "`cumsum` com",
     ),
-    "normalized over rows": (
-        lambda net, x, labels, mask: rows(net, x, mask).softmax(0).square().sum(),
-        "`softmax` combines rows",
-    ),
     "joined with others": (
         lambda net, x, labels, mask: torch.cat([rows(net, x, mask), x[0]]).square().mean(),
         "`cat` combines rows",

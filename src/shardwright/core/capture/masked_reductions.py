@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ _NEUTRAL: dict[str, float | bool] = {
 """Value of rows that are not selected, by name of the reduction."""
 
 _NORMS = frozenset({"norm", "linalg_vector_norm"})
+_LARGEST = frozenset({"max", "amax"})
+_SMALLEST = frozenset({"min", "amin"})
+_MOMENTS = frozenset({"mean", "var", "std"})
+_SOFTMAXES = frozenset({"softmax", "log_softmax"})
 
 _SUMS_OVER_ROWS = frozenset(
     {"matmul", "linear", "dot", "mv", "index_add", "scatter_add", "index_put", "scatter_reduce"}
@@ -95,26 +100,66 @@ def _reduce(selected: SelectedRows, node: fx.Node) -> bool:
         name = operator_name(node.target)
     if node.target is custom_ops.cross_entropy or name in _NLL or name in _LOSSES:
         return _reduce_loss(selected, node, name)
-    if name in _NEUTRAL or name in _NORMS or name == "mean":
+    if name in _NEUTRAL.keys() | _NORMS | _MOMENTS | _LARGEST | _SMALLEST:
         return _reduce_rows(selected, node, name)
+    if name in _SOFTMAXES:
+        return _normalize_rows(selected, node)
     return name in _SUMS_OVER_ROWS and _sum_over_rows(selected, node)
 
 
 def _reduce_rows(selected: SelectedRows, node: fx.Node, name: str) -> bool:
     arguments = node_arguments(node)
+    if "other" in arguments:
+        # `torch.max(x, y)` compares element by element.
+        return False
     x = arguments["self"]
     dims = _reduced_dims(arguments, len(node_shape(x)))
     if selected.rows[x].dim not in dims:
         return False
-    if name == "mean":
-        replace(node, _mean(selected, x, dims, bool(arguments.get("keepdim")), node))
+    if name in _MOMENTS:
+        moment = _mean if name == "mean" else _variance if name == "var" else _deviation
+        replace(node, moment(selected, x, dims, bool(arguments.get("keepdim")), node))
         return True
     if name in _NORMS:
         order = arguments.get("p", arguments.get("ord"))
         if order is not None and not 0 < order < math.inf:
             raise refusal(node)
-    neutral = selected.overwrite(x, selected.rows[x], _NEUTRAL.get(name, 0), node)
-    node.replace_input_with(x, neutral)
+    if name in _LARGEST | _SMALLEST:
+        if any(user.args[1] == 1 for user in node.users if user.target is operator.getitem):
+            # Indices among all rows are not those among the selected rows.
+            raise refusal(node)
+        fill = _lowest(tensor(x).dtype) if name in _LARGEST else _highest(tensor(x).dtype)
+    else:
+        fill = _NEUTRAL.get(name, 0)
+    node.replace_input_with(x, selected.overwrite(x, selected.rows[x], fill, node))
+    return True
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point:
+        return math.inf
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _normalize_rows(selected: SelectedRows, node: fx.Node) -> bool:
+    """Give rows that are not selected no part of a softmax; return False if it is over another
+    dimension."""
+    arguments = node_arguments(node)
+    x = arguments["self"]
+    rows = selected.rows[x]
+    if arguments["dim"] % len(node_shape(x)) != rows.dim or not tensor(x).is_floating_point():
+        return False
+    node.replace_input_with(x, selected.overwrite(x, rows, -math.inf, node))
+    users = set(node.users)
+    # Of no selected row the softmax is NaN, which must not reach gradients of later operators.
+    safe = selected.make_safe(node, rows, "", node.next)
+    node.replace_all_uses_with(safe, delete_user_cb=lambda user: user in users)
     return True
 
 
@@ -130,18 +175,78 @@ def _mean(
     selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
 ) -> fx.Node:
     """Insert the mean of the selected rows: their sum divided by their number of elements."""
-    dtype, rows = tensor(node).dtype, selected.rows[x]
-    # As in `mean`, sums of numbers of 16 bits have 32 bits.
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = _sum_dtype(node)
     options = {} if wide == tensor(x).dtype else {"dtype": wide}
-    zeros = selected.overwrite(x, rows, 0, node)
+    zeros = selected.overwrite(x, selected.rows[x], 0, node)
     total = insert(node, aten.sum.dim_IntList, (zeros, list(dims), keepdim), options)
+    mean = insert(node, aten.div.Tensor, (total, _count(selected, x, dims, node)))
+    return _with_dtype(mean, node)
+
+
+def _variance(
+    selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
+) -> fx.Node:
+    """Insert the variance of the selected rows: the sum of the squared differences to their mean,
+    divided by their number of elements less the correction."""
+    return _with_dtype(_wide_variance(selected, x, dims, keepdim, node), node)
+
+
+def _deviation(
+    selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
+) -> fx.Node:
+    """Insert the standard deviation of the selected rows."""
+    variance = _wide_variance(selected, x, dims, keepdim, node)
+    # The gradient of a standard deviation of 0 is 0 in PyTorch, that of a root is not finite.
+    is_zero = insert(node, aten.eq.Scalar, (variance, 0))
+    root = insert(node, aten.sqrt.default, (_fill(variance, is_zero, 1, node),))
+    return _with_dtype(_fill(root, is_zero, 0, node), node)
+
+
+def _wide_variance(
+    selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], keepdim: bool, node: fx.Node
+) -> fx.Node:
+    """Insert the variance, with the dtype of sums."""
+    rows, arguments, wide = selected.rows[x], node_arguments(node), _sum_dtype(node)
+    correction = arguments.get("correction")
+    if correction is None:
+        correction = int(arguments.get("unbiased", True))
+    zeros = selected.overwrite(x, rows, 0, node)
+    if tensor(x).dtype != wide:
+        zeros = insert(node, aten.to.dtype, (zeros, wide))
+    count = _count(selected, x, dims, node)
+    total = insert(node, aten.sum.dim_IntList, (zeros, list(dims), True))
+    mean = insert(node, aten.div.Tensor, (total, count))
+    centered = insert(node, aten.sub.Tensor, (zeros, mean))
+    centered = selected.overwrite(centered, rows, 0, node)
+    squares = insert(node, aten.mul.Tensor, (centered, centered))
+    total = insert(node, aten.sum.dim_IntList, (squares, list(dims), keepdim))
+    divisor = insert(node, aten.sub.Scalar, (count, correction))
+    divisor = insert(node, aten.clamp.default, (divisor, 0))
+    return insert(node, aten.div.Tensor, (total, divisor))
+
+
+def _count(selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], node: fx.Node) -> fx.Node:
+    """Insert the number of elements of the selected rows in the reduced dimensions."""
+    rows = selected.rows[x]
     count = insert(node, aten.sum.default, (rows.mask,))
     others = math.prod(node_shape(x)[dim] for dim in dims if dim != rows.dim) * rows.repeats
-    if others != 1:
-        count = insert(node, aten.mul.Scalar, (count, others))
-    mean = insert(node, aten.div.Tensor, (total, count))
-    return mean if wide == dtype else insert(node, aten.to.dtype, (mean, dtype))
+    return count if others == 1 else insert(node, aten.mul.Scalar, (count, others))
+
+
+def _sum_dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of sums in a mean: as in PyTorch, 32 bits for numbers of 16 bits."""
+    dtype = tensor(node).dtype
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _fill(x: fx.Node, mask: fx.Node, value: float, before: fx.Node) -> fx.Node:
+    return insert(before, aten.masked_fill.Scalar, (x, mask, value))
+
+
+def _with_dtype(x: fx.Node, node: fx.Node) -> fx.Node:
+    """Convert `x` to the dtype of `node`."""
+    dtype = tensor(node).dtype
+    return x if tensor(x).dtype == dtype else insert(node, aten.to.dtype, (x, dtype))
 
 
 def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
