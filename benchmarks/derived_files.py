@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from benchmarks.bit_flips import RAW, REFUSED, SILENT
 from shardwright.core.checkpoint.file_checksum import write_checksum
 from shardwright.core.cost.cluster_file import cluster_file_text
 from shardwright.core.cost.clusters import load_cluster
-from shardwright.run.data.token_files import token_sequences, write_tokens
+from shardwright.run.data.token_files import MEGATRON_HEADER, token_sequences, write_tokens
 from shardwright.text_files import EditedFileWarning
 
 WARNED, SAME = "warned", "same content"
@@ -53,13 +54,27 @@ def _files(folder: Path) -> Mapping[str, tuple[Path, Callable[[], Any]]]:
         sequences, _ = token_sequences(tokens, 64)
         return [each.tolist() for each in sequences[torch.arange(len(sequences))]]
 
+    def read_megatron() -> list[Any]:
+        sequences, _ = token_sequences(folder / "megatron.bin", 64)
+        return [each.tolist() for each in sequences[torch.arange(len(sequences))]]
+
     return {
         "plan": (plan, lambda: sw.Plan.load(plan).to_json()),
         "calibration": (calibration, lambda: repr(load_cluster(calibration))),
         "weights of save_pretrained": (weights, read_weights),
         "tokens": (tokens, read_tokens),
+        "index of Megatron-LM's tokens": (_write_megatron(folder), read_megatron),
         "checksums of tokens": (tokens.with_name("tokens.bin.checksum"), read_tokens),
     }
+
+
+def _write_megatron(folder: Path) -> Path:
+    """Write a dataset of Megatron-LM with two documents; its index."""
+    (folder / "megatron.bin").write_bytes(np.arange(4096, dtype=np.int32).tobytes())
+    index = folder / "megatron.idx"
+    header = MEGATRON_HEADER.pack(b"MMIDIDX\0\0", 1, 4, 2, 3)
+    index.write_bytes(header + struct.pack("<2i2q3q", 1096, 3000, 0, 4 * 1096, 0, 1, 2))
+    return index
 
 
 def _flip(path: Path, read: Callable[[], Any], draw: random.Random) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import shardwright as sw
-from shardwright import cli
+from shardwright.__main__ import run_command
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\x08\r\x7f\u202eevil\u2066\u2028\u2029\u200b\U000e0041"
 """Clears a screen, sets its title, goes back, and turns the order of what follows."""
@@ -64,6 +64,7 @@ def cases(folder: Path) -> Mapping[str, Sequence[str]]:
         (folder / f"{model}.yaml").write_text(CONFIG.format(model=model))
     good = CONFIG.format(model="warns")
     (folder / f"{HOSTILE[:40]}.yaml").write_text(f"{good}{text}: 1\n")
+    (folder / f"{HOSTILE[:9]}.yaml").write_text(f"{good}unknown: 1\n")
     (folder / "key.yaml").write_text(f"{good}{text}: 1\n")
     (folder / "value.yaml").write_text(f"model: {{name: {text}}}\n")
     (folder / "broken.yaml").write_text(f"model: *{HOSTILE[:1]}\n{text}: [")
@@ -95,6 +96,7 @@ def cases(folder: Path) -> Mapping[str, Sequence[str]]:
             f"{name} of a configuration": ("plan", f"{file}.yaml", "--devices", "2")
             for name, file in (("key", "key"), ("value", "value"), ("syntax", "broken"))
         },
+        "file, which has an unknown key": ("plan", f"{HOSTILE[:9]}.yaml", "--devices", "2"),
         "strategy": ("plan", "strategies.yaml", "--devices", "2"),
     }
 
@@ -126,7 +128,7 @@ def control_characters(folder: Path, arguments: Sequence[str]) -> set[str]:
     out, err = io.StringIO(), io.StringIO()
     with _at(folder, arguments), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.main()
+            run_command()
         except SystemExit:
             pass
         except Exception:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from shardwright.errors import ConfigError, ShardwrightError
+from shardwright.errors import ConfigError, ShardwrightError, printable
 from shardwright.text_files import parse_yaml
 
 PACKAGE = Path(__file__).parent
@@ -49,7 +49,8 @@ def run_command() -> None:
         signal.signal(signal.SIGINT, _exit_on_interrupt)
     problem = _unknown_keys_message(sys.argv[1:])
     if problem:
-        sys.stderr.write(f"error: {problem}\n".replace("\n", "\n  ").rstrip() + "\n")
+        message = f"error: {problem}\n".replace("\n", "\n  ").rstrip()
+        sys.stderr.write(f"{printable(message)}\n")
         sys.exit(INVALID_INPUT)
     main = _import_cli_main(sys.argv[1:])
     try:

@@ -92,7 +92,13 @@ def _omit_middle(text: str, limit: int) -> str:
 
 
 class ShardwrightWarning(UserWarning):
-    """Base class of warnings about files and checkpoints."""
+    """Base class of warnings about files and checkpoints.
+
+    `str(warning)` has no control characters; `warning.args[0]` is the full message.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class LayoutError(ShardwrightError, ValueError):

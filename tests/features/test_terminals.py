@@ -12,7 +12,7 @@ from benchmarks.terminals import HOSTILE, cases, control_characters
 from rich.table import Table
 
 from shardwright.core.plan.text_columns import PrintableConsole
-from shardwright.errors import PlanError, printable
+from shardwright.errors import PlanError, ShardwrightWarning, printable
 
 
 def test_commands_print_no_control_characters(
@@ -35,7 +35,8 @@ def test_all_characters_that_control_a_terminal_are_escaped() -> None:
 
 
 def test_messages_and_plans_of_a_program_are_printable() -> None:
-    assert "\x1b" not in str(PlanError(HOSTILE))
+    for kind in (PlanError, ShardwrightWarning):
+        assert "\x1b" not in str(kind(HOSTILE))
     assert HOSTILE in PlanError(HOSTILE).args[0]
 
 

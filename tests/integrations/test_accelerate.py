@@ -20,7 +20,8 @@ from integrations.frameworks_cases import (
     optimizer_of,
     schedule_of,
 )
-from shardwright.errors import ConfigError
+from shardwright.errors import CheckpointError, ConfigError
+from shardwright.integrations import accelerate
 from shardwright.integrations.versions import require_version
 from torchrun import torchrun
 
@@ -70,3 +71,10 @@ def test_a_version_that_is_too_old_or_missing_is_named(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="needs `no-such-package`, which is not installed"):
         require_version("no-such-package", "1.0", "this")
     require_version("torch", "2.11", "this")
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "[[1]]", "{}", "[[1, [2]]]", "text", ""])
+def test_damaged_random_states_are_one_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / accelerate.RANDOM_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=accelerate.RANDOM_FILE):
+        accelerate._load_model_shards([], str(tmp_path))

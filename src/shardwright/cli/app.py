@@ -110,7 +110,7 @@ def main() -> None:
         _exit_with_error(str(error), 1)
     except OSError as error:
         # The user can fix errors with a path, and a full disk; other errors need a traceback.
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in _FULL:
             raise
         _exit_with_error(
             ": ".join(str(detail) for detail in (error.filename, error.strerror) if detail), 2
@@ -127,6 +127,11 @@ def main() -> None:
             )
         sys.excepthook = _print_traceback
         raise
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write to an open file, which do not name it: no space is left, or a limit is reached
+on the bytes of a user or of a file."""
 
 
 def _is_out_of_memory(error: Exception) -> bool:

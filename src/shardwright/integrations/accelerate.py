@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 from shardwright.core.agreement.collective import is_rank_0
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.checkpoint.state_dict_file import load_state_dict
+from shardwright.core.checkpoint.torch_file import unwritable_error
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.adopt_optimizer import adopt_parameters_of_model
@@ -41,7 +43,7 @@ from shardwright.integrations.plan_on_call import (
 )
 from shardwright.integrations.rank_data import DataShards
 from shardwright.integrations.versions import require_version
-from shardwright.text_files import parse_json, read_text
+from shardwright.text_files import parse_json, read_text, short_repr, write_text
 
 OLDEST_VERSION = "1.0"
 require_version("accelerate", OLDEST_VERSION, "shardwright.integrations.accelerate")
@@ -393,14 +395,25 @@ def _save_random_states(models: list[nn.Module], weights: list[Any], folder: str
         if isinstance(model, ParallelModule)
     ]
     if is_rank_0():
-        Path(folder, RANDOM_FILE).write_text(repr([list(state) for state in states]))
+        file = Path(folder, RANDOM_FILE)
+        try:
+            write_text(file, repr([list(state) for state in states]))
+        except OSError as error:
+            raise unwritable_error(file, error) from None
 
 
 def _load_model_shards(models: list[nn.Module], folder: str) -> None:
     """Load this rank's shards and the random states of planned models from a folder."""
     file = Path(folder, RANDOM_FILE)
     if file.is_file():
-        states = parse_json(read_text(file, CheckpointError), str(file), CheckpointError)
+        content = parse_json(read_text(file, CheckpointError), str(file), CheckpointError)
+        try:
+            states = TypeAdapter(list[tuple[int, int]]).validate_python(content)
+        except ValidationError:
+            raise CheckpointError(
+                f"{file}: not the random states of models: {short_repr(content)}\n"
+                "delete the file to go on with other random numbers"
+            ) from None
         planned = [model for model in models if isinstance(model, ParallelModule)]
         for parallel, (seed, step) in zip(planned, states, strict=False):
             parallel.execution.random_seed, parallel.execution.random_step = seed, step

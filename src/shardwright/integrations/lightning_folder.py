@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,7 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from shardwright.core.agreement.collective import has_other_ranks, is_rank_0
+from shardwright.core.agreement.collective import has_other_ranks, is_rank_0, value_of_rank
+from shardwright.core.checkpoint.dcp_errors import convert_errors
+from shardwright.core.checkpoint.storage import ChecksumFileSystem
+from shardwright.core.checkpoint.torch_file import (
+    read_torch_file,
+    unwritable_error,
+    write_torch_file,
+)
+from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import has_stages
 
 METADATA_FILE = "meta.pt"
@@ -50,20 +57,65 @@ def save_folder(
         key: name of the model in the checkpoint.
         optimizers: optimizers of the model, by their name in the checkpoint.
         metadata: all other entries of the checkpoint; rank 0 writes its own values.
+
+    Raises:
+        CheckpointError: on all ranks, if a file cannot be written; an earlier checkpoint stays.
     """
     # Groups of an optimizer differ between stages, so their options are saved by parameter.
     options = StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=has_stages(net))
     state: dict[str, Any] = {key: get_model_state_dict(net, options=options)}
     for name, optimizer in optimizers.items():
         state[name] = get_optimizer_state_dict(net, optimizer, options=options)
+    partial, problem = path.with_name(f"{path.name}.partial"), ""
     if is_rank_0():
-        if path.is_file():
-            path.unlink()
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-    state_dict_saver.save(state, checkpoint_id=path, no_dist=not has_other_ranks())
+        try:
+            _remove(partial)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            problem = str(unwritable_error(path, error))
+    _raise_on_all_ranks(problem)
+    writer = FileSystemWriter(partial)
+    writer.fs = ChecksumFileSystem()  # It keeps the cause of a failed write.
+    try:
+        with convert_errors(path):
+            state_dict_saver.save(state, storage_writer=writer, no_dist=not has_other_ranks())
+    except CheckpointError:
+        if is_rank_0():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     if is_rank_0():
-        torch.save(dict(metadata), path / METADATA_FILE)
+        try:
+            write_torch_file(dict(metadata), partial / METADATA_FILE)
+            _publish(partial, path)
+        except OSError as error:
+            problem = str(unwritable_error(path, error))
+        except Exception as error:  # Any error must reach the other ranks, which wait below.
+            problem = f"{path}: {error}"
+    # Also so that no rank looks for the folder before it has its name.
+    _raise_on_all_ranks(problem)
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Give a complete checkpoint its name. An earlier one is removed only afterwards."""
+    replaced = path.with_name(f"{path.name}.removed")
+    _remove(replaced)
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _raise_on_all_ranks(problem: str) -> None:
+    """Raise CheckpointError with the message of rank 0, unless it is empty. Collective."""
+    if problem := value_of_rank(problem):
+        raise CheckpointError(problem)
 
 
 def load_folder(
@@ -87,9 +139,13 @@ def load_folder(
 
     Returns:
         The entries of the metadata file.
+
+    Raises:
+        CheckpointError: if a file is damaged or missing.
     """
     model_state = {key: get_model_state_dict(net)}
-    state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())
+    with convert_errors(path):
+        state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())
     net.load_state_dict(model_state[key], strict=strict)
     saved_names = FileSystemReader(path).read_metadata().state_dict_metadata
     # One after the other: an optimizer without state first gets a state to load into.
@@ -97,9 +153,8 @@ def load_folder(
         has_groups = any(saved.startswith(f"{name}.param_groups.0.") for saved in saved_names)
         options = StateDictOptions(flatten_optimizer_state_dict=not has_groups)
         state = {name: get_optimizer_state_dict(net, optimizer, options=options)}
-        state_dict_loader.load(state, checkpoint_id=path, no_dist=not has_other_ranks())
+        with convert_errors(path):
+            state_dict_loader.load(state, checkpoint_id=path, no_dist=not has_other_ranks())
         set_optimizer_state_dict(net, optimizer, state[name], options=options)
-    metadata: dict[str, Any] = torch.load(
-        path / METADATA_FILE, map_location="cpu", weights_only=weights_only
-    )
+    metadata: dict[str, Any] = read_torch_file(path / METADATA_FILE, weights_only=weights_only)
     return metadata

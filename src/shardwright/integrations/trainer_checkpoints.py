@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from shardwright.core.agreement.collective import is_rank_0, value_of_rank
 from shardwright.core.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from shardwright.core.checkpoint.parameter_names import unsaved_trained_names
 from shardwright.core.checkpoint.position import Position
+from shardwright.core.checkpoint.torch_file import read_torch_file, write_torch_file
 from shardwright.errors import CheckpointError
 from shardwright.integrations.full_state import full_optimizer_state
 
@@ -46,7 +46,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
     save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
     full_state = full_optimizer_state(optimizer)
     if is_rank_0():
-        torch.save(full_state, folder / OPTIMIZER_FILE)
+        write_torch_file(full_state, folder / OPTIMIZER_FILE)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -55,14 +55,13 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None
     Collective: every rank must call this function.
 
     Raises:
-        CheckpointError: if the checkpoint has no optimizer state.
+        CheckpointError: if the checkpoint has no optimizer state, or it cannot be read.
     """
     if value_of_rank((folder / STATE_FOLDER).is_dir()):
         # Not strict: `Trainer` has already loaded most parameters from its own files.
         load_checkpoint(folder / STATE_FOLDER, model, optimizer, strict=False)
     elif value_of_rank((folder / OPTIMIZER_FILE).is_file()):
-        file = folder / OPTIMIZER_FILE
-        optimizer.load_state_dict(torch.load(file, "cpu", weights_only=True, mmap=True))
+        optimizer.load_state_dict(read_torch_file(folder / OPTIMIZER_FILE, mapped=True))
     else:
         raise CheckpointError(
             f"{folder} has neither {STATE_FOLDER}/ of a planned run nor {OPTIMIZER_FILE} of a "

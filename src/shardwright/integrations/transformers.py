@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardwright.core.api.parallelize import parallelize
 from shardwright.core.api.plan import plan as plan_model
 from shardwright.core.api.pretrained import unchanged_configurations
+from shardwright.core.checkpoint.torch_file import read_torch_file, write_torch_file
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.whole import whole
 from shardwright.core.plan import Plan
@@ -337,7 +338,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         step = self.state.global_step
         save_optimizer(Path(output_dir), self.model, self._unwrapped_optimizer, step)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_FILE))
+            write_torch_file(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_FILE))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -348,7 +349,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is None:
             return
         load_optimizer(Path(checkpoint), self.model, self._unwrapped_optimizer)
-        scheduler = torch.load(Path(checkpoint, SCHEDULER_FILE), weights_only=True)
+        scheduler = read_torch_file(Path(checkpoint, SCHEDULER_FILE))
         self.lr_scheduler.load_state_dict(scheduler)
 
     @property

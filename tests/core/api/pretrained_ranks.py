@@ -52,8 +52,12 @@ def shared_folder() -> Path:
 def check_a_model_is_written_whole_and_read_in_shards() -> None:
     folder, eager = shared_folder(), llama()
     net, _ = planned(llama(), 0)
+    (folder / "tokens.bin").touch()
     sw.save_pretrained(net, folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
+    assert (folder / "model.safetensors.index.json").exists()
+    checked = {each.stem for each in folder.glob("*.checksum")}
+    assert checked == {each.name for each in folder.glob("*.safetensors")}
     torch.testing.assert_close(net(**CALL).loss, eager(**CALL).loss)
     torch.testing.assert_close(
         dict(LlamaForCausalLM.from_pretrained(folder).state_dict()), dict(eager.state_dict())

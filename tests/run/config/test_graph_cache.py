@@ -275,6 +275,19 @@ def test_only_the_newest_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     cached_graph("three", _never)
 
 
+def test_other_files_in_its_folder_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 1)
+    graph = _small()
+    cached_graph("one", lambda: graph)
+    for name in ("thesis.tex", "left.graph.partial"):
+        (graphs_folder() / name).touch()
+    os.utime(graphs_folder() / "thesis.tex", (0, 0))
+    os.utime(graphs_folder() / "left.graph.partial", (0, 0))
+    cached_graph("two", lambda: graph)
+    assert (graphs_folder() / "thesis.tex").exists()
+    assert len(list(graphs_folder().iterdir())) == 2
+
+
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWRIGHT_GRAPH_CACHE", "off")
     cached_graph("one", _small)

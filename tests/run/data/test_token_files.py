@@ -27,7 +27,10 @@ def header(magic: int) -> bytes:
 
 
 def index(dtype: int) -> bytes:
-    return b"MMIDIDX\0\0" + struct.pack("<QB", 1, dtype)
+    """Of one document of 400 tokens, and one of 600."""
+    size = {4: 4, 8: 2}[dtype]
+    start = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, dtype, 2, 3)
+    return start + struct.pack("<2i2q3q", 400, 600, 0, 400 * size, 0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,13 @@ def test_what_is_no_file_of_tokens_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"the folder contains no \.bin or \.npy file"):
         token_sequences(tmp_path / "folder", 16)
+    for damaged in (b"something else", index(4)[:18], index(4)[:50]):
+        wide.with_suffix(".idx").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"wide\.idx: not the index"):
+            token_sequences(wide, 16)
+    wide.with_suffix(".idx").write_bytes(index(8))
+    with pytest.raises(DataError, match=r"idx: damaged.* byte 2000 of 4000\nset `data.dtype`"):
+        token_sequences(wide, 16)
     wide.with_suffix(".idx").write_bytes(b"something else")
     with pytest.raises(DataError, match=r"wide\.idx: not the index"):
         token_sequences(wide, 16)

@@ -47,16 +47,25 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
             )
         if is_rank_0():
             try:
+                earlier = _weight_files(folder)
                 with unchanged_configurations(model):
                     save(str(folder), **options)
-                for file in sorted(Path(folder).iterdir()):
-                    if file.suffix in (".safetensors", ".bin"):
+                for file, status in _weight_files(folder).items():
+                    # A checksum of another file would call its damage right.
+                    if status != earlier.get(file):
                         write_checksum(file)
             except Exception as error:  # Any error must reach the other ranks, which wait below.
                 error_text = f"{folder}: {type(error).__name__}: {error}"
     error_text = value_of_rank(error_text)
     if error_text:
         raise CheckpointError(error_text)
+
+
+def _weight_files(folder: str | Path) -> dict[Path, tuple[int, int, int]]:
+    """Return the files of weights in a folder, and what changes when one is written anew."""
+    files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    statuses = {file: file.stat() for file in files if file.suffix in (".safetensors", ".bin")}
+    return {file: (s.st_ino, s.st_mtime_ns, s.st_size) for file, s in statuses.items()}
 
 
 @contextmanager

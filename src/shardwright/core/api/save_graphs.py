@@ -14,6 +14,7 @@ from shardwright.core.partition.pipeline_spec import ONE_STAGE
 from shardwright.core.plan import Plan
 from shardwright.core.runtime.devices import Devices
 from shardwright.errors import ShardwrightError
+from shardwright.text_files import write_text
 
 GRAPH = "1_graph.txt"
 PLAN = "2_plan.txt"
@@ -58,7 +59,7 @@ class SavedGraphs:
         self._write_file(ERROR, f"{type(error).__name__}: {error}\n")
 
     def _write_file(self, name: str, content: str) -> None:
-        (self.folder / name).write_text(content, encoding="utf-8")
+        write_text(self.folder / name, content)
 
 
 def program_text(plan: Plan) -> str:

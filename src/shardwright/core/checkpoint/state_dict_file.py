@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +31,11 @@ from shardwright.core.checkpoint.storage import (
     CheckpointReader,
     ChecksumFileSystem,
     keep_write_error,
+)
+from shardwright.core.checkpoint.torch_file import (
+    read_torch_file,
+    unreadable_error,
+    unwritable_error,
 )
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.parallel.module_wrapper import wrapped_model
@@ -238,10 +242,7 @@ def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor])
             partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        reason = error.strerror or error
-        raise CheckpointError(
-            f"{path} cannot be written: {reason}\nfree some space, or use another folder"
-        ) from None
+        raise unwritable_error(path, error) from None
 
 
 def _write_tensors(
@@ -294,17 +295,12 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if the file is damaged, or does not contain a `state_dict`.
     """
-    try:
-        if file.suffix == ".safetensors":
+    if file.suffix == ".safetensors":
+        try:
             return load_file(file)
-        mapped = zipfile.is_zipfile(file)
-        content = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-    except Exception as error:  # damaged files may cause any error
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        file_format = file.suffix.removeprefix(".")
-        raise CheckpointError(
-            f"{file}: cannot be read as {file_format}: {reason}\nsave or download the file again"
-        ) from None
+        except Exception as error:  # damaged files may cause any error
+            raise unreadable_error(file, error) from None
+    content = read_torch_file(file, mapped=True)
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise CheckpointError(
             f"{file}: not a state_dict\nsave it anew: torch.save(net.state_dict(), path)"

@@ -33,6 +33,9 @@ logger = logging.getLogger("shardwright.capture")
 MAX_GRAPHS = 32
 """Maximum number of cached graphs; the least recently used are evicted."""
 
+PARTIAL = ".graph.partial"
+"""End of the names of files that are being written."""
+
 VERSIONED_PACKAGES = ("shardwright", "transformers", "peft")
 """Packages whose versions are part of the cache key: they define the captured models."""
 
@@ -109,7 +112,7 @@ def _write_graph(folder: Path, key: str, graph: Graph) -> None:
     try:
         content = dumps(graph, key)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=PARTIAL, delete=False) as temporary:
             temporary_path = Path(temporary.name)
             try:
                 temporary.write(content)
@@ -126,7 +129,8 @@ def _write_graph(folder: Path, key: str, graph: Graph) -> None:
 
 def _evict_least_recently_used(folder: Path) -> None:
     last_used: dict[Path, float] = {}
-    for path in folder.iterdir():
+    # Not other files: the folder may be one that the user has for other purposes too.
+    for path in (*folder.glob("*.graph"), *folder.glob(f"*{PARTIAL}")):
         # Another process may evict the same file at the same time.
         with suppress(FileNotFoundError):
             last_used[path] = path.stat().st_mtime

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ LLM_C_DTYPES = {20240520: "uint16", 20240801: "uint32"}
 
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 """Token dtype of a Megatron-LM dataset, by byte 17 of its `.idx` file."""
+
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+"""Start of an `.idx` file: magic bytes, version, dtype, numbers of sequences and of documents."""
 
 
 @dataclass(frozen=True)
@@ -246,18 +249,55 @@ def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
     """Return the token dtype of a `.bin` file, and the length of its header in bytes."""
     index = file.with_suffix(".idx")
     if dtype is None and index.is_file():
-        with index.open("rb") as content:
-            start = content.read(18)
-        if start.startswith(b"MMIDIDX") and len(start) == 18 and start[17] in MEGATRON_DTYPES:
-            return MEGATRON_DTYPES[start[17]], 0
-        raise DataError(
-            f"{index}: not the index file of a Megatron-LM dataset\n"
-            f"set `data.dtype` to read {file.name} without an index file"
-        )
+        return _read_megatron_dtype(index, file), 0
     with file.open("rb") as content:
         start = content.read(4)
     magic = struct.unpack("<I", start)[0] if len(start) == 4 else 0
     return (LLM_C_DTYPES[magic], 1024) if magic in LLM_C_DTYPES else (dtype or "uint16", 0)
+
+
+def _read_megatron_dtype(index: Path, file: Path) -> str:
+    """Return the token dtype of a Megatron-LM dataset.
+
+    The index has no checksum, but the place where the last sequence ends, which is the end of the
+    file of tokens if the dtype is right and both files are complete.
+
+    Raises:
+        DataError: if the index is damaged, or is that of another file.
+    """
+    dtype: str | None = None
+    sequences = 0
+    with index.open("rb") as content:
+        start = content.read(MEGATRON_HEADER.size)
+        if len(start) == MEGATRON_HEADER.size:
+            magic, version, code, sequences, _ = MEGATRON_HEADER.unpack(start)
+            if (magic, version) == (b"MMIDIDX\0\0", 1):
+                dtype = MEGATRON_DTYPES.get(code)
+        if dtype is None or 12 * sequences > index.stat().st_size - MEGATRON_HEADER.size:
+            raise DataError(
+                f"{index}: not the index file of a Megatron-LM dataset\n"
+                f"set `data.dtype` to read {file.name} without an index file"
+            )
+        end = _end_of_last_sequence(content, sequences, np.dtype(dtype).itemsize)
+    size = file.stat().st_size
+    if end != size:
+        raise DataError(
+            f"{index}: damaged, or the index of another file: its last sequence ends at byte {end}"
+            f" of {size}\nset `data.dtype` to read {file.name} without an index file"
+        )
+    return dtype
+
+
+def _end_of_last_sequence(index: BinaryIO, sequences: int, itemsize: int) -> int:
+    """Return the byte at which the last of the sequences in a Megatron-LM index ends."""
+    if sequences == 0:
+        return 0
+    # First the lengths of all sequences in 32 bits, then where they start in 64 bits.
+    index.seek(MEGATRON_HEADER.size + 4 * (sequences - 1))
+    (length,) = struct.unpack("<i", index.read(4))
+    index.seek(MEGATRON_HEADER.size + 12 * sequences - 8)
+    (first,) = struct.unpack("<q", index.read(8))
+    return int(first + length * itemsize)
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwright.core.checkpoint.position import Position
 from shardwright.errors import DataError
-from shardwright.text_files import parse_json, read_text, short_repr
+from shardwright.text_files import parse_json, read_text, short_repr, write_text
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,5 @@ def open_step_log(path: Path, start: Position) -> TextIO:
         for number, line in enumerate(complete, start=1)
     ]
     earlier = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(earlier))
-    partial.replace(path)
+    write_text(path, "".join(earlier))
     return path.open("a", buffering=1)
