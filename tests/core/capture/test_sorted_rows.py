@@ -111,6 +111,12 @@ def order_read(net: Sorting, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, order // TOP_K, rows)
 
 
+def one_column(net: Sorting, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    order = ids.view(-1).argsort(stable=True)
+    rows = torch.gather(x, 0, (order // TOP_K).unsqueeze(-1)) * torch.ones(HIDDEN)
+    return x.index_add(0, order // TOP_K, net.experts(rows, ends_of(ids)))
+
+
 def batch() -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(1)
     x, target = torch.randn(2, 4, 6, HIDDEN, generator=draws)
@@ -130,7 +136,14 @@ def assert_equal_to_eager(net: Sorting, graph: Graph) -> None:
 
 @pytest.mark.parametrize(
     "mixture",
-    [scatter_add, inverse_order, product_with_weights, weights_before_experts, one_expert],
+    [
+        scatter_add,
+        inverse_order,
+        product_with_weights,
+        weights_before_experts,
+        one_expert,
+        one_column,
+    ],
 )
 def test_sorted_experts_are_one_operator_without_a_sort(mixture: Mixture) -> None:
     net = Sorting(mixture, 1 if mixture is one_expert else TOP_K)

@@ -196,7 +196,11 @@ def _read_of_rows(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         index = None if any(each is not None for each in others) else index
     elif node.target in (aten.index_select.default, aten.gather.default):
         x, dim, index = node.args[:3]
-        index = index_vector(index) if dim == 0 or len(node_shape(x)) == 1 else None  # type: ignore[arg-type]
+        assert isinstance(x, fx.Node)
+        index = index_vector(index) if dim == 0 else None
+        if node_shape(node)[1:] != node_shape(x)[1:]:
+            # `gather` reads as many columns as its index has.
+            return None
     else:
         return None
     assert isinstance(x, fx.Node)
@@ -209,11 +213,17 @@ def index_vector(index: Any) -> fx.Node | None:
     """Return the vector that an index of rows repeats in each column."""
     while is_tensor(index) and len(node_shape(index)) > 1:
         sizes = node_shape(index)
-        columns = index.target in (aten.expand.default, aten.reshape.default, aten.repeat.default)
         source = index.args[0]
-        if index.target is aten.unsqueeze.default:
-            columns = index.args[1] not in (0, -len(sizes))
-        if not columns or not is_tensor(source) or node_shape(source)[0] != sizes[0]:
+        if not is_tensor(source) or node_shape(source)[:1] != sizes[:1]:
+            return None
+        if index.target in (aten.expand.default, aten.repeat.default):
+            # With more dimensions than its input, the result repeats it in each row.
+            keeps_rows = len(node_shape(source)) == len(sizes)
+        elif index.target is aten.unsqueeze.default:
+            keeps_rows = index.args[1] not in (0, -len(sizes))
+        else:
+            keeps_rows = index.target is aten.reshape.default
+        if not keeps_rows:
             return None
         index = source
     return index if is_tensor(index) else None
@@ -249,13 +259,19 @@ def _compute_write(order: RowOrder, node: fx.Node) -> None:
     source = arguments.get("src", arguments.get("source", arguments.get("values")))
     vector = index_vector(index)
     if (
-        arguments.get("dim", 0) != 0
+        vector is None
+        or arguments.get("dim", 0) != 0
         or arguments.get("alpha", 1) != 1
         or vector not in order.unsorted
         or not is_tensor(base)
         or (base in order.unsorted and adds and not _is_zero(base))
         or not is_tensor(source)
     ):
+        return
+    assert isinstance(index, fx.Node)
+    is_scatter = node.target in (aten.scatter_add.default, aten.scatter.src)
+    if node_shape(index)[1:] != (node_shape(source)[1:] if is_scatter else ()):
+        # `scatter` writes as many columns as its index has; other indices are vectors.
         return
     numbers, sizes = row_numbers(order.unsorted[vector][0]), node_shape(base)
     repeats = repeats_of_rows(numbers, sizes[0])
