@@ -15,8 +15,6 @@ DIFFERENCES = {
     "rate": "before call 3, learning rates differed: 0.2 on rank 1, but 0.1 on rank 0",
     "decay": "before call 2, checksums of the options of optimizers differed: ",
     "step": "before call 3, ranks made different numbers of optimizer steps: 0 on rank 1, but 1",
-    "factor": "rank 1 and rank 0 train the output of WithLoss with different losses, but every ",
-    "labels": "rank 1 and rank 0 train the output of Sequential with different losses, but every ",
     "clip": "before call 2, gradients were clipped to different norms: 2 on rank 1, but 1 on",
 }
 

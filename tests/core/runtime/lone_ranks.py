@@ -8,10 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -120,32 +118,6 @@ class Lone:
         if not self.alone:
             loss.backward()
         self.net.train_step(*self.batch)
-
-    def reduces_in_a_thread(self) -> None:
-        trains, errors = Event(), list[sw.DataError]()
-
-        def reduce() -> None:
-            trains.wait()
-            try:
-                dist.all_reduce(torch.ones(3))
-            except sw.DataError as error:
-                errors.append(error)
-
-        thread = Thread(target=reduce, name="statistics")
-        thread.start()
-        for _ in range(30):
-            self.net(*self.batch).backward()
-            trains.set()
-        thread.join()
-        raise errors[0]
-
-    def takes_turns_with_a_thread(self) -> None:
-        with ThreadPoolExecutor(1) as threads:
-            for _ in range(3):
-                self.net(*self.batch).backward()
-                reduced = torch.ones(3)
-                threads.submit(dist.all_reduce, reduced).result()
-                assert reduced[0] == dist.get_world_size()
 
     def is_slow(self) -> None:
         if self.alone:

@@ -77,25 +77,8 @@ def test_a_rank_whose_others_make_no_call_waits_no_longer_than_the_time_out(tmp_
 
 
 @pytest.mark.distributed
-def test_a_collective_of_another_thread_is_refused_while_the_model_is_called(
-    tmp_path: Path,
-) -> None:
-    printed = torchrun(SCRIPT, 3, "reduces_in_a_thread", str(tmp_path))
-    for rank in range(3):
-        assert re.search(
-            rf"rank {rank} raised DataError in \d+ s: `all_reduce` in thread 'statistics' and "
-            r"(training forward|backward) pass \d+ in another communicate at once .*new_group",
-            printed,
-        ), printed
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(
-    "case",
-    [
-        *("is_slow", "is_refused_alone", "is_waited_for_in_an_asynchronous_collective"),
-        "takes_turns_with_a_thread",
-    ],
+    "case", ["is_slow", "is_refused_alone", "is_waited_for_in_an_asynchronous_collective"]
 )
 def test_a_rank_that_is_slow_or_refused_by_itself_goes_on(case: str, tmp_path: Path) -> None:
     printed = torchrun(SCRIPT, 3, case, str(tmp_path))

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwright.core.misuse.caller import is_called_by, optimizer_among_callers
@@ -66,9 +65,6 @@ OPTIMIZER_STEP_METHODS = frozenset(
 
 CALLS_OF_PARTS = "shardwright.core.misuse.calls_of_parts"
 
-OVERWRITING_OPERATORS = frozenset({"copy_", "_foreach_copy_", "fill_"})
-"""In-place operators that do not read what they write to."""
-
 FIRST_MIXES, PERIOD = 2, 256
 """Ordinary tensors that an operator combines with DTensors are compared between ranks in the first
 `FIRST_MIXES` calls with equal shapes, and in every `PERIOD`-th call."""
@@ -99,8 +95,7 @@ def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return run_unless_mixed(operator, _run_operator_on_mixed_tensors, args, kwargs)
     if compute_on_shards(operator, args, kwargs):
         return args[0]
-    mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
-    _check_tensors_equal_on_ranks(operator, leaves, mesh)
+    _check_tensors_equal_on_ranks(operator, leaves)
     return compute_on_full_tensors(operator, args, kwargs)
 
 
@@ -186,18 +181,6 @@ def _tensors_written_by_operator(
     )
 
 
-def _tensors_read_by_operator(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
-    """Return the tensors among the arguments whose values an operator reads."""
-    leaves = _tensors_among_arguments(args, kwargs)
-    is_out_variant = any(argument.is_out for argument in schema_of(operator).arguments)
-    if not is_out_variant and operator_name(operator) not in OVERWRITING_OPERATORS:
-        return leaves
-    written = {id(tensor) for tensor in _tensors_written_by_operator(operator, args, kwargs)}
-    return [leaf for leaf in leaves if id(leaf) not in written]
-
-
 def _is_real_tensor(tensor: Tensor) -> bool:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return not (
@@ -219,7 +202,7 @@ def _run_operator_on_mixed_tensors(
     if records or not all(map(_is_real_tensor, leaves)) or is_called_by(CALLS_OF_PARTS):
         raise _make_mixed_tensors_error(operator) from error
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
-    _check_tensors_equal_on_ranks(operator, _tensors_read_by_operator(operator, args, kwargs), mesh)
+    _check_tensors_equal_on_ranks(operator, leaves)
     if not all(
         isinstance(tensor, DTensor)
         for tensor in _tensors_written_by_operator(operator, args, kwargs)
@@ -242,9 +225,7 @@ def _num_mixed_calls_by_optimizer() -> WeakKeyDictionary[object, Counter[tuple[A
     return WeakKeyDictionary()
 
 
-def _check_tensors_equal_on_ranks(
-    operator: OpOverload, tensors: Sequence[Tensor], mesh: DeviceMesh
-) -> None:
+def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor]) -> None:
     """Check that ordinary tensors are equal on all ranks, in the first calls with equal shapes and
     periodically later.
 
@@ -252,6 +233,7 @@ def _check_tensors_equal_on_ranks(
         PlanError: on all ranks, if a tensor differs between ranks.
     """
     ordinary = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
+    mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     mixes = _num_mixed_calls_by_optimizer().setdefault(optimizer_among_callers() or mesh, Counter())
     key = operator, *(tuple(tensor.shape) for tensor in ordinary)
     mixes[key] += 1

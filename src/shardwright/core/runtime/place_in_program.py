@@ -38,12 +38,6 @@ def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
     return waits_in, ""
 
 
-def waits_for_thread(frame: FrameType | None) -> bool:
-    """Whether a thread waits for another: in `join`, for a lock, a queue, a future, or an event
-    loop."""
-    return frame is not None and frame.f_globals.get("__name__", "") in ("threading", "selectors")
-
-
 def last_exception() -> str:
     """Return type and message of the exception that ends this process; empty if the process ends
     without an exception."""

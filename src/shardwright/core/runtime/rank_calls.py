@@ -41,13 +41,8 @@ from shardwright.core.agreement.rank_states import (
 from shardwright.core.runtime.collective_errors import PEER_FAILURE, naming_redistributions
 from shardwright.core.runtime.connections import close_connections
 from shardwright.core.runtime.devices import Devices, stages_of_plan
-from shardwright.core.runtime.place_in_program import (
-    last_exception,
-    waiting_call_and_line,
-    waits_for_thread,
-)
+from shardwright.core.runtime.place_in_program import last_exception, waiting_call_and_line
 from shardwright.core.torch_internals.autograd import around_backward
-from shardwright.core.torch_internals.dispatch import in_backward_pass
 from shardwright.core.torch_internals.distributed import (
     around_world_collectives,
     group_timeout,
@@ -70,10 +65,6 @@ POLL_INTERVAL = 0.5
 MAX_WAIT = 15.0
 """Maximum seconds for which a rank waits for other ranks before an asynchronous call or a call with
 a source rank, which this rank may finish before other ranks begin the call."""
-
-MAX_WAIT_OF_THREAD = 5.0
-"""Maximum seconds for which a collective of another thread waits, until the thread of the calls
-waits for a thread; a thread that makes no call meanwhile is assumed to wait too."""
 
 WARN_AFTER = 20.0
 """Seconds of waiting for other ranks in one call, after which a rank logs one warning."""
@@ -195,32 +186,6 @@ class RankCalls:
             self._in_backward = True
             if not is_expected:
                 self._wait_until_all_begin_call()
-
-    def wait_for_turn(self, name: str) -> None:
-        """Wait, before a collective of the default process group in another thread, until the
-        thread that makes the calls of this rank waits for a thread.
-
-        Models communicate over the same group. Their order is equal on all ranks only if the
-        threads take turns; collectives that meet in another order abort the process.
-
-        Raises:
-            DataError: if the calls of this rank go on meanwhile.
-        """
-        # Hooks of a backward pass run in threads of autograd.
-        if threading.get_ident() == self._thread_id or in_backward_pass():
-            return
-        begun, count = time.monotonic(), self._count
-        while time.monotonic() - begun < MAX_WAIT_OF_THREAD:
-            if self._depth or self._count != count:
-                raise DataError(
-                    f"`{name}` in thread {threading.current_thread().name!r} and {self._calls[-1]}"
-                    " in another communicate at once over the default process group, in an order"
-                    " that may differ between ranks\ncreate a group for this thread before it"
-                    " starts (`group = torch.distributed.new_group()`), and pass it (`group=group`)"
-                )
-            if waits_for_thread(sys._current_frames().get(self._thread_id)):
-                return
-            time.sleep(POLL_INTERVAL / 64)
 
     def number_of(self, name: str) -> int:
         """Return how many calls named `name` have begun."""
@@ -491,14 +456,7 @@ def _count_world_collective(name: str, waits: bool) -> AbstractContextManager[No
     Args:
         name: name of the function of `torch.distributed`.
         waits: whether the collective returns only after all ranks have called it.
-
-    Raises:
-        DataError: in a thread other than that of the calls, if these go on meanwhile.
     """
-    world = dist.group.WORLD
-    calls = None if world is None else _calls_by_group().get(world)
-    if calls is not None:
-        calls.wait_for_turn(name)
     return counted_call(f"`{name}`", waits=waits)
 
 
