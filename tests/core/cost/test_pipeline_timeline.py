@@ -94,7 +94,7 @@ def test_bubbles_are_those_of_the_literature(stages: int, pieces: int) -> None:
 @pytest.mark.parametrize("schedule", ["zero_bubble_v", "dualpipe_v"])
 def test_v_schedules_hardly_wait_where_all_three_passes_take_as_long(schedule: str) -> None:
     pipeline = PipelineSpec(4, 16, schedule, 2)
-    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, weight_gradients=1.0)] * pipeline.num_chunks)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
     # Stages begin one after the other, the last after 3 of 99 units, and none waits after that.
     assert line.seconds == 2 * 16 * 3 + 3
     assert line.bubble == pytest.approx(3 / 99)
@@ -105,7 +105,7 @@ def test_interleaved_zero_bubble_waits_only_until_the_first_micro_batch_has_come
     stages: int, pieces: int, chunks: int
 ) -> None:
     pipeline = PipelineSpec(stages, pieces, "interleaved_zero_bubble", chunks)
-    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, weight_gradients=1.0)] * pipeline.num_chunks)
+    line = timeline(pipeline, [ChunkSeconds(1.0, 2.0, of_weight=1.0)] * pipeline.num_chunks)
     # Each stage has three units of work for each chunk and micro-batch.
     assert line.seconds == 3 * chunks * pieces + stages - 1
     assert line.bubble == pytest.approx((stages - 1) / line.seconds)

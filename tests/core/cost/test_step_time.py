@@ -174,9 +174,10 @@ def test_a_cpu_updates_parameters_one_by_one() -> None:
     processes = replace(CLUSTER, device=replace(device, at_full_rate=8))
     accelerators = replace(CLUSTER, device=device)
     mesh = prime_mesh(2)
-    one_by_one = TimeModel(processes, mesh).update(100.0, 3)
+    one_by_one = TimeModel(processes, mesh).update_seconds(100.0, 3)
     assert (
-        one_by_one == TimeModel(accelerators, mesh).update(100.0, 3) + 3 * PARAMETER_OPERATORS * 0.5
+        one_by_one
+        == TimeModel(accelerators, mesh).update_seconds(100.0, 3) + 3 * PARAMETER_OPERATORS * 0.5
     )
 
 

@@ -173,7 +173,7 @@ class ChunkSeconds:
     Args:
         forward: seconds of the forward pass.
         backward: seconds of the full backward pass.
-        weight_gradients: seconds of `backward` that compute gradients of parameters, for schedules
+        of_weight: seconds of `backward` that compute gradients of parameters, for schedules
             that split the backward pass; by default half of `backward`.
         send: seconds to send the outputs to the next chunk, or their gradients back; not counted
             between chunks of the same stage.
@@ -181,13 +181,13 @@ class ChunkSeconds:
 
     forward: float
     backward: float
-    weight_gradients: float | None = None
+    of_weight: float | None = None
     send: float = 0.0
 
     def seconds_of(self, pass_type: str) -> float:
         """Return the seconds of a pass: `F`, `B`, `I` or `W`, as in `PASS_TYPES`."""
         # A linear layer has two matrix products of the same size, one for each gradient.
-        weight = self.backward / 2 if self.weight_gradients is None else self.weight_gradients
+        weight = self.backward / 2 if self.of_weight is None else self.of_weight
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
