@@ -415,3 +415,25 @@ def test_gradients_that_overflow_are_compared_where_they_do_not() -> None:
     assert difference(huge * (1 + 1e-15), huge) < TOLERANCE
     assert difference(huge * 1.5, huge) > TOLERANCE
     assert difference(torch.tensor([1.0, 1.0]), torch.tensor([torch.inf, 1.0])) == torch.inf
+
+
+class AssignedBuffer(nn.Module):
+    """Assigns a new tensor to its buffer, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(6, 4), 0
+        self.register_buffer("center", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        loss = ((z.detach() - self.center).softmax(-1) * z).mean()
+        self.center = self.center * 0.9 + z.detach().mean(0) * 0.1
+        self.calls += 1
+        return loss
+
+
+def test_a_buffer_that_forward_assigns_beside_python_state_has_its_value_in_the_next_step() -> None:
+    net, batch = AssignedBuffer(), (torch.randn(4, 6),)
+    assert sw.check(net, batch, None, sw.plan(net, batch, devices=2)).passes()
+    assert net.calls == 0 and not net.center.any()

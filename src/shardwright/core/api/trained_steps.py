@@ -274,7 +274,18 @@ class EagerTraining:
         for config in caching_configs(module):
             config.use_cache = False  # As in the captured copy.
         with undone_effects(python.capture.changes):
-            return result_leaves(_call_forward(module, args, kwargs))[0]
+            results = result_leaves(_call_forward(module, args, kwargs))[0]
+            self._take_assigned_buffers(module)
+        return results
+
+    def _take_assigned_buffers(self, called: nn.Module) -> None:
+        """Assign the buffers that a call replaced in its copy of the module, for the next step."""
+        updated = {buffer.name for buffer, _ in self.graph.updates}
+        for name, buffer in called.named_buffers():
+            if name in updated:
+                owner, _, attribute = name.rpartition(".")
+                # Not copied in place: the backward pass may read the former values.
+                setattr(self.module.get_submodule(owner), attribute, buffer.detach())
 
     def _loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
