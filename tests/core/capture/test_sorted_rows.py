@@ -162,6 +162,17 @@ def test_what_depends_on_the_order_of_sorted_rows_stays_as_written(mixture: Mixt
     assert_equal_to_eager(net, graph)
 
 
+def test_a_capacity_that_few_batches_exceed_stays_as_written() -> None:
+    def limited(net: Sorting, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        order = ids.view(-1).argsort(stable=True)
+        counts = torch.bincount(ids.flatten(), minlength=EXPERTS).clamp(max=len(x) - 1)
+        rows = net.experts(x[order // TOP_K], counts.cumsum(0).to(torch.int32))
+        return torch.zeros_like(x).index_add(0, order // TOP_K, rows)
+
+    graph = capture(Sorting(limited), batch())
+    assert custom_ops.experts not in [op.target for op in graph.ops]
+
+
 def test_routing_weights_behind_the_experts_belong_to_the_operator() -> None:
     for mixture in (scatter_add, inverse_order, product_with_weights):
         graph = capture(Sorting(mixture), batch())

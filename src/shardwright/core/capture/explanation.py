@@ -13,7 +13,7 @@ NESTED = (
 )
 
 OWN_ERROR = "the model itself raises an error for these arguments"
-ACCEPTED = "\npass arguments whose shapes and dtypes the model accepts"
+ACCEPTED = "\npass a model and arguments with which `model(*args, **kwargs)` runs without a plan"
 
 
 def error_of_model(message: str) -> str:

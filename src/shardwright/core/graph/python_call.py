@@ -17,8 +17,8 @@ from shardwright.core.torch_internals.dynamo import DynamoCapture, Guards
 
 ONCE_PER_BATCH = (
     "`forward` reads or changes Python state, which micro-batches and pipeline stages would do"
-    " several times per batch\nplan with micro_batches=1 and stages=1, or keep the state in buffers"
-    " (`register_buffer`)"
+    " several times per batch\nplan with micro_batches=1 and stages=1; `hsdp=` and `recompute=`"
+    " save memory instead"
 )
 """Error message for a call that depends on Python state and would run several times per batch."""
 
