@@ -70,7 +70,13 @@ X = torch.ones(8, 4)
         (Net(), (X,), {"mask": X.to_sparse()}, r"argument kwargs\['mask'\] is a", "to_dense"),
         (Net(), (X.numpy(),), None, r"args\[0\] is a numpy array", "from_numpy"),
         (Net(), (MappingProxyType({"x": X}),), None, "is a mappingproxy", r"net\(\*\*batch\)"),
-        (Net(), (BatchEncoding({"x": X}),), None, "not BatchEncoding", "pass arguments"),
+        (
+            Net(),
+            (BatchEncoding({"x": X}),),
+            None,
+            "not BatchEncoding",
+            "pass a model and arguments",
+        ),
     ],
 )
 def test_a_call_of_another_form_is_refused_with_what_to_pass(
