@@ -64,7 +64,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     # A block of queries slices the keys up to its own last position, which must exist.
     queries = None if causal and query.shape[-2] > key.shape[-2] else "s"
     keys = "ring" if supports_ring(arguments) else None
-    batch = _factors_before_positions(ndim)
+    batch = _batch_and_head_factors(ndim)
     output: Dims = (*batch, queries, None)
     dims: dict[str, Dims] = {
         "query": (*batch, queries, None),
@@ -107,8 +107,8 @@ def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[R
     return half_shard_swaps(op, shard_counts) if call_arguments(op)["is_causal"] else ()
 
 
-def _factors_before_positions(ndim: int) -> tuple[str, ...]:
-    """Return the factors of all dimensions before the last two, positions and features."""
+def _batch_and_head_factors(ndim: int) -> tuple[str, ...]:
+    """Return the factors of batch and heads, the first `ndim` - 2 dimensions of a query."""
     return ("b", "h", *(f"h{i}" for i in range(2, ndim - 2)))[: ndim - 2]
 
 
@@ -130,7 +130,7 @@ def half_shard_swaps(
 
     def swap(value: Value, varying: bool) -> Reduction:
         *batch, _, size = value.shape
-        factors = _factors_before_positions(len(op.output.shape))[-len(batch) :] if batch else ()
+        factors = _batch_and_head_factors(len(op.output.shape))[-len(batch) :] if batch else ()
         sizes = zip(batch, factors, strict=True)
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
         return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
@@ -155,12 +155,12 @@ def _build_balanced_causal_kernel(op: Op, local: LocalSharding) -> Callable[...,
     index, late = local.index("s"), rows // 2
     # A block of a single query has no second half to swap.
     if not local.reduce:
-        return _causal_attention_of_query_rows(op, rows, index * rows)
+        return _build_causal_attention_for_rows(op, rows, index * rows)
     swap_queries, swap_results = local.reduce
     # The first half of block i begins as far from the start of the sequence as the second half of
     # block n - 1 - i ends from its end, so that every device has the same number of pairs.
-    early = _causal_attention_of_query_rows(op, rows - late, index * rows)
-    swapped_half = _causal_attention_of_query_rows(op, late, (last - index) * rows + rows - late)
+    early = _build_causal_attention_for_rows(op, rows - late, index * rows)
+    swapped_half = _build_causal_attention_for_rows(op, late, (last - index) * rows + rows - late)
     bind = argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -172,8 +172,8 @@ def _build_balanced_causal_kernel(op: Op, local: LocalSharding) -> Callable[...,
     return run
 
 
-def _causal_attention_of_query_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
-    """Return the causal attention of the `rows` queries that begin at position `start`.
+def _build_causal_attention_for_rows(op: Op, rows: int, start: Any) -> Callable[..., Any]:
+    """Return a function that computes causal attention for `rows` queries from position `start` on.
 
     At `start` 0 this is ordinary causal attention. Other queries need a causal mask aligned to the
     last key, which the fused kernels of accelerators support. A boolean tensor replaces this mask
@@ -181,7 +181,7 @@ def _causal_attention_of_query_rows(op: Op, rows: int, start: Any) -> Callable[.
     number of keys that a shard reads would differ between ranks.
     """
     is_concrete = isinstance(start, int)
-    fused_mask = _causal_mask_aligned_to_last_key(rows, start + rows) if is_concrete else None
+    fused_mask = _build_causal_mask_aligned_to_last_key(rows, start + rows) if is_concrete else None
     is_first, bind = is_concrete and start == 0, argument_binder(op)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -201,7 +201,7 @@ def _causal_attention_of_query_rows(op: Op, rows: int, start: Any) -> Callable[.
     return run
 
 
-def _causal_mask_aligned_to_last_key(queries: int, keys: int) -> CausalBias:
+def _build_causal_mask_aligned_to_last_key(queries: int, keys: int) -> CausalBias:
     """Return the causal mask of `queries` x `keys`, aligned to the last key.
 
     Built for 0 x 0 and then resized, since PyTorch's constructor allocates a mask of all pairs.

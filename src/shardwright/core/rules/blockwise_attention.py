@@ -41,7 +41,7 @@ def windowed_attention_rule(op: Op) -> ShardingRule:
     """Sliding window attention, `b h s _, b h s _, b h s _ -> b h s _`: batch, heads and positions
     can be sharded."""
     return _build_blockwise_attention_rule(
-        op, [_QUERIES] * 3, kernel=_windowed_attention_kernel, reductions=_key_value_transfers
+        op, [_QUERIES] * 3, kernel=_build_windowed_attention_kernel, reductions=_key_value_transfers
     )
 
 
@@ -57,7 +57,10 @@ def masked_attention_rule(op: Op) -> ShardingRule:
     causal = call_arguments(op)["causal"]
     swaps = _query_swaps_for_balance if causal else no_reductions
     return _build_blockwise_attention_rule(
-        op, [_QUERIES, keys, keys, *vectors], kernel=_masked_attention_kernel, reductions=swaps
+        op,
+        [_QUERIES, keys, keys, *vectors],
+        kernel=_build_masked_attention_kernel,
+        reductions=swaps,
     )
 
 
@@ -82,7 +85,7 @@ def _query_swaps_for_balance(op: Op, shard_counts: Mapping[str, int]) -> tuple[R
     return half_shard_swaps(op, shard_counts, query_vectors)
 
 
-def _masked_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_masked_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     """Build the local kernel of masked attention sharded by queries; with a causal mask, devices
     swap the second halves of shards for equal work."""
     blocks, rows = local.shard_counts.get("s", 1), local.output_shapes[0][-2]
@@ -153,7 +156,7 @@ def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduc
     )
 
 
-def _windowed_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_windowed_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     blocks = local.shard_counts.get("s", 1)
     if blocks == 1:
         return op.target

@@ -183,11 +183,11 @@ def grouped_mm(op: Op) -> ShardingRule | None:
         return None
     notation = "b k, _ k j, _ -> b j"
     return _as_main_product_rule(
-        from_notation(notation, op, reduced="k", kernel=_grouped_mm_kernel), weight=1
+        from_notation(notation, op, reduced="k", kernel=_build_grouped_mm_kernel), weight=1
     )
 
 
-def _grouped_mm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_grouped_mm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     """Build the local kernel of `grouped_mm` sharded by rows, which clips `offs`, the ends of the
     groups, to the rows of this device."""
     if local.shard_counts.get("b", 1) == 1:

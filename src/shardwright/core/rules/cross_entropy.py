@@ -55,7 +55,7 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
         (() if arguments["reduction"] else rows,),
         reduced=[str(name) for name in rows] if arguments["reduction"] else (),
         complete=frozenset("v"),
-        kernel=_cross_entropy_kernel,
+        kernel=_build_cross_entropy_kernel,
         reductions=_cross_entropy_reductions,
     )
 
@@ -92,15 +92,15 @@ def _num_class_sums(op: Op) -> int:
     return 2 if call_arguments(op)["weight"] is None else 4
 
 
-def _cross_entropy_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_cross_entropy_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if local.shard_counts.get("v", 1) > 1:
-        return _sharded_classes_kernel(op, local)
+        return _build_sharded_classes_kernel(op, local)
     if _has_probability_targets(op):
         return mean_loss_kernel(op, local)
     return target_mean_kernel(op, local.reduce[0]) if local.reduce else op.target
 
 
-def _sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     logits = call_arguments(op)["logits"]
     first = local.index("v") * (logits.shape[-1] // local.shard_counts["v"])
     reduce_max, reduce_sum, *reduce_count = local.reduce

@@ -51,7 +51,7 @@ def embedding(op: Op) -> ShardingRule:
         ((*indices, "e"),),
         reduced="v",
         main=MainFactors(letters, weight=0),
-        kernel=_embedding_kernel,
+        kernel=_build_embedding_kernel,
     )
 
 
@@ -63,7 +63,7 @@ def _local_table_rows(op: Op, local: LocalSharding) -> tuple[Any, int, int]:
     return local.index("v") * size, size, total
 
 
-def _embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     """Build the local kernel of `embedding`; if table rows are sharded, rows of other devices are
     looked up as zero, and the outputs are partial sums."""
     if local.shard_counts.get("v", 1) == 1:
@@ -116,11 +116,11 @@ def embedding_bag_rule(op: Op) -> ShardingRule:
         ((bags, "e"),),
         reduced="v",
         main=MainFactors({f: letters[f] for f in (bags, "e", rows) if f is not None}, weight=0),
-        kernel=_embedding_bag_kernel,
+        kernel=_build_embedding_bag_kernel,
     )
 
 
-def _embedding_bag_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_embedding_bag_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     """Build the local kernel of `embedding_bag`; if table rows are sharded, rows on other devices
     have weight 0, and means are divided by the number of entries on all devices."""
     if local.shard_counts.get("v", 1) == 1:

@@ -48,12 +48,12 @@ def experts_rule(op: Op) -> ShardingRule:
         input_factors(op, dims),
         ((*tokens, None),),
         reduced="e i",
-        kernel=_experts_kernel,
+        kernel=_build_experts_kernel,
         main=MainFactors({**dict.fromkeys(map(str, tokens), "I"), "e": "E", "i": "K"}, weight=3),
     )
 
 
-def _experts_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_experts_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     total = call_arguments(op)["gate_up"].shape[0]
     num_local = total // local.shard_counts.get("e", 1)
     inner_shards = local.shard_counts.get("i", 1)

@@ -42,8 +42,8 @@ def group_norm(op: Op) -> ShardingRule:
         input_factors(op, {"input": dims, "weight": ("c",), "bias": ("c",)}),
         (dims,),
         capacity={"c": call_arguments(op)["num_groups"]},
-        kernel=_group_norm_kernel,
-        reductions=_all_gather_of_moments,
+        kernel=_build_group_norm_kernel,
+        reductions=_moment_all_gathers,
     )
 
 
@@ -68,7 +68,7 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
     )
 
 
-def _all_gather_of_moments(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
+def _moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
     sharded = tuple(factor for factor in SPACE if shard_counts.get(factor, 1) > 1)
     if not sharded:
         return ()
@@ -82,7 +82,7 @@ def _all_gather_of_moments(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     )
 
 
-def _group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     groups = call_arguments(op)["num_groups"] // local.shard_counts.get("c", 1)
     if not local.reduce:
         return WithArguments(op, num_groups=groups)

@@ -66,11 +66,11 @@ class IndexedDims:
         def build(op: Op, local: LocalSharding) -> Callable[..., Any]:
             write = self._build_indexed_kernel(op, local, self._write_local_elements)
             sharded = [factor for factor in self.added if local.shard_counts.get(factor, 1) > 1]
-            return self._add_to_one_copy(op, local, write, sharded) if sharded else write
+            return self._include_first_input_once(op, local, write, sharded) if sharded else write
 
         return build
 
-    def _add_to_one_copy(
+    def _include_first_input_once(
         self, op: Op, local: LocalSharding, write: Callable[..., Any], sharded: Sequence[str]
     ) -> Callable[..., Any]:
         """Return `write` with zeros in place of the first input on all but the first shard of the

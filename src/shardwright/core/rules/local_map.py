@@ -36,7 +36,7 @@ def local_map_rule(op: Op) -> ShardingRule:
         (*declared.input_dims, *state),
         (*declared.output_dims, *buffers),
         reduced=factors,
-        kernel=_local_map_kernel,
+        kernel=_build_local_map_kernel,
         main=MainFactors(
             dict.fromkeys(factors, "I"), weight=len(declared.inputs) if state else None
         ),
@@ -52,7 +52,7 @@ def _shardable_dim_names(declared: Declaration) -> list[str]:
     return [n for n in names if all(n in dims or partial for dims, partial in pairs)]
 
 
-def _local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     call: LocalCall = op.target  # type: ignore[assignment]
     declared, counts = call.declaration, local.shard_counts
 

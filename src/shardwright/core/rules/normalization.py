@@ -126,7 +126,7 @@ def training_batch_norm(op: Op) -> ShardingRule:
         inputs,
         outputs,
         complete=frozenset(pooled_factors(op)),
-        kernel=_batch_norm_kernel,
+        kernel=_build_batch_norm_kernel,
         reductions=_batch_norm_reductions,
     )
 
@@ -151,7 +151,7 @@ def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     return (reduction, reduction)
 
 
-def _batch_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_batch_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if not local.reduce:
         return op.target
     reduce_sum, reduce_squares = local.reduce
@@ -201,7 +201,7 @@ def training_instance_norm(op: Op) -> ShardingRule:
         input_factors(op, {"x": dims, **dict.fromkeys(CHANNEL_ARGUMENTS, ("c",))}),
         (dims, ("c",), ("c",)),
         complete=frozenset("b"),
-        kernel=_instance_norm_kernel,
+        kernel=_build_instance_norm_kernel,
         reductions=_instance_norm_reductions,
     )
 
@@ -216,7 +216,7 @@ def _instance_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[
     )
 
 
-def _instance_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_instance_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     if not local.reduce:
         return op.target
     shards = local.shard_counts["b"]

@@ -51,7 +51,7 @@ class OutputHalos:
         return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-        """Return the exchanges of rows, for `ShardingRule.reductions`."""
+        """Return the exchanges of halo rows; the field `reductions` of a `ShardingRule`."""
         shape = shard_shape(op.output, self.dims, shard_counts)
         sharded = sharded_windows(self.windows, shard_counts)
         # Rows of corners go through the neighbor in the first dimension to that in the next.
@@ -68,7 +68,7 @@ class OutputHalos:
         return tuple(exchanges)
 
     def kernel(self, op: Op, local: LocalSharding) -> Callable[..., Any]:
-        """Build the kernel, for `ShardingRule.kernel`."""
+        """Build the kernel that exchanges halo rows; the field `kernel` of a `ShardingRule`."""
         sharded, bind = sharded_windows(self.windows, local.shard_counts), argument_binder(op)
         replaced = self.replace(op, local)
         if not sharded:

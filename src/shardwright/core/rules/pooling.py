@@ -61,7 +61,7 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
             halos = InputHalos(
                 *(windows, dims),
                 pads_all=True,
-                replace=_average_full_windows_arguments,
+                replace=_arguments_for_full_windows,
                 finish=partial(_build_divisor_correction, windows),
             )
         return sharding_rule(
@@ -94,7 +94,7 @@ def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]
     )
 
 
-def _average_full_windows_arguments(op: Op, local: LocalSharding) -> dict[str, Any]:
+def _arguments_for_full_windows(op: Op, local: LocalSharding) -> dict[str, Any]:
     if all(local.shard_counts.get(factor, 1) == 1 for factor in SPACE):
         return {}
     return {"ceil_mode": False, "count_include_pad": True}

@@ -44,11 +44,15 @@ def mean(op: Op) -> ShardingRule:
     dims = factor_names(op.inputs[0])
     reduced = _factors_of_reduced_dims(op)
     return sharding_rule(
-        op, (dims,), (_factors_of_output(op, dims),), reduced=reduced, kernel=_local_mean_kernel
+        op,
+        (dims,),
+        (_factors_of_output(op, dims),),
+        reduced=reduced,
+        kernel=_build_local_mean_kernel,
     )
 
 
-def _local_mean_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_local_mean_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     num_shards = prod(local.shard_counts.get(name, 1) for name in _factors_of_reduced_dims(op))
     if num_shards == 1:
         return op.target

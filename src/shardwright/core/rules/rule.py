@@ -85,7 +85,7 @@ class Reduction:
 
     @property
     def ordered(self) -> bool:
-        """Whether the result depends on the order of the shards."""
+        """Whether the result of the collective depends on the order of the shards."""
         return self.operation in (PREVIOUS, NEXT, RING, GATHER)
 
     @property

@@ -125,7 +125,7 @@ def images_of_windows(op: Op) -> ShardingRule:
     windows write in a neighbor's shard are sent to the neighbor and added."""
     image = op.output.shape
     windows, dims, flat = _spatial_windows_and_factors(op, image)
-    halos = OutputHalos(windows, dims, replace=partial(_local_output_size, windows[0]))
+    halos = OutputHalos(windows, dims, replace=partial(_local_output_size_argument, windows[0]))
     capacity = {"c": image[-3], "s": halos.capacity.get("s", 1)}
     return sharding_rule(
         op,
@@ -153,7 +153,7 @@ def _spatial_windows_and_factors(
     return windows, (*batch, "c", rows, None), (*batch, "c", rows)
 
 
-def _local_output_size(window: Window, op: Op, local: LocalSharding) -> dict[str, Any]:
+def _local_output_size_argument(window: Window, op: Op, local: LocalSharding) -> dict[str, Any]:
     rows, columns = call_arguments(op)["output_size"]
     shards = local.shard_counts.get("s", 1)
     return {"output_size": [window.num_rows(shards) if shards > 1 else rows, columns]}

@@ -16,14 +16,14 @@ from shardwright.core.rules.notation import call_arguments
 # Reductions of reductions
 
 
-def _product_over_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
+def _multiply_over_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in dims:
         x = x.prod(dim, keepdim=True)
     return x
 
 
 PRODUCT = ShardCombination(
-    lambda s: (_product_over_dims(s.x, s.dims),), lambda s, all_: all_[0].prod(0)
+    lambda s: (_multiply_over_dims(s.x, s.dims),), lambda s, all_: all_[0].prod(0)
 )
 ANY = ShardCombination(
     lambda s: ((s.x != 0).any(s.dims, keepdim=True).to(torch.uint8),),
@@ -49,7 +49,7 @@ def norm_combination(order: float) -> ShardCombination:
 # Exponentials
 
 
-def _max_and_exponential_sum(shard: InputShard) -> Statistics:
+def _compute_local_max_and_exp_sum(shard: InputShard) -> Statistics:
     """Return the maximum m of the local elements, and the sum of exp(x - m)."""
     limits = torch.finfo(shard.x.dtype)
     # Without a gradient, as results do not depend on it. Clamped, since -inf - -inf is NaN where
@@ -58,34 +58,36 @@ def _max_and_exponential_sum(shard: InputShard) -> Statistics:
     return maximum, (shard.x - maximum).exp().sum(shard.dims, keepdim=True)
 
 
-def _combine_exponential_sums(gathered: Statistics) -> tuple[Tensor, Tensor]:
+def _combine_exp_sums(gathered: Statistics) -> tuple[Tensor, Tensor]:
     """Return the maximum m of the elements of all shards, and the sum of exp(x - m)."""
     peaks, sums = gathered[0].detach(), gathered[1]
     maximum = peaks.amax(0)
     return maximum, (sums * (peaks - maximum).exp()).sum(0)
 
 
-def _log_sum_exp_of_shards(shard: InputShard, gathered: Statistics) -> Tensor:
-    maximum, total = _combine_exponential_sums(gathered)
+def _combine_to_log_sum_exp(shard: InputShard, gathered: Statistics) -> Tensor:
+    maximum, total = _combine_exp_sums(gathered)
     return maximum + total.log()
 
 
-def _softmax_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
-    maximum, total = _combine_exponential_sums(gathered)
+def _compute_local_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
+    maximum, total = _combine_exp_sums(gathered)
     return (shard.x - maximum).exp() / total
 
 
-def _log_softmax_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
-    maximum, total = _combine_exponential_sums(gathered)
+def _compute_local_log_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
+    maximum, total = _combine_exp_sums(gathered)
     return shard.x - maximum - total.log()
 
 
-LOG_SUM_EXP = ShardCombination(_max_and_exponential_sum, _log_sum_exp_of_shards, num_values=2)
+LOG_SUM_EXP = ShardCombination(
+    _compute_local_max_and_exp_sum, _combine_to_log_sum_exp, num_values=2
+)
 SOFTMAX = ShardCombination(
-    _max_and_exponential_sum, _softmax_of_shard, num_values=2, keeps_dims=True
+    _compute_local_max_and_exp_sum, _compute_local_softmax, num_values=2, keeps_dims=True
 )
 LOG_SOFTMAX = ShardCombination(
-    _max_and_exponential_sum, _log_softmax_of_shard, num_values=2, keeps_dims=True
+    _compute_local_max_and_exp_sum, _compute_local_log_softmax, num_values=2, keeps_dims=True
 )
 
 # Moments
@@ -112,7 +114,7 @@ def combine_moments(means: Tensor, squares: Tensor, size: int) -> tuple[Tensor, 
     return mean, squares.sum(0) + size * (means - mean).square().sum(0)
 
 
-def _moments_of_all_shards(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
+def _combine_gathered_moments(shard: InputShard, gathered: Statistics) -> tuple[Tensor, Tensor]:
     means, squares = gathered
     return combine_moments(means, squares, prod(shard.x.shape[dim] for dim in shard.dims))
 
@@ -121,7 +123,7 @@ def variance_combination(*, root: bool, with_mean: bool) -> ShardCombination:
     """Return the combination for `var` and `var_mean` or, with `root`, for `std` and `std_mean`."""
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
-        mean, squares = _moments_of_all_shards(shard, gathered)
+        mean, squares = _combine_gathered_moments(shard, gathered)
         size = prod(shard.shape[dim] for dim in shard.dims)
         result = squares / max(size - _variance_correction(shard.arguments), 0)
         if root:
@@ -197,7 +199,7 @@ def extreme_index_combination(*, largest: bool, with_value: bool) -> ShardCombin
     def local(shard: InputShard) -> Statistics:
         rows, flat, shape = _flatten_combined_dims(shard)
         value, index = flat.max(-1) if largest else flat.min(-1)
-        return value.reshape(shape), _global_index(shard, index, rows).reshape(shape)
+        return value.reshape(shape), _convert_to_global_index(shard, index, rows).reshape(shape)
 
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
         values, indices = gathered
@@ -222,7 +224,7 @@ def _flatten_combined_dims(shard: InputShard) -> tuple[list[int], Tensor, list[i
     return [x.shape[dim] for dim in dims], flat, shape
 
 
-def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Tensor:
+def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return global indices of elements along the flattened `dims`, given their local indices."""
     result = torch.zeros_like(index)
     stride = 1
@@ -236,7 +238,7 @@ def _global_index(shard: InputShard, index: Tensor, sizes: Sequence[int]) -> Ten
 # Outputs that are sharded like the input
 
 
-def _keep_earlier_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
+def _replace_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
     """Return the gathered statistics with those of this shard and of later shards replaced by the
     neutral element `neutral`."""
     numbers = torch.arange(shard.num_shards, device=gathered.device)
@@ -246,24 +248,24 @@ def _keep_earlier_shards(shard: InputShard, gathered: Tensor, neutral: float) ->
 
 CUMULATIVE_SUM = ShardCombination(
     lambda s: (s.x.sum(s.dims, keepdim=True),),
-    lambda s, all_: s.x.cumsum(s.dims[0]) + _keep_earlier_shards(s, all_[0], 0).sum(0),
+    lambda s, all_: s.x.cumsum(s.dims[0]) + _replace_later_shards(s, all_[0], 0).sum(0),
     keeps_dims=True,
 )
 CUMULATIVE_PRODUCT = ShardCombination(
-    lambda s: (_product_over_dims(s.x, s.dims),),
-    lambda s, all_: s.x.cumprod(s.dims[0]) * _keep_earlier_shards(s, all_[0], 1).prod(0),
+    lambda s: (_multiply_over_dims(s.x, s.dims),),
+    lambda s, all_: s.x.cumprod(s.dims[0]) * _replace_later_shards(s, all_[0], 1).prod(0),
     keeps_dims=True,
 )
 
 
-def _layer_norm_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
-    mean, squares = _moments_of_all_shards(shard, gathered)
+def _compute_local_layer_norm(shard: InputShard, gathered: Statistics) -> Tensor:
+    mean, squares = _combine_gathered_moments(shard, gathered)
     variance = squares / prod(shard.shape[dim] for dim in shard.dims)
     normalized = (shard.x - mean) * torch.rsqrt(variance + shard.arguments["eps"])
     return _apply_weight_and_bias(normalized, shard.arguments)
 
 
-def _rms_norm_of_shard(shard: InputShard, gathered: Statistics) -> Tensor:
+def _compute_local_rms_norm(shard: InputShard, gathered: Statistics) -> Tensor:
     eps = shard.arguments["eps"]
     if eps is None:
         eps = torch.finfo(shard.x.dtype).eps
@@ -276,9 +278,11 @@ def _apply_weight_and_bias(x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     return x if bias is None else x + bias
 
 
-LAYER_NORM = ShardCombination(local_moments, _layer_norm_of_shard, num_values=2, keeps_dims=True)
+LAYER_NORM = ShardCombination(
+    local_moments, _compute_local_layer_norm, num_values=2, keeps_dims=True
+)
 RMS_NORM = ShardCombination(
-    lambda s: (s.x.square().mean(s.dims, keepdim=True),), _rms_norm_of_shard, keeps_dims=True
+    lambda s: (s.x.square().mean(s.dims, keepdim=True),), _compute_local_rms_norm, keeps_dims=True
 )
 
 

@@ -42,7 +42,7 @@ def reshape_to_local_shape(op: Op) -> ShardingRule:
 
     The operator itself may be wrong on a shard: `squeeze` would drop a dimension of local size 1.
     """
-    return _build_reshape_rule(op, kernel=_reshape_kernel)
+    return _build_reshape_rule(op, kernel=_build_reshape_kernel)
 
 
 def _build_reshape_rule(op: Op, **options: Any) -> ShardingRule:
@@ -52,7 +52,7 @@ def _build_reshape_rule(op: Op, **options: Any) -> ShardingRule:
     return sharding_rule(op, (source, *shape_inputs), (target,), capacity=capacity, **options)
 
 
-def _reshape_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_reshape_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     shape = local.output_shapes[0]
     return lambda x, *args, **kwargs: x.reshape(shape)
 
@@ -127,10 +127,12 @@ def broadcast_tensors(op: Op) -> ShardingRule:
     its shards of the outputs."""
     dims = factor_names(op.output)
     outputs = (dims,) * len(op.outputs)
-    return sharding_rule(op, aligned_to_output(op, dims), outputs, kernel=_broadcast_tensors_kernel)
+    return sharding_rule(
+        op, aligned_to_output(op, dims), outputs, kernel=_build_broadcast_tensors_kernel
+    )
 
 
-def _broadcast_tensors_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_broadcast_tensors_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     shape = local.output_shapes[0]
     return lambda tensors: [tensor.expand(shape) for tensor in tensors]
 
@@ -148,10 +150,12 @@ def repeat_rule(op: Op) -> ShardingRule:
         if name is not None and new != old
     }
     unrepeated = tuple(None if name in repetitions else name for name in x)
-    return sharding_rule(op, (unrepeated,), (dims,), capacity=repetitions, kernel=_repeat_kernel)
+    return sharding_rule(
+        op, (unrepeated,), (dims,), capacity=repetitions, kernel=_build_repeat_kernel
+    )
 
 
-def _repeat_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_repeat_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     name = "repeats" if op.short_name == "repeat" else "dims"
     repeats = argument(op, name)
     # Both operators align their arguments on the right.
@@ -174,10 +178,12 @@ def repeat_interleave(op: Op) -> ShardingRule:
         return sharding_rule(op, ((None,) * len(op.inputs[0].shape),), ((None,),))
     repeated = dims[dim]
     capacity = {repeated: op.inputs[0].shape[dim]} if repeated is not None else {}
-    return sharding_rule(op, (dims,), (dims,), capacity=capacity, kernel=_repeat_interleave_kernel)
+    return sharding_rule(
+        op, (dims,), (dims,), capacity=capacity, kernel=_build_repeat_interleave_kernel
+    )
 
 
-def _repeat_interleave_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+def _build_repeat_interleave_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     # PyTorch checks the local result against `output_size`, which is that of the full tensor.
     def repeated(*args: Any, output_size: int | None = None, **kwargs: Any) -> Any:
         return op.target(*args, **kwargs)

@@ -32,7 +32,12 @@ SPACE = ("s", "t", "u")
 
 
 def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
-    """Return the largest divisor of `size` whose divisors are all valid numbers of shards."""
+    """Return the largest divisor of `size` of which `is_valid` accepts every divisor above 1.
+
+    Args:
+        size: number of rows or windows of a dimension.
+        is_valid: whether the dimension can be divided into a number of shards.
+    """
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
     divisors = {*small, *(size // n for n in small)}
     valid = {n for n in divisors if n == 1 or is_valid(n)}
@@ -250,7 +255,7 @@ class InputHalos:
         return {w.factor: w.capacity for w in self.windows if w.capacity > 1}
 
     def reductions(self, op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction, ...]:
-        """Return the exchanges of halos, for `ShardingRule.reductions`."""
+        """Return the exchanges of halos; the field `reductions` of a `ShardingRule`."""
         x = op.inputs[0]
         shape = shard_shape(x, self.dims, shard_counts)
         exchanges: list[Reduction] = []
@@ -265,7 +270,7 @@ class InputHalos:
         return tuple(exchanges)
 
     def kernel(self, op: Op, local: LocalSharding) -> Callable[..., Any]:
-        """Build the kernel, for `ShardingRule.kernel`."""
+        """Build the kernel that exchanges halos; the field `kernel` of a `ShardingRule`."""
         sharded, bind = sharded_windows(self.windows, local.shard_counts), argument_binder(op)
         replaced = self.replace(op, local)
         if not sharded:
