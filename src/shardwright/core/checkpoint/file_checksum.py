@@ -19,11 +19,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 from shardwright.text_files import ErrorType, parse_json, read_text, write_text
 
 BLOCK = 1 << 20
-"""Bytes of each block of a file that has a checksum of its own."""
+"""Size in bytes of the blocks into which a file is divided; each block has a checksum."""
 
 
 def checksum_file(path: Path) -> Path:
-    """Return the path of the checksums of a file."""
+    """Return the path of the file with the checksums of `path`."""
     return path.with_name(f"{path.name}.checksum")
 
 

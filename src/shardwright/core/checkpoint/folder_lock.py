@@ -21,7 +21,8 @@ from shardwright.errors import LockError
 LOCK_FILE = ".lock"
 
 PROBE_BYTES = 4096
-"""Bytes of the file that is written to test a folder: one block, which fails on a full disk."""
+"""Size of the file written to test a folder: one block of a disk, as an empty file also fits on a
+full disk."""
 
 MAX_WAIT_SECONDS = 2.0
 """Maximum seconds to wait for a lock whose holder is about to exit."""

@@ -1,4 +1,4 @@
-"""`Position`: where training resumes in the data."""
+"""`Position` of a training run in its data, at which training resumes."""
 
 from __future__ import annotations
 

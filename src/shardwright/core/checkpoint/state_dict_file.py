@@ -106,7 +106,7 @@ def _remove_shards(folder: Path) -> None:
     Raises:
         CheckpointError: on all ranks, if `folder` contains anything else.
     """
-    foreign = value_of_rank(_foreign_file(folder) if is_rank_0() else None)
+    foreign = value_of_rank(_find_foreign_file(folder) if is_rank_0() else None)
     if foreign is not None:
         raise CheckpointError(
             f"{foreign} already exists, where `save_state_dict` would write temporary shards\n"
@@ -117,9 +117,9 @@ def _remove_shards(folder: Path) -> None:
     dist.barrier()
 
 
-def _foreign_file(folder: Path) -> str | None:
-    """Return the path of a file in `folder`, or of `folder`, that `save_state_dict` does not
-    write."""
+def _find_foreign_file(folder: Path) -> str | None:
+    """Return the path of a file in `folder` that `save_state_dict` does not write, or `folder` if
+    it is not a folder; None if there is neither."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         return str(folder)
     entries = folder.iterdir() if folder.is_dir() else ()

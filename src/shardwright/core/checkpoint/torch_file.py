@@ -21,7 +21,7 @@ def read_torch_file(file: Path, *, mapped: bool = False, weights_only: bool | No
         weights_only: whether to refuse objects that could run code; None for PyTorch's default.
 
     Raises:
-        CheckpointError: if the file cannot be read, or has such objects.
+        CheckpointError: if the file cannot be read, or has objects that `weights_only` refuses.
     """
     try:
         mapped = mapped and zipfile.is_zipfile(file)
