@@ -69,14 +69,19 @@ def loads_metadata(content: bytes) -> Metadata:
     try:
         root = _DataUnpickler(io.BytesIO(content)).load()
     except (KeyError, IndexError, EOFError):
-        raise ValueError("the file is not a pickle that DCP has written") from None
+        raise ValueError(
+            "the metadata is not a pickle that DCP has written: copy the checkpoint again"
+        ) from None
     except Exception as error:  # malformed bytes may cause any error
         raise ValueError(str(error) or type(error).__name__) from error
     if not isinstance(root, _PickledObject) or root.name != "Metadata":
         name = root.name if isinstance(root, _PickledObject) else type(root).__name__
-        raise ValueError(f"the file contains a {name}, not the metadata of a checkpoint")
+        raise ValueError(
+            f"the file contains a {name}, not the metadata of a checkpoint: copy the checkpoint"
+            " again"
+        )
     entries, storage = (
-        _required_field(root, name, dict) for name in ("state_dict_metadata", "storage_data")
+        _get_required_field(root, name, dict) for name in ("state_dict_metadata", "storage_data")
     )
     tensors: dict[str, Any] = {}
     chunk_ids: set[int] = set()
@@ -98,23 +103,28 @@ def _to_chunk_locations(
     """
     converted: dict[MetadataIndex, _StorageInfo] = {}
     for key, info in storage.items():
-        name = _required_field(_check_type(key, _PickledObject), "fqn", str)
+        name = _get_required_field(_check_type(key, _PickledObject), "fqn", str)
         if name not in tensors:
             continue
         # pickle leaves out fields that are None.
-        offset, number = (_field_or_none(key, field) for field in ("offset", "index"))
+        offset, number = (_get_field_or_none(key, field) for field in ("offset", "index"))
         index = MetadataIndex(
             name,
             None if offset is None else _to_torch_size(offset),
             None if number is None else _check_size_or_position(number),
         )
-        if _field_or_none(info, "transform_descriptors"):
-            raise ValueError(f"tensor {name!r} is compressed, which is not supported")
+        if _get_field_or_none(info, "transform_descriptors"):
+            raise ValueError(
+                f"tensor {name!r} is compressed, which is not supported: save the checkpoint"
+                " without compression"
+            )
         start, length = (
-            _check_size_or_position(_required_field(info, field, int))
+            _check_size_or_position(_get_required_field(info, field, int))
             for field in ("offset", "length")
         )
-        converted[index] = _StorageInfo(_required_field(info, "relative_path", str), start, length)
+        converted[index] = _StorageInfo(
+            _get_required_field(info, "relative_path", str), start, length
+        )
     return converted
 
 
@@ -126,20 +136,22 @@ def _to_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorSto
         chunk_ids: ids of the chunks of earlier tensors, to which the ids of this tensor's chunks
             are added.
     """
-    state = _check_type(_required_field(entry, "properties", _PickledObject).state, tuple)
-    chunks = _required_field(entry, "chunks", list)
+    state = _check_type(_get_required_field(entry, "properties", _PickledObject).state, tuple)
+    chunks = _get_required_field(entry, "chunks", list)
     known_chunks = len(chunk_ids)
     chunk_ids.update(map(id, chunks))
     # Many references to one chunk take a byte or two each in the file, and a kilobyte in memory.
     if len(chunk_ids) != known_chunks + len(chunks) or not state:
-        raise ValueError("the table of tensors is malformed")
+        raise ValueError(
+            "the table of tensors in the metadata is malformed: copy the checkpoint again"
+        )
     return TensorStorageMetadata(
         TensorProperties(_check_type(state[0], torch.dtype)),
-        _to_torch_size(_required_field(entry, "size", _PickledObject)),
+        _to_torch_size(_get_required_field(entry, "size", _PickledObject)),
         [
             ChunkStorageMetadata(
                 *(
-                    _to_torch_size(_required_field(chunk, name, _PickledObject))
+                    _to_torch_size(_get_required_field(chunk, name, _PickledObject))
                     for name in ("offsets", "sizes")
                 )
             )
@@ -159,28 +171,35 @@ def _to_torch_size(record: object) -> torch.Size:
 
 def _check_size_or_position(value: object) -> int:
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
-        raise ValueError(f"the metadata has {value!r:.40} in place of a size or position")
+        raise ValueError(
+            f"the metadata has {value!r:.40} in place of a size or position: copy the checkpoint"
+            " again"
+        )
     return value
 
 
 def _check_type(value: object, expected: type[FieldT]) -> FieldT:
     if not isinstance(value, expected):
         raise ValueError(
-            f"the metadata has a {type(value).__name__} in place of a {expected.__name__}"
+            f"the metadata has a {type(value).__name__} in place of a {expected.__name__}: copy"
+            " the checkpoint again"
         )
     return value
 
 
-def _field_or_none(record: object, name: str) -> Any:
+def _get_field_or_none(record: object, name: str) -> Any:
     state = _check_type(record, _PickledObject).state
     # A dataclass without fields that are set has no state; one with slots has a pair.
     return state.get(name) if isinstance(state, dict) else None
 
 
-def _required_field(record: object, name: str, expected: type[FieldT]) -> FieldT:
-    value = _field_or_none(record, name)
+def _get_required_field(record: object, name: str, expected: type[FieldT]) -> FieldT:
+    value = _get_field_or_none(record, name)
     if not isinstance(value, expected):
-        raise ValueError(f"field `{name}` of the metadata is not a {expected.__name__.strip('_')}")
+        raise ValueError(
+            f"field `{name}` of the metadata is not a {expected.__name__.strip('_')}: copy the"
+            " checkpoint again"
+        )
     return value
 
 
@@ -220,7 +239,8 @@ class _DataUnpickler(_Unpickler):
             # Hashing a tuple recurses, so that a deep one would overflow the stack.
             if not isinstance(key, str | _PickledObject):
                 raise pickle.UnpicklingError(
-                    f"a table of the metadata has a key of type {type(key).__name__}"
+                    f"a table of the metadata has a key of type {type(key).__name__}: copy the"
+                    " checkpoint again"
                 )
             mapping[key] = value
 

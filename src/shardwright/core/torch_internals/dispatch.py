@@ -80,7 +80,7 @@ def operators_with_autocast(key: str) -> list[str]:
 
 @contextmanager
 def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[None]:
-    """Context manager in which CPU autocast runs other kernels.
+    """Context manager in which CPU autocast runs `kernels` instead of its own.
 
     Args:
         kernels: replacements of autocast kernels, by operator name.

@@ -329,7 +329,8 @@ class DynamoCapture:
         return around
 
     def inputs(self, owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the graph inputs of a call, without tensor operations and side effects."""
+        """Return the graph inputs of a call, without running its tensor operations or side
+        effects."""
         flat: list[Any] = []
 
         def program(*inputs: Any) -> Sequence[Any]:

@@ -26,7 +26,7 @@ def flex_gradients_on_cpu() -> Iterator[None]:
     """
 
     def accept(query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Accept tensors on all devices."""
+        """Replacement of PyTorch's device check that accepts tensors on all devices."""
 
     before = flex_attention._validate_device
     flex_attention._validate_device = accept

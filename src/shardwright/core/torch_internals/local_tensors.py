@@ -61,10 +61,10 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
             return tuple(args[0]._size)
         if func is aten.dim.default and isinstance(args[0], LocalTensor):
             return len(args[0]._size)
-        subclass = _tensor_subclass(args, kwargs)
+        subclass = _find_tensor_class(args, kwargs)
         if subclass is Tensor and func.namespace in _LOCAL_NAMESPACES:
             return func(*args, **kwargs)
-        if subclass is LocalTensor and _computes_by_rank(func):
+        if subclass is LocalTensor and _is_rank_local_operator(func):
             result = _call_on_each_rank(func, self.ranks, args, kwargs)
             if func.is_view:
                 # With this mode, as PyTorch would enter its own mode for each size that is read.
@@ -98,8 +98,8 @@ def _call_on_each_rank(
     with torch._C.DisableTorchFunction():
         results = {
             rank: func(
-                *(_argument_of_rank(arg, rank) for arg in args),
-                **{key: _argument_of_rank(arg, rank) for key, arg in kwargs.items()},
+                *(_select_rank_argument(arg, rank) for arg in args),
+                **{key: _select_rank_argument(arg, rank) for key, arg in kwargs.items()},
             )
             for rank in sorted(ranks)
         }
@@ -114,8 +114,9 @@ def _call_on_each_rank(
 
 
 @cache
-def _computes_by_rank(func: Any) -> bool:
-    """Whether an operator only computes new tensors or views, or changes its first argument."""
+def _is_rank_local_operator(func: Any) -> bool:
+    """Whether an operator has no effects on a rank other than new tensors, views, or an in-place
+    change of its first argument."""
     if func.namespace != "aten":
         return False
     tags = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
@@ -128,7 +129,7 @@ def _computes_by_rank(func: Any) -> bool:
     return written[0] and not any(written[1:]) and schema.name.endswith("_")
 
 
-def _tensor_subclass(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type | None:
+def _find_tensor_class(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type | None:
     """Return `LocalTensor` if an argument is a `LocalTensor`, else `Tensor` if an argument is a
     tensor; None without tensors, or if an argument is of another subclass."""
     common: type | None = None
@@ -146,9 +147,9 @@ def _tensor_subclass(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type |
     return common
 
 
-def _argument_of_rank(arg: Any, rank: int) -> Any:
+def _select_rank_argument(arg: Any, rank: int) -> Any:
     if isinstance(arg, list | tuple):
-        return [_argument_of_rank(each, rank) for each in arg]
+        return [_select_rank_argument(each, rank) for each in arg]
     return _map_to_rank_local_val(arg, rank)
 
 

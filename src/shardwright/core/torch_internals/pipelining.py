@@ -114,30 +114,30 @@ class InFlightStage(PipelineStage):
 
     `PipelineStage` allocates the buffers of all micro-batches, and keeps them between steps. Here,
     a micro-batch has buffers from its receive to the end of its backward pass, or of its forward
-    pass without a backward pass; at other times a `_Released` takes their place.
+    pass without a backward pass; at other times a `_ReleasedBuffer` takes their place.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with _meta_device(self):
+        with _create_buffers_on_meta(self):
             result = super()._prepare_forward_infra(*args, **kwargs)
         for messages in self.args_recv_info.values():
-            _release(messages)
+            _release_receive_buffers(messages)
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with _meta_device(self):
+        with _create_buffers_on_meta(self):
             result = super()._prepare_backward_infra(*args, **kwargs)
         for messages in self.grad_recv_info.values():
-            _release(messages)
+            _release_receive_buffers(messages)
         return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        _allocate_receive_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+            _allocate_receive_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(
@@ -145,13 +145,13 @@ class InFlightStage(PipelineStage):
     ) -> None:
         # PyTorch fills the buffer of a missing gradient with zeros.
         if any(gradient is None for gradient in next_stage_bwd_outputs):
-            _allocate(self.grad_recv_info[mb_index], self.device)
+            _allocate_receive_buffers(self.grad_recv_info[mb_index], self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
-            _release(self.args_recv_info[fwd_chunk_id])
+            _release_receive_buffers(self.args_recv_info[fwd_chunk_id])
         return result
 
     def backward_one_chunk(
@@ -167,11 +167,13 @@ class InFlightStage(PipelineStage):
             if loss is not None:
                 loss.detach_()
             # The tensors that a pass of weight gradients still reads are referenced by that pass.
-            _release((*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]))
+            _release_receive_buffers(
+                (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
+            )
 
 
 @dataclass
-class _Released:
+class _ReleasedBuffer:
     """Placeholder of a receive buffer that is not allocated.
 
     Args:
@@ -189,8 +191,8 @@ class _Released:
 
 
 @contextmanager
-def _meta_device(stage: PipelineStage) -> Iterator[None]:
-    """Let PyTorch create the receive buffers of `stage` as meta tensors."""
+def _create_buffers_on_meta(stage: PipelineStage) -> Iterator[None]:
+    """Context manager in which PyTorch creates the receive buffers of `stage` as meta tensors."""
     device, stage.device = stage.device, torch.device("meta")
     try:
         yield
@@ -198,21 +200,21 @@ def _meta_device(stage: PipelineStage) -> Iterator[None]:
         stage.device = device
 
 
-def _allocate(messages: Iterable[Any], device: torch.device) -> None:
+def _allocate_receive_buffers(messages: Iterable[Any], device: torch.device) -> None:
     for message in messages:
         released = getattr(message, "buffer", None)
-        if isinstance(released, _Released):
+        if isinstance(released, _ReleasedBuffer):
             message.buffer = torch.empty_strided(
                 released.shape, released.stride, dtype=released.dtype, device=device
             )
 
 
-def _release(messages: Iterable[Any]) -> None:
+def _release_receive_buffers(messages: Iterable[Any]) -> None:
     for message in messages:
         # Placeholders of the arguments of the first stage have no buffer in PyTorch 2.11.
         buffer = getattr(message, "buffer", None)
         if isinstance(buffer, Tensor):
-            message.buffer = _Released(buffer.shape, buffer.stride(), buffer.dtype)
+            message.buffer = _ReleasedBuffer(buffer.shape, buffer.stride(), buffer.dtype)
 
 
 class SelectiveStage(InFlightStage):

@@ -94,7 +94,7 @@ version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-
 
 
 def as_subclass(tensor_class: type[Subclass], tensor: Tensor) -> Subclass:
-    """Return a detached tensor of a subclass that shares the storage of `tensor`."""
+    """Return a detached tensor of class `tensor_class` that shares the storage of `tensor`."""
     return torch.Tensor._make_subclass(tensor_class, tensor)
 
 
