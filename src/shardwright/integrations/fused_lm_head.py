@@ -36,10 +36,10 @@ def replace_fused_lm_heads(model: nn.Module) -> None:
                     f" {', '.join(unsupported) or 'in float32'}, which Shardwright cannot replace\n"
                     "use a trainer of `trl` whose loss needs only the outputs of `SFTTrainer`"
                 )
-            module.forward = _forward_with_logits(module, options["temperature"])
+            module.forward = _make_forward_with_logits(module, options["temperature"])
 
 
-def _forward_with_logits(model: nn.Module, temperature: float) -> MethodType:
+def _make_forward_with_logits(model: nn.Module, temperature: float) -> MethodType:
     from trl.trainer.utils import FusedCausalLMOutput
 
     original = type(model).forward

@@ -44,7 +44,7 @@ class PlannedModelsStrategy:
 
     @property
     def _sampler_arguments(self) -> dict[str, Any]:
-        """The arguments of a `DistributedSampler` of this rank's samples."""
+        """Arguments with which a `DistributedSampler` selects this rank's samples."""
         shards = self._planned_models.shards
         return {"num_replicas": shards.count, "rank": shards.index}
 

@@ -69,7 +69,7 @@ def save_folder(
     partial, problem = path.with_name(f"{path.name}.partial"), ""
     if is_rank_0():
         try:
-            _remove(partial)
+            _remove_file_or_folder(partial)
             partial.mkdir(parents=True)
         except OSError as error:
             problem = str(unwritable_error(path, error))
@@ -86,7 +86,7 @@ def save_folder(
     if is_rank_0():
         try:
             write_torch_file(dict(metadata), partial / METADATA_FILE)
-            _publish(partial, path)
+            _rename_to_final_path(partial, path)
         except OSError as error:
             problem = str(unwritable_error(path, error))
         except Exception as error:  # Any error must reach the other ranks, which wait below.
@@ -95,17 +95,17 @@ def save_folder(
     _raise_on_all_ranks(problem)
 
 
-def _publish(partial: Path, path: Path) -> None:
-    """Give a complete checkpoint its name. An earlier one is removed only afterwards."""
+def _rename_to_final_path(partial: Path, path: Path) -> None:
+    """Rename the complete checkpoint `partial` to `path`, then remove the one it replaces."""
     replaced = path.with_name(f"{path.name}.removed")
-    _remove(replaced)
+    _remove_file_or_folder(replaced)
     if path.exists():
         path.rename(replaced)
     partial.rename(path)
-    _remove(replaced)
+    _remove_file_or_folder(replaced)
 
 
-def _remove(path: Path) -> None:
+def _remove_file_or_folder(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,9 +1,8 @@
 """The output layer of a planned model, for losses that call it themselves.
 
 Losses in chunks of tokens never materialize the logits of a full batch: for each chunk they call
-    the
-output layer, the loss, and its backward pass. The layer runs on the samples of this rank with full
-parameters, which are gathered once per forward pass; their gradients are reduced once.
+the output layer, the loss, and its backward pass. The layer runs on the samples of this rank with
+full parameters, which are gathered once per forward pass; their gradients are reduced once.
 """
 
 from __future__ import annotations
@@ -86,5 +85,5 @@ class OutputLayer:
         self.free()
 
     def free(self) -> None:
-        """Free the full parameters."""
+        """Free the full parameters that a forward pass has gathered."""
         self._full.clear()

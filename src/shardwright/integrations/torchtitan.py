@@ -73,7 +73,7 @@ def parallelize_fn(
         ac_config: Any,
         dump_folder: str,
     ) -> ParallelModule:
-        _check_supported(training, parallelism)
+        _check_torchtitan_settings(training, parallelism)
         for settings in (parallelism, parallel_dims):
             settings.spmd_backend = ORDINARY_TENSORS
         set_spmd_backend(ORDINARY_TENSORS)
@@ -83,8 +83,10 @@ def parallelize_fn(
         )
         if user_plan is None:
             _mark_recomputed(model, ac_config)
-            plan_options = _options(loader_shards, training) | options
-            planned = plan_model(model, *_example(model, loader_shards, training), **plan_options)
+            plan_options = _options_from_torchtitan(loader_shards, training) | options
+            planned = plan_model(
+                model, *_make_decoder_arguments(model, loader_shards, training), **plan_options
+            )
         else:
             planned = user_plan
         log.info("planned %s:\n%s", type(model).__name__, planned)
@@ -96,9 +98,9 @@ def parallelize_fn(
                 f"the plan expects {shards.count} shards of each batch, with shard {shards.index} "
                 f"on this rank, but torchtitan's loader gives it shard {loader_shards.index} of "
                 f"{loader_shards.count}\nplan with the `dataset_strategy` of the loader, or set "
-                "`data_parallel_shard_degree` and `tensor_parallel_degree` to what is planned"
+                "`data_parallel_shard_degree` and `tensor_parallel_degree` as planned"
             )
-        _sum_over_ranks(net, loader_shards)
+        _scale_mean_gradients_to_sum(net, loader_shards)
         if compile_config.enable and "model" in compile_config.components:
             net.compile(backend=compile_config.backend)
         return net
@@ -106,7 +108,7 @@ def parallelize_fn(
     return shard
 
 
-def _check_supported(training: Any, parallelism: Any) -> None:
+def _check_torchtitan_settings(training: Any, parallelism: Any) -> None:
     """Raise if the configuration shards the model in ways that `parallelize_fn` cannot follow.
 
     Raises:
@@ -146,7 +148,7 @@ def _shards_of_loader(world: int, num_loaders: int) -> DataShards:
     return DataShards(num_loaders, dist.get_rank() // ranks_per_loader, owners)
 
 
-def _options(shards: DataShards, training: Any) -> dict[str, Any]:
+def _options_from_torchtitan(shards: DataShards, training: Any) -> dict[str, Any]:
     """Return the options of `sw.plan` that follow from torchtitan's configuration."""
     ranks_per_loader = len(shards.owners[0])
     by_ranks = Layout((shards.count, ranks_per_loader), ("dp", "tp"))("dp", "None")
@@ -167,10 +169,10 @@ def _mark_recomputed(model: nn.Module, ac_config: Any) -> None:
             recompute(layer)
 
 
-def _example(
+def _make_decoder_arguments(
     model: nn.Module, shards: DataShards, training: Any
 ) -> tuple[tuple[Tensor], dict[str, Any]]:
-    """Return the arguments of a call of a decoder with the batch of all ranks.
+    """Return the positional and keyword arguments of a decoder for the batch of all ranks.
 
     Raises:
         PlanError: if the arguments of the model are not known before its first batch.
@@ -192,11 +194,11 @@ def _example(
     return (ids,), {"positions": ids}
 
 
-def _sum_over_ranks(net: ParallelModule, shards: DataShards) -> None:
-    """Scale gradients to those of the sum of the ranks' losses, which torchtitan trains.
+def _scale_mean_gradients_to_sum(net: ParallelModule, shards: DataShards) -> None:
+    """Make `net` scale gradients of the mean of the ranks' losses to gradients of their sum.
 
-    torchtitan divides losses by the number of tokens of all ranks; the gradients of a planned model
-    are those of the mean of the ranks' losses. If the loss calls the output layer
+    torchtitan trains the sum, as it divides losses by the number of tokens of all ranks; a planned
+    model has the gradients of the mean. If the loss calls the output layer
     (`_skip_lm_head`), the gradients of this layer are complete when the gradient of the hidden
     states is.
     """
@@ -211,15 +213,15 @@ def _sum_over_ranks(net: ParallelModule, shards: DataShards) -> None:
             layer.free()
         if not isinstance(outputs, Tensor) or not outputs.requires_grad:
             return outputs
-        apply: Any = _SumOfLosses.apply
+        apply: Any = _ScaleMeanGradientsToSum.apply
         return apply(outputs, shards.count, layer)
 
     # Each planned model has a class of its own, which `sw.whole` exchanges for the user's.
     planned_class.forward = forward
 
 
-class _SumOfLosses(torch.autograd.Function):
-    """Identity on outputs; the backward pass scales gradients from a mean of losses to the sum."""
+class _ScaleMeanGradientsToSum(torch.autograd.Function):
+    """Identity whose backward pass multiplies gradients by the number of averaged losses."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, count: int, layer: OutputLayer | None) -> Tensor:

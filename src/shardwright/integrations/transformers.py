@@ -101,7 +101,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             return
         replace_fused_lm_heads(self.model)
         if self.args.bf16:
-            self.model.forward = _forward_in_bfloat16(self.model, self.args.device.type)
+            self.model.forward = _make_bfloat16_forward(self.model, self.args.device.type)
         plan = self._plan
         if not isinstance(plan, Plan):
             args, kwargs = self._example_args(dataloader)
@@ -391,7 +391,7 @@ def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
     return samples
 
 
-def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
+def _make_bfloat16_forward(model: nn.Module, device_type: str) -> MethodType:
     """Return the model's `forward` under bfloat16 autocast, with float32 outputs."""
     # An instance may have its own `forward`, for example from `replace_fused_lm_heads`.
     instance_forward = vars(model).get("forward")
@@ -409,7 +409,7 @@ def _forward_in_bfloat16(model: nn.Module, device_type: str) -> MethodType:
 
 
 class _FirstCallError(Exception):
-    """Carries the arguments of a model's first call out of `compute_loss`."""
+    """Exception that ends `compute_loss` at its first call of a model; `call` has the arguments."""
 
     def __init__(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         super().__init__()
