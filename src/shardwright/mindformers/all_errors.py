@@ -53,10 +53,10 @@ class AllErrors:
             self._errors.append(error)
 
     def raise_errors(self) -> None:
-        """Raise the error, or one error with all messages.
+        """Raise the collected errors as one; do nothing if there are none.
 
         Raises:
-            ConfigError: if a reader failed.
+            ConfigError: with the messages of all errors, one after the other.
         """
         if len(self._errors) == 1:
             raise self._errors[0]

@@ -17,7 +17,7 @@ _SIZE_PATTERN = re.compile(r"\s*([0-9.]+)\s*([KMGT]B)\s*", re.IGNORECASE)
 
 
 class InvalidKeyError(ConfigError):
-    """Error of one key of a file.
+    """Error in the value of one key of a configuration file.
 
     Args:
         key: full path of the key.

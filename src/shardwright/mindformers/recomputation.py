@@ -86,7 +86,7 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
     return Recomputation(
         blocks=_read_blocks(section, "recompute", stages, chunks),
         selective=_read_blocks(section, name, stages, chunks) if patterns is None else False,
-        operators=_operator_types(section, patterns or {}, notes),
+        operators=_match_op_types(section, patterns or {}, notes),
         communication=section.flag("mp_comm_recompute", True),
         gathers=section.flag("parallel_optimizer_comm_recompute", False),
     )
@@ -102,7 +102,7 @@ def leading_blocks(layers: Sequence[int], stages: int, blocks: StageBlocks) -> l
             equally among its chunks, as in MindFormers.
     """
     starts = [sum(layers[:chunk]) for chunk in range(len(layers))]
-    counts = _counts_of_chunks(layers, stages, blocks)
+    counts = _count_blocks_per_chunk(layers, stages, blocks)
     return [
         start + index
         for start, size, count in zip(starts, layers, counts, strict=True)
@@ -110,7 +110,9 @@ def leading_blocks(layers: Sequence[int], stages: int, blocks: StageBlocks) -> l
     ]
 
 
-def _counts_of_chunks(layers: Sequence[int], stages: int, blocks: StageBlocks) -> Sequence[int]:
+def _count_blocks_per_chunk(
+    layers: Sequence[int], stages: int, blocks: StageBlocks
+) -> Sequence[int]:
     if isinstance(blocks, bool):
         return layers if blocks else [0] * len(layers)
     if len(blocks) == len(layers):
@@ -170,17 +172,17 @@ def _read_patterns(
     }
 
 
-def _operator_types(
+def _match_op_types(
     section: Keys, patterns: Mapping[str, StageBlocks], notes: list[str]
 ) -> dict[str, StageBlocks]:
-    """Return the blocks of each operator type that a pattern matches.
+    """Return the recomputed blocks of each operator type that a pattern matches, by type.
 
     Raises:
         ConfigError: if patterns of one operator type have different blocks.
     """
     blocks_of_types: dict[str, StageBlocks] = {}
     for pattern, blocks in patterns.items():
-        matches = [path for path in _OP_TYPES if _matches(section, pattern, path)]
+        matches = [path for path in _OP_TYPES if _matches_operator_path(section, pattern, path)]
         if not matches:
             notes.append(
                 f"recompute_config.select_recompute.{pattern} has no effect: it matches none of"
@@ -198,7 +200,7 @@ def _operator_types(
     return blocks_of_types
 
 
-def _matches(section: Keys, pattern: str, path: str) -> bool:
+def _matches_operator_path(section: Keys, pattern: str, path: str) -> bool:
     """Whether a pattern matches a path as in MindFormers: each part, divided at escaped dots, is a
     regular expression for one name."""
     expressions, names = pattern.split(r"\."), path.split(".")

@@ -27,7 +27,7 @@ _SCHEDULES = {
 _CHECKPOINT_CALLBACKS = ("CheckpointMonitor", "CheckpointMointor")
 """Names of the callback that saves checkpoints; older MindFormers versions have the typo."""
 _ONLY_SCHEDULE_VALUES = {"warmup_lr_init": 0.0, "warmup_epochs": 0.0, "num_cycles": 0.5}
-"""The only supported value of a key of `lr_schedule`, by key."""
+"""The only supported value of each of these keys of `lr_schedule`, by key."""
 
 _DEFAULT_CLIP_NORM = 1.0
 """MindFormers' default of `max_grad_norm`."""
@@ -51,7 +51,7 @@ class Training:
 
 
 def read_training(keys: Keys, stages: int, chunks: int, notes: list[str]) -> Training:
-    """Read the training options.
+    """Read the training options of a MindFormers file.
 
     Args:
         keys: all keys of the file.
@@ -126,7 +126,7 @@ def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
 
 
 def _read_betas(section: Keys) -> list[float]:
-    """Read `beta1` and `beta2`, or `betas`."""
+    """Read the two betas of Adam: the keys `beta1` and `beta2`, or `betas`."""
     betas = section.any("betas")
     if betas is None:
         names = ("beta1", "beta2")

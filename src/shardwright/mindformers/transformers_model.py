@@ -49,7 +49,7 @@ _ONLY_VALUES: Mapping[str, bool | float] = {
     "gated_linear_unit": True,
     "use_sliding_window": False,
 }
-"""The only supported value of a key of `model_config`, by key."""
+"""The only supported value of each of these keys of `model_config`, by key."""
 
 _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "router_aux_loss_coef": "the loss has no load-balancing term",
@@ -163,7 +163,7 @@ def _check_only_values(config: Keys, model_type: str) -> None:
 
 
 def _read_seq_length(keys: Keys, config: Keys) -> int:
-    """Read the length of sequences: that of the model, of the dataset, or the maximum."""
+    """Read `seq_length` of the model, else of the dataset, else `max_position_embeddings`."""
     if config.has("seq_length"):
         return config.integer("seq_length")
     loader = keys.section("train_dataset").section("data_loader")

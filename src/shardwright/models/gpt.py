@@ -113,7 +113,7 @@ class GPTBackbone(nn.Module):
         self.norm = nn.LayerNorm(width, sizes.norm_eps)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Compute hidden states.
+        """Compute hidden states `[batch, positions, width]` of tokens `[batch, positions]`.
 
         Raises:
             ConfigError: if the sequence is longer than the model's `seq_length`.

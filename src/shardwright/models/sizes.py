@@ -159,7 +159,7 @@ def feed_forward_size(
     return -(-size // multiple_of) * multiple_of
 
 
-def _dimensions(
+def _make_dimensions(
     family: str, width: int, layers: int, heads: int, ffn: int, vocabulary: int, **changes: Any
 ) -> Dimensions:
     return Dimensions(
@@ -183,15 +183,15 @@ _PANGU: Mapping[str, Any] = {
 }
 
 _PUBLISHED = {
-    "llama2_7b": _dimensions("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
-    "llama2_13b": _dimensions("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
-    "llama2_70b": _dimensions("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
-    "qwen_7b": _dimensions("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
-    "qwen_14b": _dimensions("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
-    "baichuan2_7b": _dimensions("baichuan", 4096, 32, 32, 11008, 125696),
-    "baichuan2_13b": _dimensions("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
-    "pangualpha_2_6b": _dimensions("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
-    "pangualpha_13b": _dimensions("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
+    "llama2_7b": _make_dimensions("llama", 4096, 32, 32, 11008, 32000, **_LLAMA),
+    "llama2_13b": _make_dimensions("llama", 5120, 40, 40, 13824, 32000, **_LLAMA),
+    "llama2_70b": _make_dimensions("llama", 8192, 80, 64, 28672, 32000, num_kv_heads=8, **_LLAMA),
+    "qwen_7b": _make_dimensions("qwen", 4096, 32, 32, 11008, 151936, **_QWEN),
+    "qwen_14b": _make_dimensions("qwen", 5120, 40, 40, 13696, 152064, **_QWEN),
+    "baichuan2_7b": _make_dimensions("baichuan", 4096, 32, 32, 11008, 125696),
+    "baichuan2_13b": _make_dimensions("baichuan", 5120, 40, 40, 13696, 125696, positions="alibi"),
+    "pangualpha_2_6b": _make_dimensions("pangualpha", 2560, 32, 32, 4 * 2560, 40000, **_PANGU),
+    "pangualpha_13b": _make_dimensions("pangualpha", 5120, 40, 40, 4 * 5120, 40000, **_PANGU),
 }
 
 MODELS: Mapping[str, Dimensions] = {
