@@ -159,7 +159,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
 def _recomputed_op_types_by_path(
     net: nn.Module, section: schema.RecomputeSection
 ) -> dict[str, list[str] | None]:
-    """Return the operator types to recompute of each module, by path; None for all types."""
+    """Return the operator types to recompute in each module, by module path; None for all types."""
     if section.modules is not None:
         assert not isinstance(section.operators, dict)
         return dict.fromkeys(section.modules, section.operators)
@@ -183,7 +183,7 @@ def _recomputed_op_types_by_path(
 def _op_types_of_blocks(
     section: schema.RecomputeSection, num_blocks: int
 ) -> dict[int, list[str] | None]:
-    """Return operator types to recompute, by index of the block; None for all operators."""
+    """Return the operator types to recompute in each block, by block index; None for all types."""
     if not isinstance(section.operators, dict):
         indices = range(num_blocks) if section.blocks is None else section.blocks
         return dict.fromkeys(indices, section.operators)

@@ -259,8 +259,8 @@ def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
 def _read_megatron_dtype(index: Path, file: Path) -> str:
     """Return the token dtype of a Megatron-LM dataset.
 
-    The index has no checksum, but the place where the last sequence ends, which is the end of the
-    file of tokens if the dtype is right and both files are complete.
+    The index has no checksum. Instead, its last sequence must end where the token file ends; it
+    does not if the dtype is wrong or one of the files is incomplete.
 
     Raises:
         DataError: if the index is damaged, or is that of another file.
@@ -278,7 +278,7 @@ def _read_megatron_dtype(index: Path, file: Path) -> str:
                 f"{index}: not the index file of a Megatron-LM dataset\n"
                 f"set `data.dtype` to read {file.name} without an index file"
             )
-        end = _end_of_last_sequence(content, sequences, np.dtype(dtype).itemsize)
+        end = _read_end_of_last_sequence(content, sequences, np.dtype(dtype).itemsize)
     size = file.stat().st_size
     if end != size:
         raise DataError(
@@ -288,8 +288,8 @@ def _read_megatron_dtype(index: Path, file: Path) -> str:
     return dtype
 
 
-def _end_of_last_sequence(index: BinaryIO, sequences: int, itemsize: int) -> int:
-    """Return the byte at which the last of the sequences in a Megatron-LM index ends."""
+def _read_end_of_last_sequence(index: BinaryIO, sequences: int, itemsize: int) -> int:
+    """Return the byte of the token file at which the last sequence of a Megatron-LM index ends."""
     if sequences == 0:
         return 0
     # First the lengths of all sequences in 32 bits, then where they start in 64 bits.

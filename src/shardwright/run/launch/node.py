@@ -89,7 +89,7 @@ class Node:
         if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
             raise ConfigError(
                 f"--nnodes {nnodes}: expected a number of nodes, or MIN:MAX with 1 ≤ MIN ≤ MAX"
-                "\nfor example --nnodes 2 or --nnodes 2:4"
+                "\nuse for example --nnodes 2 or --nnodes 2:4"
             )
         if rank is None or rdzv is None:
             raise ConfigError(

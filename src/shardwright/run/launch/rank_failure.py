@@ -21,11 +21,11 @@ _CAUSES_OF_SIGNALS = {
     " full: check `df`, and that no input file changes during the run",
     signal.SIGSEGV: "native code has crashed: set PYTHONFAULTHANDLER=1 to see where, in its log",
 }
-"""Usual causes of signals that processes do not explain themselves, and what to do."""
+"""Usual cause and remedy of signals that kill a process without a message, by signal."""
 
 
 class RankFailedError(Exception):
-    """A rank failed or was killed; the message gives the rank, the reason and its log.
+    """Error of a failed or killed rank; the message gives the rank, the reason and its log.
 
     Args:
         exception_type, exception_message: type name and message of the exception that ended the
@@ -47,7 +47,7 @@ class RankFailedError(Exception):
 
 
 class StoppedError(Exception):
-    """The run received a signal to stop, for example by Ctrl-C.
+    """Error that ends a run after a signal to stop, for example by Ctrl-C.
 
     Args:
         signal_number: number of the signal.

@@ -103,7 +103,7 @@ class RankProcess:
             self.ended = time.monotonic()
             return False
         if not self.signals:
-            self.stopped_by = _signal_that_stopped(self.process.pid)
+            self.stopped_by = _find_stop_signal(self.process.pid)
         self.seconds_stopped = self.seconds_stopped + POLL_SECONDS if self.stopped_by else 0.0
         return True
 
@@ -132,7 +132,7 @@ class RankProcess:
         return content.decode(errors="replace").strip()
 
 
-def _signal_that_stopped(pid: int) -> int | None:
+def _find_stop_signal(pid: int) -> int | None:
     """Return the signal that has stopped a child process; None if the process is not stopped."""
     # WNOWAIT leaves the process waitable, so that `Popen.poll` still sees its end.
     try:

@@ -29,7 +29,7 @@ NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def non_finite_value(tensor: Tensor) -> str | None:
-    """Return the first of nan, inf and -inf in `tensor`; None if all elements are finite."""
+    """Return "nan", "inf" or "-inf", the first of these in `tensor`; None if `tensor` is finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
