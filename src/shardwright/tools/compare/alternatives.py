@@ -25,7 +25,8 @@ AUTO, EXPERT, DATA_PARALLEL, TENSOR_PARALLEL, GRID, OF_GRID = (
     "best of grid",
     "of grid",
 )
-"""Types of alternatives; `of grid` is faster than `best of grid`, but over the memory limit."""
+"""Types of alternatives. The grid has all degrees of data, tensor and pipeline parallelism: `best
+of grid` is its fastest plan within the memory limit, `of grid` a faster plan over the limit."""
 
 TOLERANCE = 1e-3
 """Relative difference below which two step times count as equal."""

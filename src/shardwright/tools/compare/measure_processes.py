@@ -116,7 +116,7 @@ def _measure_rates(clock: Clock) -> Cluster:
     )
     sent = 2 * (clock.processes - 1) / clock.processes * 4 * (LONG_MESSAGE - SHORT_MESSAGE)
     bandwidth = sent / max(long - short, 1e-9)
-    figures = _mean_of_processes(
+    figures = _average_over_processes(
         [*device.rates.values(), device.memory_bandwidth, device.overhead, bandwidth]
     )
     *rates, memory_bandwidth, overhead, bandwidth = figures
@@ -129,7 +129,7 @@ def _measure_rates(clock: Clock) -> Cluster:
     return Cluster(LOCAL, device, (replace(ASSUMED_LINK, bandwidth=bandwidth),))
 
 
-def _mean_of_processes(figures: Sequence[float]) -> list[float]:
+def _average_over_processes(figures: Sequence[float]) -> list[float]:
     """Average numbers elementwise over all processes. Collective."""
     mean = torch.tensor(figures, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
@@ -161,7 +161,7 @@ def _measure_steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterat
         # If fewer devices than processes train together, the processes train independent replicas
         # at the same time, each with its share of the CPU.
         share = sharding.devices / clock.processes
-        (seconds,) = _mean_of_processes([share * clock.seconds(training.step)])
+        (seconds,) = _average_over_processes([share * clock.seconds(training.step)])
         yield measured_step(training.plan.partitioned, cluster, seconds)
 
 

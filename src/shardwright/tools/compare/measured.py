@@ -158,7 +158,7 @@ def compare_measured(
     # One launch per model: the process groups of other models would slow down its steps.
     seconds = [_measure_step_seconds(order, devices, logs) for order in orders]
     return [
-        _comparison_of_measurements(run, devices, plans, plan_seconds)
+        _make_measured_comparison(run, devices, plans, plan_seconds)
         for run, plans, plan_seconds in zip(runs, model_plans, seconds, strict=True)
     ]
 
@@ -243,7 +243,7 @@ def _measure_step_seconds(order: MeasureOrder, devices: int, logs: LogFolder) ->
     return seconds
 
 
-def _comparison_of_measurements(
+def _make_measured_comparison(
     run: Run, devices: int, model_plans: _ModelPlans, seconds: Sequence[Sequence[float]]
 ) -> MeasuredComparison:
     assert run.config.data.seq_length is not None

@@ -135,7 +135,7 @@ class GridComparison:
             if self.is_divisible_by(degrees):
                 planned_points[degrees] = self.megatron_plan(degrees)
                 yield self._predict_alternative(name, degrees, planned_points[degrees])
-        yield from self._best_and_too_large_of_grid(expert, planned_points)
+        yield from self._search_grid(expert, planned_points)
 
     def expert(self) -> tuple[GridPoint, Plan]:
         """Return the configuration's degrees of parallelism, and the plan with these degrees."""
@@ -150,11 +150,11 @@ class GridComparison:
         )
         return degrees, plan
 
-    def _best_and_too_large_of_grid(
+    def _search_grid(
         self, expert: Alternative, planned_points: dict[GridPoint, Plan]
     ) -> Iterator[Alternative]:
-        """Yield the fastest plan of the grid that fits into memory, then faster plans that do not
-        fit.
+        """Yield the fastest alternative of the grid within the memory limit, then faster ones over
+        the limit.
 
         Args:
             expert: the expert's alternative; yielded as the best of the grid if it fits and no plan

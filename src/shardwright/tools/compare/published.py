@@ -119,7 +119,7 @@ class PlannedRun:
 
     @property
     def software(self) -> Software:
-        """Memory of the framework of the run."""
+        """Memory settings of the framework that trained the published run."""
         return software_of_run(self.run)
 
     @cached_property
@@ -167,13 +167,13 @@ class PlannedRun:
         layers = self.run.layers
         # Further arguments may alternate different blocks.
         if layers > CAPTURED_BLOCKS and not self.run.hf:
-            net, graph, blocks = self._capture(CAPTURED_BLOCKS)
+            net, graph, blocks = self._capture_with_layers(CAPTURED_BLOCKS)
             if (extended := with_more_blocks(graph, blocks, layers)) is not None:
                 parent = blocks[0].rpartition(".")[0]
                 return net, extended, [f"{parent}.{index}" for index in range(layers)]
-        return self._capture(layers)
+        return self._capture_with_layers(layers)
 
-    def _capture(self, layers: int) -> tuple[nn.Module, Graph, list[str]]:
+    def _capture_with_layers(self, layers: int) -> tuple[nn.Module, Graph, list[str]]:
         """Return the model with `layers` blocks, its graph, and the paths of its blocks."""
         run = self.run
         with torch.device("meta"):
@@ -200,7 +200,7 @@ class PlannedRun:
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Dtype of computation where it is not that of the parameters."""
+        """Compute dtype of mixed precision; None if all operators use the dtype of parameters."""
         if self.run.dtype == "fp32" or self.software.parameter_dtype == "bfloat16":
             return None
         # Captured in bfloat16 instead of float16, which has the same rates.

@@ -34,7 +34,7 @@ from shardwright.tools.compare.published_software import Software
 aten = torch.ops.aten
 
 _ACTIVATIONS = {aten.silu.default, aten.gelu.default}
-"""Activation functions of gates."""
+"""Operators that are activation functions of gated MLPs."""
 
 
 def framework_peak_bytes(
@@ -51,11 +51,11 @@ def framework_peak_bytes(
     peaks = []
     for stage in memory.stages:
         chunks = partitioned.chunks_of(stage.stage)
-        stage_peak = stage.peak - _unsaved_loss_bytes(stage, chunks, software)
+        stage_peak = stage.peak - _excess_loss_bytes(stage, chunks, software)
         stage_peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
         if not recomputes:
             unsaved = sum(unsaved_bytes(chunk, software) for chunk in chunks) / len(chunks)
-            stage_peak -= int(unsaved * _passes_in_flight(orders[stage.stage]))
+            stage_peak -= int(unsaved * _max_passes_in_flight(orders[stage.stage]))
         peaks.append(stage_peak)
     return max(peaks)
 
@@ -72,7 +72,7 @@ def unsaved_bytes(chunk: Chunk, software: Software) -> float:
 
 
 def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield the bytes of each result of an activation function that is only multiplied.
+    """Yield the bytes of each output of an activation function that only products read.
 
     A kernel that computes both, such as SwiGLU, saves the inputs of the activation function and of
     the product.
@@ -92,8 +92,8 @@ def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
 
 
 def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
-    """Return the bytes of the activation of the gate, and of its product with the value before it
-    is scaled by the weight of the token's expert."""
+    """Return the bytes of two outputs in a mixture of experts: of the gate's activation function,
+    and of its product with the up projection before the routing weight scales it."""
     arguments = call_arguments(op)
     inner: int = arguments["down"].shape[-1]
     rule = rule_of(op)
@@ -104,8 +104,7 @@ def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
 
 
 def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield the bytes that the input of linear layers has in excess of its shard, for each
-    all-gather of an activation.
+    """Yield, for each all-gathered input of linear layers, its bytes in excess of its shard.
 
     With sequence parallelism Megatron-LM saves the shard, and gathers it again in the backward
     pass, during the gradient of the input (Korthikanti et al., "Reducing activation recomputation
@@ -138,9 +137,9 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
     return op.output.numel * op.output.itemsize / prod(output_counts)
 
 
-def _unsaved_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
-    """Return the bytes of the loss at the peak of `stage`, in excess of those of the framework's
-    loss; 0 if memory does not peak in the backward pass of the loss."""
+def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: Software) -> int:
+    """Return by how many bytes this program's loss exceeds the framework's at the peak of `stage`;
+    0 if memory does not peak in the backward pass of the loss."""
     if software.logit_bytes is None:
         return 0
     for chunk in chunks:
@@ -157,9 +156,13 @@ def _unsaved_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: S
     return 0
 
 
-def _passes_in_flight(order: Iterable[Action]) -> int:
-    """Return the largest number of forward passes of chunks of a stage whose activations are alive
-    at the same time."""
+def _max_passes_in_flight(order: Iterable[Action]) -> int:
+    """Return the largest number of forward passes of a stage's chunks whose activations are alive
+    at the same time.
+
+    Args:
+        order: the forward and backward passes of the stage, in order.
+    """
     alive = largest = 0
     for action in order:
         alive += 1 if action.pass_type == FORWARD else 0

@@ -44,7 +44,7 @@ class Software:
 MEGATRON_CORE = Software(
     gradient_bytes=2, logit_bytes=6, fuses_activations=True, gathers_again=True
 )
-"""NeMo and Megatron-Bridge in their performance recipes.
+"""Memory settings of NeMo and Megatron-Bridge in their performance recipes.
 
 Gradients are in bfloat16 (`grad_reduce_in_fp32=False`, `grad_sync_dtype: bf16`). The vocabulary-
 parallel cross entropy overwrites one float32 copy of the logits with the softmax
@@ -53,8 +53,10 @@ parallel cross entropy overwrites one float32 copy of the logits with the softma
 AUTOMODEL = Software(
     parameter_dtype="bfloat16", logit_bytes=6, fuses_activations=True, defers_gradients=True
 )
-"""NeMo Automodel: `from_config` builds models in bfloat16, which FSDP2 and Adam keep, and the loss
-of its benchmarks has bfloat16 logits (`fp32_upcast: false`): logits, log-probabilities, gradient.
+"""Memory settings of NeMo Automodel.
+
+`from_config` builds models in bfloat16, which FSDP2 and Adam keep, and the loss of its benchmarks
+has bfloat16 logits (`fp32_upcast: false`): logits, log-probabilities, gradient.
 Gradients are reduced after the last micro-batch (`defer_fsdp_grad_sync`), until when parameters are
 not resharded (`reshard_after_forward: false`)."""
 
@@ -64,7 +66,7 @@ SOFTWARE: Mapping[str, Software] = {
     "dgxc-benchmarking": MEGATRON_CORE,
     "nemo": MEGATRON_CORE,
 }
-"""Memory of frameworks, by a word in the row's `framework` or `source`."""
+"""Memory settings of frameworks, by a word in the row's `framework` or `source`."""
 
 FRAMEWORKS = {
     "automodel": "automodel",
@@ -94,7 +96,7 @@ H100_FLASH2 = {
     "attention_half": 256.0,
     "attention_head_half": 22.0,
 }
-"""Figures of FlashAttention 2 on an H100, those of the cluster `h100_flash2`."""
+"""Device parameters for FlashAttention 2 on an H100, as in the cluster `h100_flash2`."""
 
 KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "torch": {"a100": {"norm_traffic": COMPOSED_NORMS}},
@@ -110,7 +112,7 @@ KERNELS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "fa2": {"a100": {"norm_traffic": COMPOSED_NORMS}, "h100": H100_FLASH2},
     "fa2rms": {"h100": H100_FLASH2},
 }
-"""Device figures that replace those of the cluster, by `kernel` or `attention` and by hardware.
+"""Device parameters that replace the cluster's, by `kernel` or `attention` and by hardware.
 
 Kernels: attention of PyTorch (`torch`) and with Megatron-LM's softmax (`fused`), FlashAttention 1
 and 2, and 2 with a fused RMSNorm (`fa2rms`), as Hagemann et al. (arXiv:2311.05610) name them."""
@@ -137,7 +139,7 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
 
 
 def software_of_run(run: PublishedRun) -> Software:
-    """Return what the framework of a published run stores on a device."""
+    """Return the memory settings of the framework that trained a published run."""
     for label in filter(None, (run.framework, run.source)):
         for word, software in SOFTWARE.items():
             if word in label.lower():

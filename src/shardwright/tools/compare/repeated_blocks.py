@@ -29,13 +29,13 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         third block differ, or do not run one after the other.
     """
     spans = [_ops_of_block(graph, block) for block in blocks]
-    if len(spans) != CAPTURED_BLOCKS or graph.updates or not _follow_each_other(graph, spans):
+    if len(spans) != CAPTURED_BLOCKS or graph.updates or not _run_consecutively(graph, spans):
         return None
     first, middle, last = spans
     if len(first) != len(middle):
         return None
     # Each copy reads outputs of the previous block where the second block reads those of the first.
-    previous = dict(zip(_outputs(first), _outputs(middle), strict=False))
+    previous = dict(zip(_iterate_outputs(first), _iterate_outputs(middle), strict=False))
     steps = _corresponding_values(graph, middle, last, previous)
     if steps is None:
         return None
@@ -45,13 +45,13 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     new_values: list[Mapping[Value, Value]] = []
     latest: Mapping[Value, Value] = {value: value for value in middle_values}
     for index in range(2, number - 1):
-        rename = _renamer(blocks[1], f"{parent}.{index}")
+        rename = _make_path_renamer(blocks[1], f"{parent}.{index}")
         copy = {value: replace(value, name=rename(value.name)) for value in middle_values}
         chained = {before: latest[after] for before, after in previous.items() if after in latest}
-        copies += [_copy(op, {**copy, **chained}, rename) for op in middle]
+        copies += [_copy_op(op, {**copy, **chained}, rename) for op in middle]
         new_values.append(copy)
         latest = copy
-    rename = _renamer(blocks[2], f"{parent}.{number - 1}")
+    rename = _make_path_renamer(blocks[2], f"{parent}.{number - 1}")
     last_block_values = {
         steps[value]: replace(steps[value], name=rename(steps[value].name))
         for value in middle_values
@@ -72,7 +72,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         constants |= {copied[v]: graph.constants[v] for v in copied if v in graph.constants}
     return replace(
         graph,
-        ops=(*head, *copies, *(_copy(op, tail_values, rename) for op in tail)),
+        ops=(*head, *copies, *(_copy_op(op, tail_values, rename) for op in tail)),
         parameters=extend(graph.parameters),
         buffers=extend(graph.buffers),
         constants=constants,
@@ -80,19 +80,19 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     )
 
 
-def _outputs(ops: Sequence[Op]) -> Iterator[Value]:
+def _iterate_outputs(ops: Sequence[Op]) -> Iterator[Value]:
     return (value for op in ops for value in op.outputs)
 
 
 def _ops_of_block(graph: Graph, block: str) -> list[Op]:
-    return [op for op in graph.ops if _is_inside(op.module, block)]
+    return [op for op in graph.ops if _is_in_block(op.module, block)]
 
 
-def _is_inside(path: str, block: str) -> bool:
+def _is_in_block(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
-def _follow_each_other(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
+def _run_consecutively(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
     """Whether the blocks run one after the other, without operators of other modules in between."""
     block_of = {op: number for number, span in enumerate(spans) for op in span}
     order = [number for number, _ in groupby(graph.ops, lambda op: block_of.get(op))]
@@ -126,7 +126,7 @@ def _corresponding_values(
     return counterparts
 
 
-def _copy(op: Op, values: Mapping[Value, Value], rename: Callable[[str], str]) -> Op:
+def _copy_op(op: Op, values: Mapping[Value, Value], rename: Callable[[str], str]) -> Op:
     args, kwargs = op.arguments(lambda value: values.get(value, value))
     return replace(
         op,
@@ -139,11 +139,11 @@ def _copy(op: Op, values: Mapping[Value, Value], rename: Callable[[str], str]) -
     )
 
 
-def _renamer(old: str, new: str) -> Callable[[str], str]:
+def _make_path_renamer(old: str, new: str) -> Callable[[str], str]:
     """Return a function that renames a block in a path."""
 
     def rename(path: str) -> str:
-        return new + path[len(old) :] if _is_inside(path.partition("@")[0], old) else path
+        return new + path[len(old) :] if _is_in_block(path.partition("@")[0], old) else path
 
     return rename
 
@@ -154,11 +154,11 @@ def _extended_tags(
     parent = blocks[1].rpartition(".")[0]
     result = {}
     for path, tags in graph.module_tags.items():
-        if _is_inside(path, blocks[2]):
-            result[_renamer(blocks[2], f"{parent}.{number - 1}")(path)] = tags
+        if _is_in_block(path, blocks[2]):
+            result[_make_path_renamer(blocks[2], f"{parent}.{number - 1}")(path)] = tags
             continue
         result[path] = tags
-        if _is_inside(path, blocks[1]):
+        if _is_in_block(path, blocks[1]):
             for index in range(2, number - 1):
-                result[_renamer(blocks[1], f"{parent}.{index}")(path)] = tags
+                result[_make_path_renamer(blocks[1], f"{parent}.{index}")(path)] = tags
     return result

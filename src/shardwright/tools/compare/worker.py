@@ -35,7 +35,7 @@ BATCH_SIZE, MICRO_BATCHES = 16, 2
 
 @dataclass(frozen=True)
 class MeasureOrder:
-    """The plans of one model to measure.
+    """Plans of one model whose training steps are measured.
 
     Args:
         config: path of the expert configuration, whose tiny variant is trained.
@@ -66,7 +66,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     for name, file in order.plans.items():
         plan = replace(Plan.load(file), graph=graph)
         try:
-            step = _training_step(run, plan, next(batches), device)
+            step = _make_training_step(run, plan, next(batches), device)
             for _ in range(WARM_UP_STEPS):
                 step()
         except ShardwrightError as error:
@@ -82,7 +82,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     return seconds
 
 
-def _training_step(
+def _make_training_step(
     run: Run, plan: Plan, batch: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
     """Return a function that runs one training step of `plan`, as the command `train` does."""

@@ -144,12 +144,15 @@ def _pair_collective_totals(
             totals.setdefault((total.kind, total.over), []).append(total)
     by_key = {(total.kind, total.over): total for total in predicted}
     return {
-        key: (by_key.get(key), _mean_total(totals[key], len(ranks)) if key in totals else None)
+        key: (
+            by_key.get(key),
+            _average_collective_totals(totals[key], len(ranks)) if key in totals else None,
+        )
         for key in dict.fromkeys((*by_key, *totals))
     }
 
 
-def _mean_total(totals: list[CollectiveTotal], num_ranks: int) -> CollectiveTotal:
+def _average_collective_totals(totals: list[CollectiveTotal], num_ranks: int) -> CollectiveTotal:
     def mean(name: str) -> float:
         return sum(getattr(total, name) or 0.0 for total in totals) / num_ranks
 
