@@ -83,7 +83,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
 
 
 def _load_known_keys_module() -> ModuleType:
-    """Load the module without its package, which imports torch."""
+    """Load the module `known_keys` without its package, which imports torch."""
     spec = spec_from_file_location("known_keys", PACKAGE / "run" / "config" / "known_keys.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

@@ -48,10 +48,10 @@ def printable(text: str, lines: bool = True) -> str:
     >>> printable("net\x1b[2J.first")
     'net\\u001b[2J.first'
     """
-    return (_UNPRINTABLE if lines else _WITH_LINES).sub(_escape, text)
+    return (_UNPRINTABLE if lines else _WITH_LINES).sub(_escape_character, text)
 
 
-def _escape(match: re.Match[str]) -> str:
+def _escape_character(match: re.Match[str]) -> str:
     units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 

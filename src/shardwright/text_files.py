@@ -126,14 +126,15 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def content_digest(data: Mapping[str, Any]) -> str:
-    """Return a digest of plain data without its key `digest`, whatever its layout in the file."""
+    """Return a digest of plain data without its key `digest`, independent of the file's formatting
+    and order of keys."""
     content = {key: value for key, value in data.items() if key != DIGEST}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return sha256(canonical.encode()).hexdigest()[:16]
 
 
 def warn_if_edited(data: Mapping[str, Any], location: str) -> None:
-    """Warn if plain data differ from those that were written. Data without a digest are accepted.
+    """Warn if plain data do not match their digest. Data without a digest are accepted.
 
     Args:
         location: name of the file.
@@ -186,7 +187,7 @@ def parse_yaml(text: str, location: str, error_type: ErrorType) -> Any:
     except yaml.MarkedYAMLError as error:
         start = error.problem_mark
         position = f"line {start.line + 1}, column {start.column + 1}: " if start else ""
-        raise error_type(f"{location}: {position}{_yaml_problem(error)}") from None
+        raise error_type(f"{location}: {position}{_describe_yaml_error(error)}") from None
     except yaml.YAMLError as error:
         raise error_type(f"{location}: invalid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -221,14 +222,16 @@ def _check_plain_data(data: Any, max_values: float) -> None:
             for key, item in value.items():
                 # Keys are names, which messages and tables print: a line break would forge a line.
                 if isinstance(key, str) and not key.isprintable() and min(key) < " ":
-                    raise ValueError(f"the key {short_repr(key)} has control characters")
+                    raise ValueError(
+                        f"the key {short_repr(key)} has control characters; remove them"
+                    )
                 pending_values.append(((None, short_repr, key), depth + 1, key))
                 pending_values.append(((path, _format_key, key), depth + 1, item))
         elif isinstance(value, list):
             pending_values += (
                 ((path, _format_index, index), depth + 1, item) for index, item in enumerate(value)
             )
-        elif problem := _problem_of_value(value):
+        elif problem := _describe_unsupported_value(value):
             location = _format_value_path(path)
             raise ValueError(f"{location}: {problem}" if location else problem)
 
@@ -251,7 +254,7 @@ def _format_value_path(path: _ValuePath) -> str:
     return (_format_value_path(container_path) + format_key(key)).lstrip(".")
 
 
-def _problem_of_value(value: Any) -> str:
+def _describe_unsupported_value(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
         return "integers must be from -2^63 to 2^63 - 1"
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
@@ -268,7 +271,7 @@ def _dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
+def _describe_yaml_error(error: yaml.MarkedYAMLError) -> str:
     alias = re.fullmatch(r"found undefined alias '(.*)'", error.problem or "")
     if alias is None:
         return str(error.problem)

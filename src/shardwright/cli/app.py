@@ -96,7 +96,7 @@ def main() -> None:
             status = app(standalone_mode=False)
         raise SystemExit(status if isinstance(status, int) else 0)
     except _USAGE_ERROR as error:
-        _exit_with_usage(error)
+        _exit_with_usage_error(error)
     except typer.Abort:
         echo("Aborted.", err=True)
         raise SystemExit(1) from None
@@ -130,8 +130,8 @@ def main() -> None:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a write to an open file, which do not name it: no space is left, or a limit is reached
-on the bytes of a user or of a file."""
+"""Error numbers of a write to a full disk, or beyond a quota or the maximum size of a file; these
+errors do not name the file."""
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -143,8 +143,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 _USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _exit_with_usage(error: Any) -> None:
-    """Print how a command is used, and what is wrong, and exit."""
+def _exit_with_usage_error(error: Any) -> None:
+    """Print the usage of a command and the error, and exit with the status of the error."""
     usage = io.StringIO()
     error.show(usage)
     echo(usage.getvalue().rstrip("\n"), err=True)

@@ -168,8 +168,8 @@ def explain_command(
 ) -> None:
     """Explain how one operator is sharded, and why.
 
-    Prints what other choices would cost and what would make them cheaper, where the inputs come
-    from, and the redistributions.
+    Prints the costs of other choices and the changes that would make them cheaper, the producers of
+    the inputs, and the redistributions.
     """
     _check_planning_options(config, devices, (mem_coeff, log_costs or None, cluster, memory_limit))
     if devices is None:
