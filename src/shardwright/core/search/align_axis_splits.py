@@ -45,13 +45,13 @@ def align_axis_splits(
     positions = {
         position
         for op_cuts in cuts.values()
-        if (position := _split_position_of_axes(op_cuts, equal_axes))
+        if (position := _find_split_position(op_cuts, equal_axes))
     }
     for position in sorted(positions) if len(positions) > 1 else ():
         # Every position is tried, as only the predictor of full plans knows which is cheapest.
         aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
         for name, op_cuts in cuts.items():
-            if name not in pinned and _split_position_of_axes(op_cuts, equal_axes):
+            if name not in pinned and _find_split_position(op_cuts, equal_axes):
                 moved = _split_group_at(op_cuts, equal_axes, position)
                 if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
                     aligned[name] = moved
@@ -59,14 +59,14 @@ def align_axis_splits(
 
 
 def _group_axes_by_factor(cuts: Cuts, group: Axes) -> dict[str, Axes]:
-    """Return the axes of `group` that cut each factor, with the factors sorted by their axes."""
+    """Return a dict from each factor to the axes of `group` that cut it, in order of these axes."""
     group_axes = {f: tuple(axis for axis in axes if axis in group) for f, axes in cuts.items()}
     return dict(sorted(((f, axes) for f, axes in group_axes.items() if axes), key=itemgetter(1)))
 
 
-def _split_position_of_axes(cuts: Cuts, group: Axes) -> int:
-    """Return the number of leading axes of `group` that cut the first of two factors, or 0 unless
-    the remaining axes cut the second factor."""
+def _find_split_position(cuts: Cuts, group: Axes) -> int:
+    """Return how many leading axes of `group` cut one factor, if all other axes of `group` cut a
+    second factor; else 0."""
     splits = list(_group_axes_by_factor(cuts, group).values())
     return len(splits[0]) if len(splits) == 2 and splits[0] + splits[1] == group else 0
 

@@ -65,15 +65,15 @@ def semi_auto(graph: Graph, mesh: DeviceMatrix, pinned: Mapping[str, Cuts]) -> C
 
 
 def _data_parallel_cuts(graph: Graph, mesh: DeviceMatrix) -> tuple[IndexedGraph, CutsOfGraph]:
-    """Return the graph with the batch dims that shard the most elements, and the cuts along
-    them."""
+    """Return the indexed graph with the batch dims whose sharding saves the most activation memory,
+    and the data-parallel cuts along these dims."""
     indexed = index_graph(graph)
-    best = indexed, _cuts_along_batch(indexed, mesh)
+    best = indexed, _shard_along_batch(indexed, mesh)
     if _shards_all_batch_ops(*best, mesh):
         return best
     for dims in JoinedDims(graph).candidates(mesh.num_devices):
-        batched = _set_batch_dims(indexed, graph, dims)
-        cuts = _cuts_along_batch(batched, mesh)
+        batched = _replace_batch_dims(indexed, graph, dims)
+        cuts = _shard_along_batch(batched, mesh)
         if _num_elements_saved_by_sharding(graph, mesh, cuts) > _num_elements_saved_by_sharding(
             graph, mesh, best[1]
         ):
@@ -93,11 +93,14 @@ def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: Device
     return True
 
 
-def _set_batch_dims(
+def _replace_batch_dims(
     indexed: IndexedGraph, graph: Graph, dims: Sequence[int | None]
 ) -> IndexedGraph:
-    """Return the graph with `dims` as batch dims, one per leaf of the call; None for a leaf without
-    a batch."""
+    """Return a copy of `indexed` with other batch dims.
+
+    Args:
+        dims: batch dim of each leaf of the model's arguments; None for a leaf without a batch.
+    """
     dim_of = {
         leaf: dim
         for leaf, dim in zip(graph.inputs, dims, strict=True)
@@ -121,7 +124,7 @@ def _num_shards(cuts: Cuts, mesh: DeviceMatrix) -> int:
     return mesh.size(tuple(axis for axes in cuts.values() for axis in axes))
 
 
-def _cuts_along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
+def _shard_along_batch(indexed: IndexedGraph, mesh: DeviceMatrix) -> CutsOfGraph:
     # Axis by axis, so that a batch that not all axes divide is cut over the axes that do.
     shard_counts = [(1,) * len(op_type.factors) for op_type in indexed.op_types]
     cuts: CutsOfGraph = {}

@@ -232,7 +232,7 @@ def _axis_choices_by_time(
 def _scale_cost(
     cost: ObjectiveCost, multipliers: Mapping[str, float], parameter_scale: float
 ) -> ObjectiveCost:
-    """Return `cost` for other communication times, batch sizes and parameter weights.
+    """Return `cost` with multiplied communication time, batch size and parameter weight.
 
     Args:
         multipliers: multipliers of communication time and batch size, 1 if missing.
@@ -286,7 +286,7 @@ def _axis_choices_by_symbolic_cost(
             equal_ops.setdefault(key, []).append(op)
         for ops in equal_ops.values():
             first, factors = ops[0], indexed.op_types[ops[0]].factors
-            level.choices = _choices_before_deciding_op(level, choice, first)
+            level.choices = _propagate_choices_without_op(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
             op_costs = costs(first, 1.0)
             if chosen not in op_costs:
@@ -300,7 +300,7 @@ def _axis_choices_by_symbolic_cost(
             yield _build_axis_choice(names, name, chosen, other_factors, cost, symbolic=True)
 
 
-def _choices_before_deciding_op(level: AxisLevel, choice: list[int], op: int) -> list[int]:
+def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) -> list[int]:
     """Return the choices on one axis for all operators that do not depend on the choice of `op`.
 
     `op` is undecided, and so are operators without a cost model that would copy its choice; those
@@ -334,8 +334,8 @@ def _choices_before_deciding_op(level: AxisLevel, choice: list[int], op: int) ->
 def _shard_counts_and_choices(
     indexed: IndexedGraph, mesh: DeviceMatrix, decisions: Decisions, axis: int
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return two lists over operators: the number of shards of each factor over all axes but
-    `axis`, and the choice on `axis`."""
+    """Return two lists with an entry per operator: the number of shards of each factor over all
+    axes but `axis`, and the index of the factor that `axis` cuts (or `NO_CUT`)."""
     shard_counts, choice = [], []
     for name, op_type in zip(indexed.names, indexed.op_types, strict=True):
         cuts = decisions.cuts.get(name, {})

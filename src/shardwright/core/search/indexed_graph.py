@@ -38,7 +38,7 @@ class CostedTensor:
     factors: frozenset[int]
 
     def elements(self, shard_counts: Sequence[int]) -> int:
-        """Return the elements of a shard, given the number of shards of each factor."""
+        """Return the number of elements of a shard, given the number of shards of each factor."""
         return self.size // prod(shard_counts[factor] for factor in self.factors)
 
 

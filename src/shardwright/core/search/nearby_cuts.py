@@ -16,7 +16,7 @@ from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
 
 FactorOfAxis = Mapping[int, str]
-"""The factor that each axis cuts; axes that cut no factor are omitted."""
+"""Mapping from the index of a mesh axis to the factor that it cuts; unused axes are omitted."""
 
 NO_AXES: Mapping[str, Axes] = MappingProxyType({})
 
@@ -52,8 +52,8 @@ class NearbyCuts:
     joined: Mapping[str, str] = field(default_factory=dict)
 
     def matching_neighbors(self) -> Iterator[dict[int, str]]:
-        """Yield, for each shared tensor, the factor of each axis that gives the tensor the
-        neighbor's layout."""
+        """Yield, for each shared tensor, a dict from axis to factor with which the operator has the
+        tensor in the neighbor's layout."""
         for tensor in self.shared:
             # Axes over which the neighbor's layout is partial or varying shard no dim and are
             # missing.
@@ -122,11 +122,12 @@ def unjoined_limits(rule: ShardingRule) -> dict[str, int]:
 
 
 OpLayouts = tuple[tuple[TensorLayout, ...], tuple[TensorLayout, ...]]
-"""The layouts of an operator's inputs and outputs."""
+"""(Layouts of an operator's inputs, layouts of its outputs)."""
 
 
 def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts) -> OpLayouts:
-    """Return the layouts of an operator's inputs and outputs; all replicated without a rule."""
+    """Return (layouts of the inputs, layouts of the outputs) of an operator; replicated without a
+    rule."""
     if rule is not None:
         return rule.layouts(mesh, cuts)
     # An operator without a rule runs on full tensors on every device.
@@ -137,12 +138,13 @@ def layouts_of(op: Op, rule: ShardingRule | None, mesh: DeviceMatrix, cuts: Cuts
 
 
 def factor_of_axis(cuts: Cuts) -> dict[int, str]:
-    """Return the factor that each axis cuts; axes that cut no factor are omitted."""
+    """Return `cuts` inverted: a dict from the index of each axis to the factor that it cuts."""
     return {axis: factor for factor, axes in cuts.items() for axis in axes}
 
 
 def axes_of_factors(factors: FactorOfAxis) -> dict[str, Axes]:
-    """Return the axes that cut each factor, outermost first."""
+    """Return `factors` inverted: a dict from each factor to the axes that cut it, outermost
+    first."""
     cuts: dict[str, Axes] = {}
     for axis in sorted(factors):
         cuts[factors[axis]] = (*cuts.get(factors[axis], ()), axis)

@@ -90,8 +90,8 @@ def _sharding_axes_by_parameter(
 def _shard_storage_further(
     value: Value, mesh: DeviceMatrix, used: CutAxes, free_axes: Axes, shard_size: int
 ) -> CutAxes:
-    """Return the storage layout of one parameter, which shards one more dim, or one dim further,
-    than its uses do.
+    """Return the axes that shard each dim of a stored parameter: those of its uses, and some of
+    `free_axes` for one dim.
 
     Args:
         used: the axes that shard each dim where the parameter is used.

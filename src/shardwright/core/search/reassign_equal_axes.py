@@ -20,8 +20,8 @@ from shardwright.core.partition.axis_meaning import Meaning, trace_meanings
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.request import CutsOfGraph
 
-RankedAxis = tuple[int, int]
-"""(rank, axis): rank 0 if the axis shards the batch, 1 for sequence positions, else 2."""
+PrioritizedAxis = tuple[int, int]
+"""(priority, axis): priority 0 if the axis shards the batch, 1 for sequence positions, else 2."""
 
 
 def reassign_equal_axes(
@@ -37,10 +37,12 @@ def reassign_equal_axes(
     new_axes: dict[str, dict[int, int]] = {name: {} for name in cuts if name not in pinned}
     for size in set(mesh.device_matrix):
         equal_axes = tuple(axis for axis, each in enumerate(mesh.device_matrix) if each == size)
-        ranked = {name: _ranked_axes(cuts[name], factors[name], equal_axes) for name in new_axes}
-        orders = _order_axes_of_each_rank(equal_axes, list(ranked.values()))
-        for name, ranked_axes in ranked.items():
-            new_axes[name].update(_axis_replacements(ranked_axes, orders))
+        axes_of_ops = {
+            name: _list_prioritized_axes(cuts[name], factors[name], equal_axes) for name in new_axes
+        }
+        orders = _order_axes_by_priority(equal_axes, list(axes_of_ops.values()))
+        for name, prioritized_axes in axes_of_ops.items():
+            new_axes[name].update(_axis_replacements(prioritized_axes, orders))
     return {
         name: {
             factor: tuple(new_axes[name].get(a, a) for a in axes)
@@ -52,32 +54,34 @@ def reassign_equal_axes(
     }
 
 
-def _ranked_axes(cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes) -> list[RankedAxis]:
+def _list_prioritized_axes(
+    cuts: Cuts, meanings: Mapping[str, Meaning], equal_axes: Axes
+) -> list[PrioritizedAxis]:
     # The batch first: nearly all operators have it, so that sharing its axes saves the most.
-    rank = {Meaning.BATCH: 0, Meaning.POSITION: 1}
+    priority = {Meaning.BATCH: 0, Meaning.POSITION: 1}
     return sorted(
-        (rank.get(meanings.get(factor, Meaning.FEATURE), 2), axis)
+        (priority.get(meanings.get(factor, Meaning.FEATURE), 2), axis)
         for factor, axes in cuts.items()
         for axis in axes
         if axis in equal_axes
     )
 
 
-def _order_axes_of_each_rank(
-    equal_axes: Axes, axes_of_ops: Sequence[list[RankedAxis]]
+def _order_axes_by_priority(
+    equal_axes: Axes, axes_of_ops: Sequence[list[PrioritizedAxis]]
 ) -> tuple[Axes, Axes, Axes]:
-    """Return the order in which axes are assigned to each rank of dimensions: batch, positions, all
-    others.
+    """Return the orders in which axes are assigned to dimensions of priority 0, 1 and 2: batch,
+    positions, all others.
 
-    The order of a rank begins after the axes that lower ranks need in any operator, continues to
-    the last axis, and ends with the skipped axes in reverse. So positions do not take the axes of
-    another operator's batch as long as there are enough axes.
+    An order begins after the axes that lower priorities need in any operator, continues to the last
+    axis, and ends with the skipped axes in reverse. So positions do not take the axes of another
+    operator's batch as long as there are enough axes.
 
     Args:
-        axes_of_ops: (rank, axis) pairs of each operator.
+        axes_of_ops: (priority, axis) pairs of each operator.
     """
     num_batch_axes, num_data_axes = (
-        max((sum(rank <= last for rank, _ in each) for each in axes_of_ops), default=0)
+        max((sum(priority <= last for priority, _ in each) for each in axes_of_ops), default=0)
         for last in (0, 1)
     )
     orders = [
@@ -88,13 +92,13 @@ def _order_axes_of_each_rank(
 
 
 def _axis_replacements(
-    ranked_axes: list[RankedAxis], orders: tuple[Axes, Axes, Axes]
+    prioritized_axes: list[PrioritizedAxis], orders: tuple[Axes, Axes, Axes]
 ) -> Iterator[tuple[int, int]]:
     """Yield (axis, new axis) for each axis that cuts an operator."""
     taken_axes: set[int] = set()
-    for rank, axis in ranked_axes:
-        # In the order of ranks: each axis is replaced by the first in the order of its rank that is
-        # not taken yet.
-        new_axis = next(each for each in orders[rank] if each not in taken_axes)
+    for priority, axis in prioritized_axes:
+        # In the order of priorities: each axis is replaced by the first axis that is not taken yet,
+        # in the order of its priority.
+        new_axis = next(each for each in orders[priority] if each not in taken_axes)
         taken_axes.add(new_axis)
         yield axis, new_axis

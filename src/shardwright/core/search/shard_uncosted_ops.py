@@ -127,7 +127,7 @@ class _UncostedOps(DecidedLayouts):
     def shard_further(self, op: Op) -> None:
         """Cut `op` over further axes like the first neighbor for which communication does not
         grow."""
-        for more_cuts in self._cuts_with_more_axes(op, self.axes):
+        for more_cuts in self._extend_cuts_to_neighbor_layouts(op, self.axes):
             if self._apply_if_cheaper([op], partial(self.decide, op, more_cuts)):
                 return
 
@@ -168,7 +168,7 @@ class _UncostedOps(DecidedLayouts):
             queue = deque(region)
             while queue:
                 op = queue.popleft()
-                for more_cuts in islice(self._cuts_with_more_axes(op, (axis,)), 1):
+                for more_cuts in islice(self._extend_cuts_to_neighbor_layouts(op, (axis,)), 1):
                     self.decide(op, more_cuts)
                     queue.extend(
                         members[name] for name in self.neighbor_names[op.name] if name in members
@@ -261,7 +261,7 @@ class _UncostedOps(DecidedLayouts):
             if value.origin is Origin.PARAMETER and value.requires_grad
         }
 
-    def _cuts_with_more_axes(self, op: Op, axes: Axes) -> Iterator[Cuts]:
+    def _extend_cuts_to_neighbor_layouts(self, op: Op, axes: Axes) -> Iterator[Cuts]:
         """Yield, for each layout of a shared tensor at a neighbor, the cuts of `op` extended to
         match that layout, over the `axes` that do not cut `op` yet."""
         cuts, rule = self.cuts[op.name], self.rules[op.name]

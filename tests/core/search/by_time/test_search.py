@@ -61,7 +61,7 @@ def test_the_tables_of_one_axis_add_up_to_the_cost_of_the_whole(model: Any) -> N
     found = minimum(sizes, factors)
     for row, options, choice in zip(choices, axis.options, found.choices, strict=False):
         row[0] = options[choice]
-    cost = search._cost_of_choices(choices)
+    cost = search._compute_cost_of_choices(choices)
     whole = cost.forward + cost.backward + cost.redistributions + cost.update
     whole += search.seconds_per_parameter_byte * cost.parameter_bytes
     if model in (gpt2, bert):

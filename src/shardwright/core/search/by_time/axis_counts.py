@@ -29,8 +29,8 @@ ROUNDING = 1e-6
 """Maximum fraction of a tensor that counts as a rounding error of single precision."""
 
 Counts = npt.NDArray[np.int64]
-"""Numbers of axes of each axis group that cut each factor of an operator, or that shard each dim of
-a tensor; the last two dimensions are (factor or dim, axis group)."""
+"""Array of numbers of axes: how many axes of each group cut each factor of an operator, or shard
+each dim of a tensor; the last two dimensions are (factor or dim, axis group)."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class CountedRedistributionBound:
         key = source.shape, source.tobytes(), target.tobytes(), differentiable
         if (key, num_bytes) not in self._cached_tables:
             if key not in self._cached_rates:
-                self._cached_rates[key] = self._forward_and_backward_rates(
+                self._cached_rates[key] = self._sum_rates_over_passes(
                     source, target, differentiable
                 )
             seconds_per_byte, latency = self._cached_rates[key]
@@ -153,7 +153,7 @@ class CountedRedistributionBound:
             self._cached_tables[key, num_bytes] = np.float32(num_bytes) * seconds_per_byte + latency
         return self._cached_tables[key, num_bytes]
 
-    def _forward_and_backward_rates(
+    def _sum_rates_over_passes(
         self, source: Counts, target: Counts, differentiable: bool
     ) -> tuple[LayoutTable, LayoutTable]:
         seconds_per_byte, latency = self._seconds_per_byte_and_latency(source, target)
@@ -217,14 +217,14 @@ class CountedRedistributionBound:
 
 
 def num_shards_of(axis_groups: Sequence[AxisGroup], counts: Counts) -> Counts:
-    """Return the product of shards over all axis groups, the last dimension of `counts`."""
+    """Return numbers of shards, given how many axes of each group (last dimension) shard a dim."""
     sizes = np.array([group.size for group in axis_groups], dtype=np.int64)
     num_shards: Counts = (sizes**counts).prod(axis=-1)
     return num_shards
 
 
 def pick_axes(axis_groups: Sequence[AxisGroup], counts: Counts, skip: Counts | None = None) -> Axes:
-    """Return `counts[g]` axes of each group `g`, starting at its axis `skip[g]`."""
+    """Return the axes `skip[g]` to `skip[g] + counts[g] - 1` of each axis group `g`."""
     first_axes = np.zeros_like(counts) if skip is None else skip
     return tuple(
         axis

@@ -69,7 +69,7 @@ class Weights:
     parameter_bytes: float
 
     def weighted_seconds(self, cost: ObjectiveCost) -> float:
-        """Return the weighted sum of the components of a cost, in seconds."""
+        """Return the linear objective of `cost` in seconds: its components times their weights."""
         return (
             self.forward * cost.forward
             + self.backward * cost.backward
@@ -173,7 +173,7 @@ class AxisTables:
         return (*divides, NO_CUT)
 
     def _build_tables(self) -> tuple[list[int], list[Factor]]:
-        """Return the number of choices of each variable, and all cost tables with their scopes."""
+        """Return the number of choices of each variable, and all (variables, cost table) pairs."""
         sizes = [len(options) for options in self.options]
         factors: list[Factor] = [
             ((n,), self._operator_table(n, variable))
@@ -219,8 +219,8 @@ class AxisTables:
     def _parameter_cost(
         self, variable: OpVariable, input_index: int, choice: int, shard_counts: list[int]
     ) -> float:
-        """Return the weighted seconds of a parameter with one consumer, which determines its
-        storage.
+        """Return the cost in seconds, weighted by `self.weights`, of updating, gathering and
+        storing a parameter with one consumer, which determines its storage.
 
         If the axis does not shard the parameter, either its gradient is partial over the axis and
         all-reduced, or (under ZeRO) the parameter is stored sharded over the axis and gathered.
@@ -246,7 +246,8 @@ class AxisTables:
     # Costs of redistributions between operators.
 
     def _add_edge_tables(self, edge: TensorEdge, sizes: list[int], factors: list[Factor]) -> None:
-        """Append the tables of one value to `factors`, and new variables to `sizes`.
+        """Append the cost tables of redistributing one value to `factors`, and the numbers of
+        choices of new variables to `sizes`.
 
         Only consumers that shard the value equally over all other axes share redistributions, so
         each group of equally sharded consumers has its own tables.
@@ -387,7 +388,8 @@ class AxisTables:
     def _redistribution_table(
         self, ndim: int, num_bytes: int, differentiable: bool, is_parameter: bool
     ) -> Table:
-        """Return the weighted seconds of redistributing a value of `num_bytes` per device.
+        """Return the seconds, weighted by `self.weights`, of redistributing a value of `num_bytes`
+        per device.
 
         Rows and columns are as in `redistribution_table`. Parameters are redistributed once
         per step, in buckets that share latency.
@@ -417,8 +419,8 @@ class AxisTables:
         redistributions.
 
         Args:
-            costs: weighted seconds from the layout of each choice of the producer (row) to each
-                layout (column), as in `redistribution_table`.
+            costs: seconds, weighted by `self.weights`, from the layout of each choice of the
+                producer (row) to each layout (column), as in `redistribution_table`.
             producer: the variable that decides the row; None if there is one row.
             reads: the layouts that each consumer reads at each of its choices, by variable.
             returned: the layouts in which the model returns the value; empty if it is not returned.

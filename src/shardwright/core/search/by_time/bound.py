@@ -50,7 +50,7 @@ def lower_bound(
     best = messages.run(on_share)
     if tables.problem is unfolded:
         return best
-    return _bound_of_unfolded_problem(tables, unfolded, messages.sent_costs())
+    return _compute_unfolded_bound(tables, unfolded, messages.sent_costs())
 
 
 class _MessagePassing:
@@ -93,7 +93,7 @@ class _MessagePassing:
         bound = self.tables.constant
         variables = range(len(self.tables.op_costs))
         for variable in reversed(variables) if backward else variables:
-            costs, later_tables = self._costs_with_messages(variable, backward)
+            costs, later_tables = self._add_received_messages(variable, backward)
             # A variable adds the share of its least cost that it does not pass on to later tables.
             bound += (1 - sum(share for *_, share in later_tables)) * float(costs.min())
             for table_index, end, share in later_tables:
@@ -107,10 +107,10 @@ class _MessagePassing:
                 messages[1 - end] = table.scale * message
         return bound
 
-    def _costs_with_messages(
+    def _add_received_messages(
         self, variable: int, backward: bool
     ) -> tuple[Array, list[tuple[int, int, float]]]:
-        """Return a variable's costs plus messages, and the share of each table to a later variable.
+        """Return a variable's costs plus the messages it received, and the shares to send on.
 
         Returns:
             The costs, and for each table to a later variable the table's index, its end at this
@@ -144,13 +144,13 @@ class _MessagePassing:
             for messages, table in zip(self._messages, self.tables.edge_tables, strict=True)
         ]
         for variable in range(len(self.tables.op_costs)):
-            costs, later_tables = self._costs_with_messages(variable, backward=False)
+            costs, later_tables = self._add_received_messages(variable, backward=False)
             for table_index, end, share in later_tables:
                 sent_costs[table_index][end] = sent_costs[table_index][end] - share * costs
         return sent_costs
 
 
-def _bound_of_unfolded_problem(
+def _compute_unfolded_bound(
     tables: CountTables, unfolded: SearchProblem, sent_costs: list[CostsByEnd]
 ) -> float:
     """Return the bound in seconds of the problem with one variable per operator, from costs that
@@ -164,7 +164,7 @@ def _bound_of_unfolded_problem(
         sent_costs: for each edge table the costs that it adds to the operators at its two ends.
     """
     problem, edge_tables = tables.problem, tables.edge_tables
-    edges = {_key_of_edge(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
+    edges = {_make_edge_key(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
     tables_of_consumer: dict[tuple[int, tuple[int, int] | None], list[int]] = defaultdict(list)
     for table_index, table in enumerate(edge_tables):
         tables_of_consumer[id(table.edge), table.consumer].append(table_index)
@@ -175,7 +175,7 @@ def _bound_of_unfolded_problem(
         producer = (
             None if edge.producer is None else (variable_of[edge.producer[0]], edge.producer[1])
         )
-        folded_edge = edges[_key_of_edge(edge, tuple(sorted(consumers)), producer)]
+        folded_edge = edges[_make_edge_key(edge, tuple(sorted(consumers)), producer)]
         # Consumers that share a variable divide the message to it.
         for consumer, count in consumers.items():
             for table_index in tables_of_consumer[id(folded_edge), consumer]:
@@ -202,7 +202,7 @@ def _bound_of_unfolded_problem(
     return bound
 
 
-def _key_of_edge(
+def _make_edge_key(
     edge: TensorEdge, consumers: tuple[tuple[int, int], ...], producer: tuple[int, int] | None
 ) -> Hashable:
     """Return a hashable key of an edge, equal for edges of equal values between equal variables.

@@ -75,7 +75,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
         (1.0,) if unfolded.model.shares_processor else (1.0, 0.5) if cost.exposed else (0.0,)
     )
     timed_step, weight = unfolded.timed_step, unfolded.model.parameter_weight
-    fast = _with_fastest_links(timed_step.cluster)
+    fast = _replace_links_by_fastest(timed_step.cluster)
     # If the tables for the cluster's links are too large, those with equal links may not be.
     models = (
         unfolded.model,
@@ -85,7 +85,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
         try:
             # Every λ proves a bound; the largest is the closest to the objective.
             bound = max(
-                _lower_bound_of_model(
+                _compute_lower_bound(
                     search,
                     unfolded,
                     model,
@@ -101,7 +101,7 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
     return CertifiedCuts(_copy_cuts(cuts), total, 0.0)
 
 
-def _lower_bound_of_model(
+def _compute_lower_bound(
     search: TimedSearch,
     unfolded: TimedSearch,
     model: TimeModel,
@@ -114,7 +114,7 @@ def _lower_bound_of_model(
     return lower_bound(tables, unfolded.problem, message_part)
 
 
-def _with_fastest_links(cluster: Cluster) -> Cluster:
+def _replace_links_by_fastest(cluster: Cluster) -> Cluster:
     """Return `cluster` with all devices on a single level of links with its best rate and latency.
 
     No collective takes longer on the result than on `cluster`, so bounds for the result hold for

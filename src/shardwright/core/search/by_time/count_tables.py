@@ -34,7 +34,8 @@ from shardwright.progress import OnShare, ignore_share, subrange, track
 Array = npt.NDArray[np.float64]
 
 MAX_CUTS_PER_OPERATOR = 20_000
-"""Maximum number of cut counts of one operator; above it, `TooManyCutsError` is raised."""
+"""Maximum number of ways to distribute mesh axes over the factors of one operator; above it,
+`TooManyCutsError` is raised."""
 
 MAX_TABLE_ENTRIES = 1 << 22
 """Maximum number of entries of an edge table: 16 MB in single precision."""
@@ -65,7 +66,11 @@ class TableEnd:
         self.first_of_layout = np.flatnonzero(np.diff(layout_of[self._order], prepend=-1))
 
     def least_costs(self, costs: Array) -> Array:
-        """Return for each layout the least of the costs of all cut counts with that layout."""
+        """Return the minimum of `costs` for each layout, over all choices with that layout.
+
+        Args:
+            costs: cost of each choice of the operator at this end.
+        """
         least_costs: Array = np.minimum.reduceat(costs[self._order], self.first_of_layout)
         return least_costs
 
@@ -75,7 +80,7 @@ class EdgeTable:
     """Lower bounds on the seconds of redistributions of a value to one of its consumers.
 
     Args:
-        consumer: index of the variable that reads the value, and the input index.
+        consumer: (variable, input index) of the consumer.
         variables: indices of the producer's (rows) and the consumer's (columns) variable.
         table_ends: the layouts at the producer and at the consumer.
         bounds: seconds from each layout at the producer to each layout at the consumer.
@@ -128,7 +133,7 @@ class CountTables:
         self.edge_tables: list[EdgeTable] = []
         self._cut_counts = [self._enumerate_cut_counts(variable) for variable in problem.variables]
         self._plan_counts = [
-            self._counts_of_cuts(variable, plan.get(variable.op.name, {}))
+            self._count_axes_of_cuts(variable, plan.get(variable.op.name, {}))
             for variable in problem.variables
         ]
         variables = track(problem.variables, subrange(on_share, 0, 2))
@@ -144,7 +149,7 @@ class CountTables:
 
     def _enumerate_cut_counts(self, variable: OpVariable) -> Counts:
         if variable.pinned is not None:
-            return self._counts_of_cuts(variable, variable.pinned)
+            return self._count_axes_of_cuts(variable, variable.pinned)
         cut_counts = enumerate_cut_counts(
             self.axis_groups, variable.op_type.limits, MAX_CUTS_PER_OPERATOR
         )
@@ -156,7 +161,7 @@ class CountTables:
             cut_counts = cut_counts[~is_cut.all(axis=0)]
         return cut_counts
 
-    def _counts_of_cuts(self, variable: OpVariable, cuts: Cuts) -> Counts:
+    def _count_axes_of_cuts(self, variable: OpVariable, cuts: Cuts) -> Counts:
         return self._num_axes_by_group(
             [cuts.get(factor, ()) for factor in variable.op_type.factors]
         )
@@ -215,8 +220,8 @@ class CountTables:
         return costs
 
     def _parameter_costs(self, variable: OpVariable, input_index: int, cut_counts: Counts) -> Array:
-        """Return for each cut count the cost of a parameter with a single consumer, which
-        determines its storage."""
+        """Return, for each row of `cut_counts`, the cost of a parameter with a single consumer,
+        which determines its storage."""
         value, weights = variable.op.inputs[input_index], self.weights
         layouts = self._tensor_layouts(variable, False, input_index, cut_counts)
         shard_counts, partial_counts = layouts[:, :-1].sum(1), layouts[:, -1]
@@ -258,11 +263,11 @@ class CountTables:
     def _tensor_layouts(
         self, variable: OpVariable, is_output: bool, tensor_index: int, cut_counts: Counts
     ) -> Counts:
-        """Return the layouts of an input or output of an operator for all of its cut counts.
+        """Return the layout of an input or output of an operator for each row of `cut_counts`.
 
         Returns:
-            Axis counts of shape (cut count of the operator, dim + 1, axis group). The last dim
-            counts the axes over which an output, or the gradient of an input, is partial.
+            Axis counts of shape (row, dim + 1, axis group). The last dim counts the axes over which
+            an output, or the gradient of an input, is partial.
         """
         op_type, rule = variable.op_type, variable.rule
         value = (variable.op.inputs, variable.op.outputs)[is_output][tensor_index]
@@ -278,7 +283,7 @@ class CountTables:
         return layouts
 
     def _producer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Counts:
-        """Return the layouts of a value for all cut counts of its producer."""
+        """Return the layout of a value for each row of its producer's `cut_counts`."""
         if edge.producer_variable is None:
             axes = edge.fixed_axes or ((),) * len(edge.value.shape)
             return self._num_axes_by_group((*axes, ()))
@@ -289,8 +294,8 @@ class CountTables:
         )
 
     def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
-        """Yield the layouts of a value for all cut counts of each consumer, then replicated if the
-        model returns the value."""
+        """Yield for each consumer the layout of a value for each row of its `cut_counts`, then
+        replicated if the model returns the value."""
         for index, input_index in edge.consumers:
             yield self._tensor_layouts(
                 self.problem.variables[index], False, input_index, cut_counts[index]

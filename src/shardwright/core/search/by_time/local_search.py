@@ -103,7 +103,7 @@ class _OperatorWithEdges:
     edges: list[TensorEdge]
 
     def cost(self, cuts: list[Cuts]) -> ObjectiveCost:
-        """Return the cost of the operator plus the cost of its edges."""
+        """Return the cost of the operator and its edges under `cuts`."""
         cost = self._add_cost_without_edges(cuts, ObjectiveCost())
         for edge in self.edges:
             cost = cost.plus(self.objective.edge(edge, cuts), edge.count)
@@ -119,7 +119,7 @@ class _OperatorWithEdges:
         )
 
     def _add_cost_without_edges(self, cuts: list[Cuts], cost: ObjectiveCost) -> ObjectiveCost:
-        """Return `cost` plus the cost of the operator without its edges."""
+        """Return `cost` plus the cost of the operator under `cuts`, its edges excluded."""
         op_cost = self.objective.operator(self.variable, cuts[self.index])
         return cost.plus(op_cost, self.variable.count)
 

@@ -23,7 +23,8 @@ def log_costs(
     cuts: Sequence[Cuts],
     weights: Weights,
 ) -> None:
-    """Log the weighted seconds of each choice of each main operator, with all other choices fixed.
+    """Log the linear objective in seconds for each choice of each operator with a symbolic cost
+    model, with all other choices fixed.
 
     Repeated blocks are logged once.
 

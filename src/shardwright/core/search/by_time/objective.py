@@ -203,7 +203,7 @@ class Objective:
         return cost
 
     def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
-        """Return the layouts of an operator's inputs and outputs."""
+        """Return (layouts of the inputs, layouts of the outputs) of an operator under `cuts`."""
         key = (id(variable.rule or variable), tuple(cuts.items()))
         if key not in self._layouts:
             self._layouts[key] = layouts_of(variable.op, variable.rule, self.model.mesh, cuts)
@@ -244,8 +244,8 @@ class Objective:
     def _layouts_of_edge(
         self, edge: TensorEdge, cuts: Sequence[Cuts]
     ) -> tuple[object, TensorLayout, list[TensorLayout]]:
-        """Return a cache key, the layout before redistribution, and the layouts to redistribute
-        to."""
+        """Return a cache key of `edge`, the layout of its value before redistribution, and the
+        layouts to which the value is redistributed."""
         variables = self.problem.variables
         targets = [
             self.layouts(variables[n], cuts[n])[0][input_index] for n, input_index in edge.consumers

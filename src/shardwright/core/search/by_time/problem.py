@@ -125,7 +125,8 @@ class SearchProblem:
     _data_parallel_choices: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def data_parallel_choices(self, axis_size: int) -> tuple[int, ...]:
-        """Return each variable's choice if an axis of `axis_size` devices is data parallel."""
+        """Return the factor index that each variable cuts (or `NO_CUT`) if an axis of `axis_size`
+        devices is data parallel."""
         if axis_size not in self._data_parallel_choices:
             shard_counts = [(1,) * len(op_type.factors) for op_type in self.indexed.op_types]
             level = AxisLevel(self.indexed, shard_counts, axis_size)

@@ -34,7 +34,7 @@ ReadLayouts = tuple[frozenset[AxisLayout], ...]
 
 
 def table_index(layout: AxisLayout) -> int:
-    """Return the row or column of a layout in `redistribution_table`."""
+    """Return the row or column index of a layout in `redistribution_table`."""
     return layout - PARTIAL
 
 

@@ -16,7 +16,7 @@ from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.layout import TensorLayout
 
 Placement = tuple[Axes, ...]
-"""The axes that shard each dim of a tensor."""
+"""For each dim of a tensor the indices of the axes that shard it."""
 
 ROUNDING = 1e-9
 """Maximum fraction of a tensor that counts as a rounding error of double precision."""

@@ -231,19 +231,19 @@ class TimedSearch:
         for axis in track(order, decide_part):
             self._decide_axis(choices, axis, exposed_share)
         # The last axis was decided given all others, so deciding it again changes nothing.
-        total = self.total(self._cost_of_choices(choices))
+        total = self.total(self._compute_cost_of_choices(choices))
         best = self._redecide_axes(
             choices, exposed_share, total, refine_part, up_to_date={*order[-1:]}
         )
-        results = [self._cuts_of_choices(choices)]
+        results = [self._convert_choices_to_cuts(choices)]
         if self._copy_choices_between_axes(choices, best, copy_part):
             self._redecide_axes(
                 choices,
                 exposed_share,
-                self.total(self._cost_of_choices(choices)),
+                self.total(self._compute_cost_of_choices(choices)),
                 second_refine_part,
             )
-            results.append(self._cuts_of_choices(choices))
+            results.append(self._convert_choices_to_cuts(choices))
         return results
 
     def _redecide_axes(
@@ -306,7 +306,7 @@ class TimedSearch:
             # the next.
             for column in sorted(columns - {tuple(row[axis] for row in choices)}):
                 changed = self._replace_choices_on_axis(choices, axis, column)
-                cost = self._cost_if_below(changed, best_total)
+                cost = self._compute_cost_if_below(changed, best_total)
                 if cost is not None:
                     choices[:], best_total = changed, self.total(cost)
         return best_total < initial_total
@@ -364,7 +364,7 @@ class TimedSearch:
         self._decide_axis(choices, axis, exposed_share)
         if [row[axis] for row in choices] == previous_choices:
             return best_total
-        cost = self._cost_if_below(choices, best_total)
+        cost = self._compute_cost_if_below(choices, best_total)
         if cost is not None:
             return self.total(cost)
         for row, choice in zip(choices, previous_choices, strict=True):
@@ -396,7 +396,7 @@ class TimedSearch:
             self.seconds_per_parameter_byte,
         )
 
-    def _cuts_of_choices(self, choices: Choices) -> list[Cuts]:
+    def _convert_choices_to_cuts(self, choices: Choices) -> list[Cuts]:
         cuts: list[Cuts] = []
         for variable, row in zip(self.problem.variables, choices, strict=True):
             names = variable.op_type.factors
@@ -405,14 +405,14 @@ class TimedSearch:
             cuts.append(decided if variable.pinned is None else variable.pinned)
         return cuts
 
-    def _cost_of_choices(self, choices: Choices) -> ObjectiveCost:
-        return self.objective.cost(self._cuts_of_choices(choices))
+    def _compute_cost_of_choices(self, choices: Choices) -> ObjectiveCost:
+        return self.objective.cost(self._convert_choices_to_cuts(choices))
 
-    def _cost_if_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
+    def _compute_cost_if_below(self, choices: Choices, best_total: float) -> ObjectiveCost | None:
         """Return the cost of `choices`, or None if the objective is not below `best_total`
         seconds."""
         return self.objective.cost_below(
-            self._cuts_of_choices(choices), self.total, best_total * (1 - MIN_GAIN)
+            self._convert_choices_to_cuts(choices), self.total, best_total * (1 - MIN_GAIN)
         )
 
     def cost(self, cuts: Mapping[str, Cuts]) -> ObjectiveCost:

@@ -191,7 +191,7 @@ class _AxisSwap:
                 return None
             num_cached_edges = self.objective.num_cached_edges
             self._select_combination(self.changed_variables, minimum.choices)
-            cost = self._cost_of_combination(total, bound)
+            cost = self._compute_combination_cost(total, bound)
             if cost is not None:
                 return list(self._cuts), cost
             # All edges were cached, so their entries are exact already and would not change.
@@ -207,7 +207,7 @@ class _AxisSwap:
         for variable, choice in zip(variables, choices, strict=True):
             self._cuts[variable] = self.cuts_of_choice[choice][variable]
 
-    def _cost_of_combination(self, total: Total, bound: float) -> ObjectiveCost | None:
+    def _compute_combination_cost(self, total: Total, bound: float) -> ObjectiveCost | None:
         """Return the cost of the current combination of present and swapped cuts; None if its
         objective is not below `bound` seconds."""
         cost = self._unchanged_cost
@@ -226,8 +226,8 @@ class _AxisSwap:
         return variable.count * np.array([self.weights.weighted_seconds(cost) for cost in costs])
 
     def _edge_table(self, edge: TensorEdge, ops: Sequence[int]) -> Table:
-        """Return the lower bound on the weighted seconds of an edge, for each combination of the
-        choices of `ops`."""
+        """Return lower bounds on the seconds of an edge, weighted by `self.weights`, for each
+        combination of the choices of `ops`."""
         table = np.zeros((2,) * len(ops))
         for choices in product((0, 1), repeat=len(ops)):
             self._select_combination(ops, choices)

@@ -47,7 +47,7 @@ and outputs on a device."""
 
 @dataclass(frozen=True, eq=False)
 class LocalProblem:
-    """The problem to choose the cuts of one operator, given the layouts at its decided neighbors.
+    """The problem of choosing the cuts of one operator, given the layouts at its decided neighbors.
 
     Args:
         inputs, outputs: inputs and outputs of `op`, with their layouts at decided neighbors.
@@ -225,8 +225,8 @@ class LocalProblem:
         return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
 
     def _axis_orders(self) -> list[Mapping[str, Axes]]:
-        """Return orders of the axes that cut each factor: {} for outermost first, then the order in
-        each neighbor's layout."""
+        """Return orders in which axes may cut a factor, each a dict from factor to axes: {} for
+        outermost first, then the order in each neighbor's layout."""
         orders: list[Mapping[str, Axes]] = [{}]
         for tensor in self.nearby.shared:
             order = {
@@ -249,8 +249,8 @@ class LocalProblem:
 
 
 def _placements_by_axis(layout: TensorLayout) -> dict[int, object]:
-    """Return for each axis the dim that it shards, "partial" or "varying"; axes that replicate are
-    missing."""
+    """Return a dict from axis to the dim that it shards, "partial" or "varying"; axes over which
+    `layout` is replicated are missing."""
     placements: dict[int, object] = {
         axis: dim for dim, axes in enumerate(layout.axes) for axis in axes
     }

@@ -73,8 +73,8 @@ class ShardingPropagation(SearchMode):
 
 
 MAX_ROUNDS = 4
-"""Maximum number of rounds of refinement, each a forward and a backward sweep over all
-operators."""
+"""Maximum number of rounds in which cuts are decided again, each a forward and a backward sweep
+over all operators."""
 
 
 class _CutsPropagation(DecidedLayouts):
@@ -118,7 +118,7 @@ class _CutsPropagation(DecidedLayouts):
             # forward sweep, towards the inputs in a backward sweep.
             for ops, forward in ((free_ops, True), (free_ops[::-1], False)):
                 for op in ops:
-                    cuts = self._cuts_given_neighbors(op, forward)
+                    cuts = self._choose_cuts_near_neighbors(op, forward)
                     if cuts != self.cuts[op.name]:
                         self.decide(op, cuts)
             redistribution_bytes = self._total_redistribution_bytes()
@@ -136,11 +136,11 @@ class _CutsPropagation(DecidedLayouts):
         )
 
     def _cheapest_cuts(self, op: Op) -> dict[str, Axes]:
-        problem = self._cut_choice_problem_of_op(op)
+        problem = self._build_local_problem(op)
         return {} if problem is None else self._decide_with_cache(problem, (), problem.cheapest)
 
-    def _cuts_given_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
-        problem, cuts = self._cut_choice_problem_of_op(op), self.cuts[op.name]
+    def _choose_cuts_near_neighbors(self, op: Op, forward: bool) -> dict[str, Axes]:
+        problem, cuts = self._build_local_problem(op), self.cuts[op.name]
         if problem is None:
             return {}
         return self._decide_with_cache(
@@ -162,7 +162,7 @@ class _CutsPropagation(DecidedLayouts):
             self._cached_cuts[key] = decide()
         return self._cached_cuts[key]
 
-    def _cut_choice_problem_of_op(self, op: Op) -> LocalProblem | None:
+    def _build_local_problem(self, op: Op) -> LocalProblem | None:
         """Return the problem of choosing the cuts of `op`, or None if `op` cannot be cut."""
         rule = self.rules[op.name]
         if rule is None or not rule.factors:

@@ -121,7 +121,7 @@ class RecomputeBlocks:
         Operators that the user recomputes belong to no block.
         """
         if depth not in self._cached_blocks:
-            self._cached_blocks[depth] = self._blocks_with_options(self._block_by_op(depth))
+            self._cached_blocks[depth] = self._build_blocks(self._block_by_op(depth))
         return self._cached_blocks[depth]
 
     @cached_property
@@ -135,7 +135,8 @@ class RecomputeBlocks:
         """
         num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         saved = {
-            depth: self._bytes_with_all_blocks(depth) for depth in range(1, num_depths) or (0,)
+            depth: self._saved_bytes_if_all_recomputed(depth)
+            for depth in range(1, num_depths) or (0,)
         }
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
         # Deep blocks save many inputs, and shallow blocks recompute many operators at once: the
@@ -152,7 +153,8 @@ class RecomputeBlocks:
 
     @cached_property
     def saved_without_blocks(self) -> SavedBytes:
-        """Bytes that each operator saves if no block is recomputed."""
+        """Bytes that each operator saves for its backward pass if no block is recomputed, by
+        operator name."""
         return self._saved_bytes_with_recompute({})
 
     def _block_by_op(self, depth: int) -> dict[str, tuple[int, str]]:
@@ -165,7 +167,7 @@ class RecomputeBlocks:
             for op in self._free_ops
         }
 
-    def _bytes_with_all_blocks(self, depth: int) -> int:
+    def _saved_bytes_if_all_recomputed(self, depth: int) -> int:
         """Return the bytes saved on a device if all blocks at a depth are recomputed."""
         return sum(
             self._saved_bytes_with_recompute(
@@ -217,9 +219,7 @@ class RecomputeBlocks:
         add_segments(self.graph, recompute, list(cheap_ops.values()), communication=False)
         return {name: each for name, each in recompute.items() if name in block_of}
 
-    def _blocks_with_options(
-        self, block_of: Mapping[str, tuple[int, str]]
-    ) -> tuple[RecomputeBlock, ...]:
+    def _build_blocks(self, block_of: Mapping[str, tuple[int, str]]) -> tuple[RecomputeBlock, ...]:
         """Return the blocks, each with the options that free memory.
 
         Args:
@@ -232,7 +232,7 @@ class RecomputeBlocks:
             recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
             for name, each in recompute.items():
                 recompute_by_block.setdefault(block_of[name], {})[name] = each
-            operations = self._num_repeated_operations(flow, block_of)
+            operations = self._count_recomputed_flops_by_block(flow, block_of)
             for block, size in freed.items():
                 # An option may free no memory: recomputing a block of views saves its inputs
                 # instead.
@@ -270,7 +270,8 @@ class RecomputeBlocks:
     def _decisions_by_option(
         self, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[str, dict[str, Recompute]]:
-        """Return the decisions of each option, taken in all blocks, by name of the option."""
+        """Return, by name of each option, the `Recompute` decisions of operators if all blocks take
+        the option."""
         return {
             "lean": self._recompute_cheap_ops(block_of, lean=True),
             "cheap": self._recompute_cheap_ops(block_of),
@@ -281,7 +282,12 @@ class RecomputeBlocks:
     def _freed_bytes_by_block(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], int]:
-        """Return the bytes that each block frees, given the communication with recomputation."""
+        """Return the activation bytes that recomputation frees on a device, by block.
+
+        Args:
+            flow: communication with recomputation.
+            block_of: (stage, module call) of each operator that may be recomputed, by name.
+        """
         saved_before, saved = self.saved_without_blocks, self._estimate.saved_bytes(flow)
         freed: dict[tuple[int, str], int] = {}
         for name, block in block_of.items():
@@ -290,7 +296,8 @@ class RecomputeBlocks:
         return freed
 
     def _communication_with_recompute(self, recompute_by_op: RecomputeByOp) -> Communication:
-        """Return the communication of the model, without buckets, with additional recomputation.
+        """Return the communication of the model with additional recomputation, without buckets of
+        parameters.
 
         A result is valid only until the next call: results share transfers, and each call changes
         the segments of the transfers.
@@ -310,13 +317,12 @@ class RecomputeBlocks:
     def _saved_bytes_with_recompute(self, recompute: RecomputeByOp) -> SavedBytes:
         return self._estimate.saved_bytes(self._communication_with_recompute(recompute))
 
-    def _num_repeated_operations(
+    def _count_recomputed_flops_by_block(
         self, flow: Communication, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[tuple[int, str], float]:
-        """Return the FLOPs that a device repeats for each block, with moved and sent bytes as
-        FLOPs.
+        """Return the FLOPs that a device recomputes, by block.
 
-        Moved and sent bytes are converted by `RecomputeCosts`.
+        Moved and sent bytes are converted to FLOPs by `RecomputeCosts`.
 
         Args:
             flow: communication with recomputation.
@@ -336,15 +342,13 @@ class RecomputeBlocks:
                 operations[first_block] = operations.get(first_block, 0.0) + sending
             for name in segment.repeated_ops:
                 if (block := block_of.get(name)) is not None:
-                    operations[block] = operations.get(block, 0.0) + self._num_forward_operations(
-                        name
-                    )
+                    operations[block] = operations.get(block, 0.0) + self._count_forward_flops(name)
         return operations
 
-    def _num_forward_operations(self, name: str) -> float:
+    def _count_forward_flops(self, name: str) -> float:
         """Return the FLOPs of an operator's forward pass on a device.
 
-        Bytes moved in memory are converted by `RecomputeCosts`.
+        Bytes moved in memory are converted to FLOPs by `RecomputeCosts`.
         """
         op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
         work = work_of(op)
@@ -387,8 +391,8 @@ class ActivationEstimate:
                 self._roots[op.output] = self._roots.get(viewed, viewed)
 
     def saved_bytes(self, flow: Communication) -> SavedBytes:
-        """Return the bytes saved for the backward pass: inputs of recomputed segments, and tensors
-        of operators outside of segments.
+        """Return the bytes saved for the backward pass, by operator name: inputs of recomputed
+        segments, and tensors of operators outside of segments.
 
         Tensors that share memory count once.
 
@@ -500,7 +504,7 @@ class ActivationEstimate:
 
 
 def _first_consumer_by_transfer(graph: Graph, flow: Communication) -> dict[Transfer, str]:
-    """Return the name of the first operator that needs the result of each transfer."""
+    """Return the name of the first operator that reads the result of each redistribution step."""
     first_ops: dict[Transfer, str] = {}
     for op in graph.ops:
         for index in range(len(op.inputs)):

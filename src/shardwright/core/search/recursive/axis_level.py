@@ -133,10 +133,10 @@ class AxisLevel:
         # consumers.
         undecided = [op for op, choice in enumerate(self.choices) if choice == UNDECIDED]
         for op in undecided:
-            self.choices[op] = _first_choice_that_cuts(self._choices_of_producers(op))
+            self.choices[op] = _pick_first_cut(self._choices_of_producers(op))
         for op in reversed(undecided):
             if self.choices[op] == UNDECIDED:
-                self.choices[op] = _first_choice_that_cuts(self._choices_of_consumers(op))
+                self.choices[op] = _pick_first_cut(self._choices_of_consumers(op))
         for op in undecided:
             if self.choices[op] == UNDECIDED:
                 self.choices[op] = NO_CUT
@@ -178,7 +178,7 @@ class AxisLevel:
                     yield self.choice_from_output(op, output_index, dim)
 
 
-def _first_choice_that_cuts(choices: Iterator[int]) -> int:
+def _pick_first_cut(choices: Iterator[int]) -> int:
     """Return the first of `choices` that cuts a factor, else `NO_CUT` if `choices` contains
     `NO_CUT`, else `UNDECIDED`."""
     preferred = UNDECIDED

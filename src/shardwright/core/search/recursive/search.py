@@ -66,7 +66,7 @@ def search_recursively(request: SearchRequest) -> CutsOfGraph:
     # A result without cuts is valid if replicating was cheapest (a tiny `mem_coeff`), and an error
     # if no size was divisible.
     if not cuts and not pins and mesh.num_devices > 1 and not recursion.had_valid_choice:
-        raise _error_without_valid_cut(indexed, mesh)
+        raise _make_no_valid_cut_error(indexed, mesh)
     return cuts
 
 
@@ -287,7 +287,7 @@ def _pinned_choices(
     return choices
 
 
-def _error_without_valid_cut(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
+def _make_no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
     devices = mesh.num_devices
     if not any(limit > 1 for op_type in indexed.op_types for limit in op_type.limits):
         return StrategyError(
