@@ -150,12 +150,16 @@ class Device:
         peak_rate = self.peak_rate(dtype)
         if is_attention:
             share = self.attention_efficiency or self.matrix_efficiency
-            return peak_rate * share * self._attention_share(tuple(sides))
+            return peak_rate * share * self._relative_attention_rate(tuple(sides))
         return peak_rate * self.matrix_efficiency * prod(d / (d + self.matrix_half) for d in sides)
 
-    def _attention_share(self, sides: tuple[float, ...]) -> float:
-        """Return the rate of fused attention, as a fraction of the rate over many keys with heads
-        of 128."""
+    def _relative_attention_rate(self, sides: tuple[float, ...]) -> float:
+        """Return the FLOP rate of fused attention relative to its rate for many keys and heads of
+        size 128.
+
+        Args:
+            sides: mean number of keys of a query, and the head size; () for many keys.
+        """
         share = 1.0
         for keys in sides[:1]:
             share *= keys / (keys + self.attention_half)
@@ -311,7 +315,8 @@ class Cluster:
 
 
 def _are_blocks_in_one_group(groups: np.ndarray[Any, Any], length: int) -> bool:
-    """Whether each aligned block of `length` ranks along the last dimension is within one group.
+    """Whether each aligned run of `length` ranks along the last dimension is within one group of
+    devices of a link level.
 
     Args:
         groups: index of the group of each rank.

@@ -88,7 +88,8 @@ def cluster_file_text(cluster: Cluster) -> str:
 
 
 def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
-    """Return the fields of a device or link level that differ from their defaults, by name."""
+    """Return the values of the fields of a device or link level that differ from their defaults,
+    by name."""
     values = ((each, getattr(config, each.name)) for each in fields(config))
     return {
         each.name: dict(value) if isinstance(value, Mapping) else value
@@ -166,7 +167,7 @@ class _ClusterMappingReader:
         return number
 
     def share(self, key: str, default: float = 1.0) -> float:
-        """Return the value of `key`, a fraction from 0 to 1."""
+        """Return the value of `key` in the file, a fraction from 0 to 1."""
         share = self.number(key, SHARE, default, allows_zero=not default)
         if share > 1:
             raise ConfigError(
@@ -176,7 +177,7 @@ class _ClusterMappingReader:
         return share
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return the value of `key`, true or false."""
+        """Return the value of `key` in the file, true or false."""
         value = self.mapping.get(key, default)
         if not isinstance(value, bool):
             raise ConfigError(

@@ -110,8 +110,8 @@ def _collectives_of_transfer(transfer: Transfer, micro_batches: int) -> Iterator
 
 
 def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_CollectiveCalls]:
-    """Yield the collectives of a bucket: at most one all-gather of its parameters, and one
-    reduce-scatter and one all-reduce of its gradients, each over all of its axes."""
+    """Yield the collectives of a parameter bucket: at most one all-gather of its parameters, and
+    one reduce-scatter and one all-reduce of its gradients, each over all of its axes."""
     # Level 3 (ZeRO-3) frees gathered parameters after use, so each micro-batch gathers them.
     gathers = micro_batches if bucket.level == "level3" else 1
     gathers += micro_batches if bucket.regathers else 0

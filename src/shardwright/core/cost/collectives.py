@@ -135,8 +135,8 @@ def sequential_messages(link: LinkLevel, devices: int) -> int:
 
 
 def num_rounds(link: LinkLevel, collective: str) -> int:
-    """Return how many times a collective sends a tensor through its group: 2 for an all-reduce,
-    which is a reduce-scatter and an all-gather."""
+    """Return the number of passes of a tensor through the group in a collective: 2 for an
+    all-reduce, which is a reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None
     return spec.gloo_rounds or spec.rounds if over_gloo else spec.rounds

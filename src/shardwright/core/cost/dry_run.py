@@ -147,7 +147,7 @@ def dry_run_chunk(
 
 @dataclass
 class _MetaChunk:
-    """A chunk on the meta device, with the state of its dry run.
+    """A pipeline chunk on the meta device, with the state of its dry run.
 
     Args:
         module: the chunk as a module.
@@ -235,14 +235,14 @@ class _MetaChunk:
         return run
 
     def label_live_tensors(self, category: str) -> int:
-        """Label all unlabeled live tensors with `category`, and return the length of the allocation
-        history."""
+        """Label all unlabeled live tensors with `category`, and return the number of allocations
+        and frees so far."""
         self.live_bytes.label(category)
         return len(self.live_bytes.history)
 
     def run_phase(self, function: Callable[[], None], category: str) -> Phase:
-        """Run `function`, label the tensors it leaves alive with `category`, and return its
-        memory."""
+        """Run `function`, label the tensors it leaves alive with `category`, and return its peak
+        and net change of memory as a `Phase`."""
         start = len(self.live_bytes.history)
         function()
         end = self.label_live_tensors(category)
@@ -332,8 +332,8 @@ class _MetaChunk:
 
     @cached_property
     def _operator_index_by_line(self) -> dict[int, int]:
-        """Index of the operator of each program line; lines of a redistribution have the index of
-        the next operator."""
+        """Index in the graph of the operator that each line of the generated program runs, by line
+        number; for a redistribution, the index of the next operator."""
         indices = {op.name: index for index, op in enumerate(self.module.chunk.graph.ops)}
         operators: dict[int, int] = {}
         next_operator: int | None = None
@@ -348,7 +348,7 @@ class _MetaChunk:
         return operators
 
     def run_action(self, pass_type: str) -> Phase:
-        """Run an action of one micro-batch, and return its memory."""
+        """Run a pass (`F`, `B`, `I` or `W`) of one micro-batch, and return its memory."""
         function = {
             FORWARD: self.forward,
             BACKWARD: self.backward,
@@ -378,7 +378,8 @@ class _MetaChunk:
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def _differentiable_outputs(self) -> tuple[Tensor, ...]:
-        """Run a model without a loss, and return its outputs that need a gradient."""
+        """Run the forward pass of a model without a loss, and return the outputs that require a
+        gradient."""
         module, step = self.module, self.module.step
         tensors = module.unsharded.tensors()
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
@@ -393,8 +394,8 @@ class _MetaChunk:
     def _release_micro_batch(
         self,
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
-        """Return outputs, gradients of outputs and inputs of the micro-batch, without keeping
-        references, so that the backward pass frees these tensors as in a pipeline schedule."""
+        """Return (outputs, gradients of outputs or None, inputs) of the micro-batch, and drop the
+        references to them, so that the backward pass frees them as in a pipeline schedule."""
         if not self.gradients:
             self._receive_gradients()
         tensors = self.outputs, self.gradients or None, self.inputs
@@ -459,7 +460,7 @@ def _received_gradient(chunk: Chunk, value: Value) -> Tensor | None:
 
 
 def sum_by_category(first: BytesByCategory, *others: BytesByCategory) -> BytesByCategory:
-    """Return the sum of several byte counts, by category of tensor."""
+    """Return the sum of several dicts of bytes by category of tensor."""
     names = {name for each in (first, *others) for name in each}
     return {name: sum(each.get(name, 0) for each in (first, *others)) for name in names}
 

@@ -48,8 +48,8 @@ also sort them by expert."""
 
 
 MovedBytes = tuple[tuple[MemoryTraffic, int, frozenset[str]], ...]
-"""(type of kernel, bytes read and written, factors that shard these bytes) of each type of kernel
-of an operator."""
+"""For each type of kernel of an operator: (type, bytes read and written, factors whose sharding
+divides these bytes)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def work_of(op: Op) -> Work:
 
 
 _CACHED_WORK: WeakKeyDictionary[Op, tuple[ShardingRule | None, Work]] = WeakKeyDictionary()
-"""(rule, work derived from the rule) of each operator; outdated when a new rule is registered."""
+"""Cached (sharding rule, FLOPs and bytes under this rule) of each operator; outdated when another
+rule is registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def _compute_work(
     elif op.target is experts and rule is not None:
         # The gradients of tokens take as many FLOPs as those of the experts' matrices.
         backward_ratio = any(needs_gradient[:3]) + any(needs_gradient[3:])
-        moved = _bytes_beside_products(op, rule)
+        moved = _routing_and_activation_bytes(op, rule)
     return Work(
         dtype=op.output.dtype if op.outputs else torch.float32,
         forward_flops=flops,
@@ -216,7 +217,8 @@ def _matmul_dims(
 def _tensor_bytes(
     op: Op, rule: ShardingRule | None
 ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
-    """Return (bytes, factors that shard the tensor) of each input and of each output."""
+    """Return two lists, for the inputs and the outputs of `op`, with (bytes, factors that shard the
+    tensor) of each tensor."""
 
     def tensor(value: Value, dims: tuple[str | None, ...]) -> tuple[int, frozenset[str]]:
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
@@ -249,9 +251,9 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
         rule: sharding rule of `op`; if None, PyTorch's counter counts all FLOPs of `op`.
     """
     if op.target in _RECURRENT:
-        return _recurrence_flops(op)
+        return _recurrent_layer_flops(op)
     if rule is None:
-        return _flops_by_counter(op)
+        return _count_flops_with_torch(op)
     if op.target in _ATTENTION:
         return _attention_flops(op)
     if op.target in _CONVOLUTIONS:
@@ -262,14 +264,15 @@ def forward_flops(op: Op, rule: ShardingRule | None) -> float:
         factors = {d for dims in rule.inputs for d in dims if d is not None}
         return 2.0 * prod(rule.capacity[d] for d in factors)
     if isinstance(op.target, LocalCall):
-        return _flops_by_counter(op) if op.target.flops is None else op.target.flops
+        return _count_flops_with_torch(op) if op.target.flops is None else op.target.flops
     # Other ATen operators have no matrix products; users' own may have a registered formula.
     is_custom = isinstance(op.target, OpOverload) and op.target.namespace != "aten"
-    return _flops_by_counter(op) if is_custom or op.target in _COUNTED_BY_PYTORCH else 0.0
+    return _count_flops_with_torch(op) if is_custom or op.target in _COUNTED_BY_PYTORCH else 0.0
 
 
-def _flops_by_counter(op: Op) -> float:
-    """Return the FLOPs by PyTorch's counter; 0 if `op` does not run on the meta device.
+def _count_flops_with_torch(op: Op) -> float:
+    """Return the forward FLOPs of `op` by PyTorch's counter; 0 if `op` does not run on the meta
+    device.
 
     The counter decomposes operators and uses the formulas that users register with
     `torch.utils.flop_counter.register_flop_formula`.
@@ -285,8 +288,8 @@ def _flops_by_counter(op: Op) -> float:
 
 
 def _attention_flops(op: Op) -> float:
-    """Return the FLOPs of scores and weighted values, 2·b·h·s·t·(d + e), for batch size b, h heads,
-    s queries, t keys per query on average, and head dimensions d of keys and e of values."""
+    """Return the forward FLOPs of attention, 2·b·h·s·t·(d + e), for batch size b, h heads, s
+    queries, t keys per query on average, and head dimensions d of keys and e of values."""
     arguments = call_arguments(op)
     query, value = arguments["query"], arguments["value"]
     keys = _mean_num_keys(op)
@@ -321,8 +324,8 @@ def _convolution_flops(op: Op) -> float:
 
 
 def _expert_flops(op: Op) -> float:
-    """Return the FLOPs of a mixture of experts: each token is multiplied by the matrices of its
-    experts."""
+    """Return the forward FLOPs of a mixture of experts: each token is multiplied by the matrices of
+    its experts."""
     arguments = call_arguments(op)
     matrices = arguments["gate_up"].numel + arguments["down"].numel
     expert_numel = matrices / arguments["down"].shape[0]
@@ -340,9 +343,9 @@ def _expert_matmul_dims(op: Op) -> tuple[float, float, float]:
     )
 
 
-def _bytes_beside_products(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
-    """Return the bytes that kernels of a mixture of experts read and write beside its matrix
-    products, (forward, backward).
+def _routing_and_activation_bytes(op: Op, rule: ShardingRule) -> tuple[MovedBytes, MovedBytes]:
+    """Return (forward, backward) bytes that the kernels of a mixture of experts for routing and
+    activation functions read and write.
 
     A token has one copy per expert. For each element of a copy, forward sorts copies by expert (1
     read, 1 write), weights the outputs (1 read, 1 write) and adds them per token (2 reads, 1
@@ -367,9 +370,9 @@ def _factors_of_first_input(rule: ShardingRule) -> frozenset[str]:
     return frozenset(name for name in rule.inputs[0] if name is not None)
 
 
-def _recurrence_flops(op: Op) -> float:
-    """Return the FLOPs of a recurrent layer, which multiplies each sample of each time step by
-    every weight matrix."""
+def _recurrent_layer_flops(op: Op) -> float:
+    """Return the forward FLOPs of a recurrent layer, which multiplies each sample of each time step
+    by every weight matrix."""
     x = op.inputs[0]
     matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
     return 2.0 * (x.numel // x.shape[-1]) * matrices

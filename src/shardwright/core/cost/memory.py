@@ -244,7 +244,7 @@ def memory_lower_bounds(
 
 
 def _input_bytes(chunk: Chunk, leaves: set[Value]) -> int:
-    """Return the bytes per micro-batch of inputs of the model.
+    """Return the bytes per micro-batch of a chunk's shards of the model's inputs.
 
     Args:
         leaves: inputs of the model.
@@ -316,7 +316,7 @@ _PASSES_WITH_GRADIENTS = {
     BACKWARD: (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT),
     BACKWARD_WEIGHT: (BACKWARD, BACKWARD_WEIGHT),
 }
-"""Passes that no longer allocate gradients of parameters once the key has run."""
+"""For each pass type the types of passes that allocate no gradients of parameters after it."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def _stage_memory(
 def _peak_bytes_of_actions(
     bytes_before_step: BytesByCategory, moments: Sequence[_ActionMemory]
 ) -> list[int]:
-    """Return the bytes at the peak of each action, without optimizer state."""
+    """Return the peak bytes of a stage in each action of a step, without optimizer state."""
     sums: dict[int, int] = {}
     live, totals = sum(bytes_before_step.values()), []
     for moment in moments:
@@ -397,7 +397,7 @@ def _peak_bytes_of_actions(
 
 
 def _bytes_before_step(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesByCategory:
-    """Return the bytes of a stage's chunks before a step, by category of tensor."""
+    """Return the bytes that a stage has allocated before a step, by category of tensor."""
     bytes_before_step = sum_by_category({}, *(each.bytes_before_step for each in dry_runs))
     # A dry run has the inputs of one micro-batch; a device has those of all micro-batches.
     return {**bytes_before_step, BATCH: bytes_before_step.get(BATCH, 0) * micro_batches}
@@ -453,8 +453,8 @@ def _action_name(action: Action, num_chunks: int) -> str:
 
 @dataclass(frozen=True)
 class BorderBytes:
-    """Bytes per micro-batch of values exchanged with neighboring chunks, beyond those that live as
-    long as in the dry run of one chunk.
+    """Bytes per micro-batch of tensors exchanged with neighboring chunks that live longer than in
+    the dry run of a single chunk, or that both chunks share.
 
     A dry run allocates the inputs of a chunk in its forward pass and the gradients of its outputs
     in its backward pass, and frees both at the end of the backward pass. If both chunks are on one
@@ -474,7 +474,8 @@ class BorderBytes:
     is_previous_on_stage: bool = False
 
     def shared_bytes(self, pass_type: str) -> int:
-        """Return the bytes that a dry run allocates in a pass and that are allocated before.
+        """Return the bytes that the dry run of a pass allocates, although a neighboring chunk on
+        the same stage has allocated them.
 
         Args:
             pass_type: pass, one of `F`, `B`, `I`, `W`.
@@ -484,7 +485,7 @@ class BorderBytes:
         return self.gradients if pass_type in (BACKWARD, BACKWARD_INPUT) else 0
 
     def border_change(self, pass_type: str, repeats_pass: bool) -> int:
-        """Return the bytes that stay allocated after an action, in addition to its dry run.
+        """Return the bytes that stay allocated after a pass, in addition to those of its dry run.
 
         Args:
             pass_type: pass, one of `F`, `B`, `I`, `W`.
@@ -499,7 +500,7 @@ class BorderBytes:
 
 
 def border_bytes(chunk: Chunk, pipeline: PipelineSpec) -> BorderBytes:
-    """Return the bytes per micro-batch of values sent to and from `chunk` that stay alive."""
+    """Return the `BorderBytes` of a chunk."""
 
     def on_same_stage(number: int) -> bool:
         return 0 <= number < pipeline.num_chunks and pipeline.stage_of(number) == chunk.stage

@@ -96,7 +96,7 @@ class OptimizerBytes:
 def optimizer_bytes(
     optimizer: str | torch.optim.Optimizer, parameters: Iterable[tuple[Any, ...]]
 ) -> OptimizerBytes:
-    """Return the bytes of state and temporary tensors of an optimizer, by measurement.
+    """Measure the bytes of state and temporary tensors of an optimizer.
 
     Parameters are updated one after another, as PyTorch does on CPU.
 
@@ -145,7 +145,7 @@ def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedS
 
 
 def _muon_exchange_bytes(shard: TrainedShard) -> int:
-    """Return the bytes by which the update of a sharded matrix exceeds the update of a full matrix:
+    """Return the temporary bytes of Muon's update of a sharded matrix, beyond those of a full one:
     two bfloat16 buffers of the full matrix, minus the momentum of the other shards."""
     buffers = 2 * prod(shard.full) * torch.bfloat16.itemsize
     return buffers - (prod(shard.full) - prod(shard.shape)) * shard.dtype.itemsize
@@ -217,7 +217,7 @@ def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
 
 
 def _lbfgs_bytes(optimizer: torch.optim.LBFGS, shards: Sequence[TrainedShard]) -> OptimizerBytes:
-    """Return the bytes of LBFGS: a direction, a gradient and two histories of vectors, each over
+    """Return the memory of LBFGS: a direction, a gradient and two histories of vectors, each over
     all parameters and replicated on every device."""
     history = max(group["history_size"] for group in optimizer.param_groups)
     vector = sum(prod(shard.full) * shard.dtype.itemsize for shard in shards)
@@ -255,13 +255,14 @@ def _named_optimizer_bytes(
 
 
 class _DerivedTensor(Tensor):
-    """A parameter, or a tensor computed from a parameter; both are DTensors on real devices."""
+    """Meta tensor that is a parameter or computed from one, and so a DTensor in training."""
 
 
 def _optimizer_bytes_of_parameter(
     make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
-    """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`."""
+    """Measure the bytes of an optimizer for a shard of shape `shape` of a parameter of shape
+    `full`."""
     parameter = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
@@ -280,11 +281,12 @@ def _optimizer_bytes_of_parameter(
         return OptimizerBytes(measured.state + replicated, measured.temporary)
     except Exception:
         # The step reads values, which tensors on the meta device do not have.
-        return _bytes_from_small_parameter(make_optimizer, shape, dtype, full)
+        return _scale_bytes_of_small_parameter(make_optimizer, shape, dtype, full)
 
 
 def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes of state tensors that are created from `shape`, not from the parameter."""
+    """Return the bytes of optimizer state that is created from a parameter's shape, not from the
+    parameter, and so is not sharded like it."""
     optimizer = make_optimizer([_derived_parameter(torch.empty(shape, dtype=dtype, device="meta"))])
     optimizer.step()
     optimizer.step()
@@ -303,17 +305,17 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (tensor for tensor in values.values() if isinstance(tensor, Tensor))
 
 
-def _bytes_from_small_parameter(
+def _scale_bytes_of_small_parameter(
     make_optimizer: MakeOptimizer, shape: Shape, dtype: torch.dtype, full: Shape
 ) -> OptimizerBytes:
-    """Return the optimizer bytes for a shard of shape `shape` of a parameter of shape `full`,
-    scaled from a small parameter.
+    """Return the bytes of an optimizer for a shard of shape `shape` of a parameter of shape `full`,
+    scaled from those of a small parameter.
 
     Raises:
         PlanError: if a step of the optimizer fails.
     """
     # Different primes, 5, 11, 17, ..., so that the size of a state's dim identifies the dim.
-    small = tuple(next(_primes_from(5 * (index + 1))) for index in range(len(shape)))
+    small = tuple(next(_iterate_primes(5 * (index + 1))) for index in range(len(shape)))
     parameter = _derived_parameter(torch.ones(small, dtype=dtype))
     optimizer = make_optimizer([parameter])
     try:
@@ -349,7 +351,7 @@ def _scaled_numel(
     return prod(actual_numel if size == small_numel else sizes.get(size, size) for size in state)
 
 
-def _primes_from(start: int) -> Iterator[int]:
+def _iterate_primes(start: int) -> Iterator[int]:
     """Yield the prime numbers from `start` upward."""
     return (n for n in count(start) if all(n % d for d in range(2, isqrt(n) + 1)))
 

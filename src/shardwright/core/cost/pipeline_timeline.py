@@ -149,7 +149,7 @@ def _actions_of_torch_schedule(
 
 
 def in_flight_counts(order: Sequence[Action]) -> Iterator[dict[int, int]]:
-    """Yield the number of micro-batches in flight of each chunk, after each action of a stage.
+    """Yield, after each action of a stage, its numbers of micro-batches in flight, by chunk.
 
     A micro-batch is in flight from its forward pass to the end of its backward pass.
 
@@ -207,7 +207,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all stages over one step.
+    """Start and end of each pass of all pipeline stages in one step.
 
     Args:
         pipeline: simulated pipeline.
@@ -223,7 +223,7 @@ class Timeline:
     def stages(self) -> tuple[tuple[Span, ...], ...]:
         """Actions of each stage with start and end in seconds, in execution order."""
         spans: list[list[Span]] = [[] for _ in range(self.pipeline.stages)]
-        for each, end in zip(_passes_of_pipeline(self.pipeline), self.ends, strict=True):
+        for each, end in zip(_list_passes(self.pipeline), self.ends, strict=True):
             action = each.action
             start = end - self.chunks[action.chunk].seconds_of(action.pass_type)
             spans[each.stage].append(Span(action, start, end))
@@ -239,7 +239,7 @@ class Timeline:
         """Fraction of the step for which each stage is idle."""
         busy = [0.0] * self.pipeline.stages
         seconds = _seconds_of_actions(self.chunks)
-        for each in _passes_of_pipeline(self.pipeline):
+        for each in _list_passes(self.pipeline):
             busy[each.stage] += seconds[each.action.pass_type][each.action.chunk]
         return tuple(1 - each / self.seconds for each in busy)
 
@@ -270,7 +270,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
     seconds = _seconds_of_actions(chunks)
     sends = [chunk.send for chunk in chunks]
     ends: list[float] = []
-    for each in _passes_of_pipeline(pipeline):
+    for each in _list_passes(pipeline):
         start = 0.0
         if each.sender is not None:
             start = ends[each.sender]
@@ -283,7 +283,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
 
 
 def _seconds_of_actions(chunks: Sequence[ChunkSeconds]) -> dict[str, list[float]]:
-    """Return the seconds of an action of each chunk, by pass type."""
+    """Return a dict from pass type to the seconds of that pass in each chunk."""
     return {
         pass_type: [chunk.seconds_of(pass_type) for chunk in chunks] for pass_type in PASS_TYPES
     }
@@ -308,7 +308,7 @@ class _PassWithDependencies:
     border: int | None
 
 
-def _passes_of_pipeline(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, ...]:
+def _list_passes(pipeline: PipelineSpec) -> tuple[_PassWithDependencies, ...]:
     check_pipelining(pipeline)
     # Assignments of operators to chunks are neither hashable nor needed.
     return _ordered_passes(
@@ -335,7 +335,7 @@ def _ordered_passes(
             order = orders[stage]
             while positions[stage] < len(order):
                 action = order[positions[stage]]
-                senders = _possible_sender_actions(pipeline, action)
+                senders = _find_sender_candidates(pipeline, action)
                 sender = next((each for each in senders if each in indices), None)
                 if senders and sender is None:
                     break
@@ -352,9 +352,9 @@ def _ordered_passes(
     return tuple(passes)
 
 
-def _possible_sender_actions(pipeline: PipelineSpec, action: Action) -> list[Action]:
-    """Return the actions one of which computes the inputs of `action`; [] if the inputs are those
-    of the model."""
+def _find_sender_candidates(pipeline: PipelineSpec, action: Action) -> list[Action]:
+    """Return the candidates for the action that computes the inputs of `action`; [] if its inputs
+    are those of the model."""
     chunk, micro_batch = action.chunk, action.micro_batch
     if action.pass_type == FORWARD:
         return [Action(chunk - 1, FORWARD, micro_batch)] if chunk else []
@@ -367,7 +367,7 @@ def _possible_sender_actions(pipeline: PipelineSpec, action: Action) -> list[Act
 
 
 def draw_timeline(timeline: Timeline, width: int = 96) -> str:
-    """Return a drawing with one line per stage: `F2` is the forward pass of micro-batch 2.
+    """Draw a timeline as text with one line per stage: `F2` is the forward pass of micro-batch 2.
 
     Dots are idle time. `F2'`, `F2''`, ... are passes of the second, third, ... chunk of a stage.
 

@@ -106,7 +106,7 @@ def chunk_times(
 def _chunk_seconds(
     times: Sequence[ChunkTime], pipeline: PipelineSpec, model: TimeModel
 ) -> Iterator[ChunkSeconds]:
-    """Yield the seconds of each chunk in a micro-batch."""
+    """Yield the seconds of each pipeline chunk for one micro-batch, with the send to the next."""
     devices = model.mesh.num_devices
     for number, time in enumerate(times):
         send = 0.0
@@ -238,7 +238,7 @@ def predict(
 
 
 def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:
-    """Return the seconds per stage of reducing gradients of parameters that stages share.
+    """Return the seconds of each stage for all-reducing gradients of parameters that stages share.
 
     Each parameter takes one all-reduce; all-reduces do not overlap each other.
     """

@@ -213,7 +213,7 @@ def step_time(
 def hidden_seconds(
     overlaps: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
 ) -> dict[Transfer, ForwardBackward]:
-    """Return the overlapped seconds (forward, backward) of each redistribution of an activation.
+    """Return the (forward, backward) seconds of each redistribution that overlap computation.
 
     An operator hides at most its own seconds of communication, even if several redistributions
     overlap it.
@@ -255,8 +255,8 @@ def hidden_seconds(
 def activation_seconds(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
 ) -> Iterator[tuple[Transfer | None, Axes, ForwardBackward]]:
-    """Yield (transfer, axes, seconds forward and backward per micro-batch) for each redistribution
-    of an activation and, with transfer None, for each collective inside an operator."""
+    """Yield (transfer, axes, (forward seconds, backward seconds)) per micro-batch for each
+    redistribution of an activation and, with transfer None, each collective inside an operator."""
     for name, op_reductions in communication.reductions.items():
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         computation = model.operator_seconds(graph.by_name[name], cuts.get(name, {}))
@@ -289,8 +289,8 @@ def activation_seconds(
 def bucket_seconds(
     communication: Communication, model: TimeModel
 ) -> Iterator[tuple[Bucket, str, bool, int, float]]:
-    """Yield (bucket, data, once per step, direction, seconds) for each gather and reduction of a
-    bucket.
+    """Yield (bucket, data, once per step, direction, seconds) for each all-gather and each gradient
+    reduction of a parameter bucket.
 
     `data` is `parameters` or `gradients`; `once per step` is False if the collective runs once per
     micro-batch; `direction` is 0 for forward and 1 for backward.
@@ -311,7 +311,8 @@ def _sum_seconds(pairs: Iterable[ForwardBackward]) -> ForwardBackward:
 
 
 def _gather_and_reduce_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackward:
-    """Return the seconds of gathering a bucket once, and of reducing its gradients once."""
+    """Return (seconds of all-gathering the parameters of a bucket, seconds of reducing their
+    gradients), each once."""
     # Each gather multiplies the size of the local tensor.
     gather = reduce = 0.0
     copy_seconds = model.host_seconds(MEMBER_OPERATORS * len(bucket.members))

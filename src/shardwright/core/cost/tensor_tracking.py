@@ -49,7 +49,7 @@ Event = tuple[TrackedStorage, bool]
 
 
 def events_at_peak(events: Iterable[Event]) -> int:
-    """Return the number of events up to and including the event at which live bytes first peak."""
+    """Return the number of allocations and frees until live bytes first reach their peak."""
     live, peak_bytes, num_events = 0, 0, 0
     for number, (storage, allocated) in enumerate(events, start=1):
         live += storage.size if allocated else -storage.size
@@ -59,7 +59,7 @@ def events_at_peak(events: Iterable[Event]) -> int:
 
 
 def bytes_by_category(events: Iterable[Event]) -> dict[str, int]:
-    """Return the change of live bytes over `events`, by category of tensor."""
+    """Return the net change of live bytes by allocations and frees, by category of tensor."""
     totals: dict[str, int] = {}
     for storage, allocated in events:
         change = storage.size if allocated else -storage.size
@@ -89,7 +89,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.storage_of(tensor).category = category
 
     def storage_of(self, tensor: Tensor) -> TrackedStorage:
-        """Return the record of the storage of a tracked tensor."""
+        """Return the `TrackedStorage` of a tensor that is tracked."""
         return self._storages[storage_id(tensor)][1]
 
     def label(self, category: str) -> None:
@@ -98,18 +98,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.category = storage.category or category
 
     def events_until_peak(self, start: int = 0, end: int | None = None) -> int:
-        """Return the length of the allocation history at the peak of live bytes between events
-        `start` and `end`."""
+        """Return the number of allocations and frees until the peak of live bytes between the
+        allocations or frees with indices `start` and `end`."""
         return start + events_at_peak(self.history[start:end])
 
     def bytes_between(self, end: int, start: int = 0) -> dict[str, int]:
-        """Return the change of live bytes over events `start` to `end - 1`, by category of
-        tensor."""
+        """Return the net change of live bytes by the allocations and frees `start` to `end - 1`, by
+        category of tensor."""
         return bytes_by_category(self.history[start:end])
 
     def bytes_by_line(self, end: int) -> dict[tuple[str, int], int]:
-        """Return the live bytes after the first `end` events, by (category of tensor, allocating
-        program line)."""
+        """Return the live bytes after the first `end` allocations and frees, by (category of
+        tensor, allocating program line)."""
         totals: dict[tuple[str, int], int] = {}
         for storage, allocated in self.history[:end]:
             key = storage.category, storage.line
@@ -301,8 +301,11 @@ class _TensorKey(tuple[Any, ...]):
 
 
 def _make_empty_results(description: Any) -> Any:
-    """Create the cached results of an operator as empty tensors on the meta device, from their
-    description (shapes, strides, dtypes)."""
+    """Return empty meta tensors for the cached results of an operator.
+
+    Args:
+        description: shapes, strides and dtypes of the results, as from `_cache_key_of_argument`.
+    """
     if isinstance(description, _TensorKey):
         shape, stride, dtype, _ = description
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)

@@ -28,11 +28,11 @@ operator.
 Measured with steps of a small model on 8 processes. Accelerators hide host overhead."""
 
 RING_OPERATORS = 20
-"""Operators launched per step of ring attention: attention on two parts of the sequence, and the
-merge of both results."""
+"""Number of operators launched per step of ring attention: attention on two parts of the sequence,
+and the merge of both results."""
 
 ForwardBackward = tuple[float, float]
-"""(seconds of the forward pass, seconds of the backward pass)."""
+"""Pair (seconds of the forward pass, seconds of the backward pass)."""
 
 
 class TimeModel:
@@ -192,8 +192,8 @@ class TimeModel:
     def bucketed_seconds(
         self, axes: Axes, num_bytes: float, collective: str = "all_reduce"
     ) -> float:
-        """Return the weighted seconds that a tensor adds to a bucketed collective: the seconds for
-        its bytes, and its share of the bucket's latency.
+        """Return the seconds, times `parameter_weight`, that a tensor adds to a bucketed
+        collective: the seconds for its bytes, and its share of the bucket's latency.
 
         Args:
             num_bytes: bytes of the local input or output, whichever is larger.
@@ -207,8 +207,8 @@ class TimeModel:
     def parameter_seconds(
         self, varying: Axes, replicated: Axes, num_bytes: float
     ) -> tuple[float, float]:
-        """Return the weighted seconds of gathering a parameter and of reducing its gradient, both
-        in buckets.
+        """Return (seconds of all-gathering a parameter, seconds of reducing its gradient), both
+        bucketed and multiplied by `parameter_weight`.
 
         ZeRO shards over all axes that replicate a parameter. Axes that also replicate the
         computation need no reduction of the gradient.
@@ -216,7 +216,7 @@ class TimeModel:
         Args:
             varying: axes over which the gradient is a partial sum.
             replicated: all other axes that replicate the parameter.
-            num_bytes: bytes of the local shard in forward and backward.
+            num_bytes: bytes of the shard that a device's operators read.
         """
         if self.optimizer_shard_size is None:
             return 0.0, self.bucketed_seconds(varying, num_bytes)
@@ -230,12 +230,12 @@ class TimeModel:
         return memory_seconds + self.host_seconds(PARAMETER_OPERATORS * count)
 
     def parameter_update_seconds(self, num_bytes: float, num_shards: int) -> float:
-        """Return the weighted seconds of the optimizer step over a parameter, or over its ZeRO
-        shard.
+        """Return the seconds, times `parameter_weight`, of the optimizer step over a parameter, or
+        over its ZeRO shard.
 
         Args:
-            num_bytes: bytes of the local shard in forward and backward.
-            num_shards: number of shards of the parameter in forward and backward.
+            num_bytes: bytes of the shard that a device's operators read.
+            num_shards: number of shards in which operators read the parameter.
         """
         if self.optimizer_shard_size is None:
             return self.parameter_weight * self.update_seconds(num_bytes)

@@ -45,7 +45,7 @@ class TimePart:
 
 
 _Parts = dict[tuple[str, Axes, bool], float]
-"""Seconds by (`TimePart.kind`, mesh axes, whether the seconds overlap computation)."""
+"""Seconds of a step by (`TimePart.kind`, mesh axes, whether the seconds overlap computation)."""
 
 
 def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart, ...]:
@@ -92,8 +92,8 @@ def _exposed_seconds(seconds_of: _Parts) -> float:
 def _chunk_time_parts(
     chunk: Chunk, time: StepTime, model: TimeModel
 ) -> Iterator[tuple[str, Axes, float, float]]:
-    """Yield (`TimePart.kind`, axes, exposed seconds, overlapped seconds) for the components of a
-    chunk's time in a step."""
+    """Yield (`TimePart.kind`, axes, exposed seconds, overlapped seconds) for each operator and each
+    collective of a chunk in a step."""
     communication, times = chunk.communication, time.micro_batches
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})

@@ -27,8 +27,8 @@ SUMS = ("reduce_scatter", "all_reduce")
 def routed_shares(
     graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], sends_once: bool = False
 ) -> dict[Transfer, float]:
-    """Return the fraction of the data of a transfer that is sent if tokens are sent only to their
-    experts, for each transfer to or from a mixture of experts.
+    """Return, by redistribution step to or from a mixture of experts, the fraction of its bytes
+    that is sent if tokens are sent only to their experts.
 
     Args:
         communication: communication of `graph`.
@@ -51,7 +51,7 @@ def routed_shares(
             ]
             if index == 0:
                 shares |= dict.fromkeys(route, share)
-            elif _is_view_of_parameter(graph, value):
+            elif _is_computed_from_parameters(graph, value):
                 shares |= dict.fromkeys(route, 0.0)
         for transfer in communication.transfers:
             if transfer.value is op.output and transfer.step.operation in SUMS:
@@ -59,11 +59,11 @@ def routed_shares(
     return shares
 
 
-def _is_view_of_parameter(graph: Graph, value: Value) -> bool:
+def _is_computed_from_parameters(graph: Graph, value: Value) -> bool:
     """Whether `value` is a parameter, or computed from parameters only."""
     producer: Op | None = graph.producer.get(value)
     if producer is None:
         return value.origin is Origin.PARAMETER
     return bool(producer.inputs) and all(
-        _is_view_of_parameter(graph, each) for each in producer.inputs
+        _is_computed_from_parameters(graph, each) for each in producer.inputs
     )
