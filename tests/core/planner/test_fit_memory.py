@@ -288,9 +288,7 @@ def test_only_what_may_fit_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"mode": "recursive_programming", "cluster": "ascend910b"}
     aligned: list[Candidate] = []
     monkeypatch.setattr(candidate, "MAX_PARAMETER_AXES", 0)
-    monkeypatch.setattr(
-        candidate, "_align_axis_splits_of_candidate", lambda one: aligned.append(one) or one
-    )
+    monkeypatch.setattr(candidate, "_align_candidate", lambda one: aligned.append(one) or one)
     with pytest.raises(MemoryLimitError) as error:
         plan(**options, memory_limit=1)
     assert aligned, "what needs least is, before it is measured"

@@ -23,7 +23,7 @@ class Attempt:
 
     Args:
         options: options with which the planner searches.
-        recompute: whether the planner may recompute operators without a mark of the user.
+        recompute: whether the planner may recompute operators that the user did not mark.
     """
 
     options: PlanOptions
@@ -34,8 +34,8 @@ class Attempt:
 
 
 AttemptGroups = Sequence[Sequence[Attempt]]
-"""Attempts of one phase, grouped by ascending `mem_coeff`: a larger `mem_coeff` is rarely
-faster."""
+"""Options to try in one phase of the search, in groups of equal `mem_coeff`, ascending: a larger
+`mem_coeff` is rarely faster."""
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
@@ -137,11 +137,12 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
 
 
 MAX_DOUBLINGS = 10
-"""Maximum number of times that an error doubles the devices or the micro-batches."""
+"""Maximum number of doublings of the devices or micro-batches that an error message suggests."""
 
 
 def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemory) -> str:
-    """List changes of the options that would make a plan fit, each with an estimate of its memory.
+    """Return text that lists changes of `options` with which a plan would fit, such as more
+    devices, each with an estimate of its memory.
 
     Args:
         limit: memory limit in bytes per device.

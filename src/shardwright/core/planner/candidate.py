@@ -162,11 +162,11 @@ class Candidate:
         has_many_axes = (
             self.options.cluster is not None and self.parameter_axes > MAX_PARAMETER_AXES
         )
-        return _align_axis_splits_of_candidate(self) if has_many_axes else self
+        return _align_candidate(self) if has_many_axes else self
 
     @property
     def shards_storage(self) -> bool:
-        """Whether a parameter is stored in another layout than operators read it in, as with
+        """Whether any parameter is stored in another layout than operators read it in, as with
         ZeRO."""
         used = default_storage(self.model.graph, self.mesh, self.decisions.cuts)
         return self.decisions.storage != used
@@ -252,7 +252,7 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
         StrategyError: if no operator can be sharded, or the requested stages or pins are invalid.
         PlanError: if the model returns several losses with several micro-batches.
     """
-    results = _candidates_of_mode(model, options, options.mode)
+    results = _search_with_mode(model, options, options.mode)
     if options.mode != "recursive_programming" or options.cost_model != "time":
         return results
     # The search's objective is simpler than the prediction of a whole plan and ignores
@@ -260,11 +260,11 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
     if not model.is_pinned:
         # Data parallelism is impossible if the batch is not divisible by the number of devices.
         with suppress(StrategyError):
-            results += _candidates_of_mode(model, options, "data_parallel")
+            results += _search_with_mode(model, options, "data_parallel")
     return results
 
 
-def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
+def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> list[Candidate]:
     """Return a candidate for each result of the search mode `mode`."""
     graph, pins = model.graph, model.pins
     check_takes_pins(mode, pins.strategies)
@@ -342,7 +342,7 @@ def _candidates_of_mode(model: CapturedModel, options: PlanOptions, mode: str) -
             pinned=fixed.cuts,
         )
         candidates_of_mode.append(
-            _reassign_equal_axes_of_candidate(candidate) if options.cluster is None else candidate
+            _reassign_axes_of_candidate(candidate) if options.cluster is None else candidate
         )
     return candidates_of_mode
 
@@ -354,7 +354,7 @@ def _assign_ops_to_balanced_chunks(
     pipeline: PipelineSpec,
     cuts: Mapping[str, Cuts],
 ) -> Mapping[str, int]:
-    """Return the chunk index of each operator, by name, with chunks that take about equal time."""
+    """Return the pipeline chunk index of each operator, by name; chunks take about equal time."""
     # Without a cluster the work of an operator is its multiply-adds and parameters.
     work = None
     if options.cluster is not None:
@@ -369,7 +369,7 @@ With more axes DTensor needs over ten seconds for the first step, and about six 
 each further axis."""
 
 
-def _align_axis_splits_of_candidate(candidate: Candidate) -> Candidate:
+def _align_candidate(candidate: Candidate) -> Candidate:
     """Return `candidate` changed so that operators split equal axes at the same position.
 
     Among changes that are not predicted to be slower, the change that leaves the fewest axes of the
@@ -394,7 +394,7 @@ def _align_axis_splits_of_candidate(candidate: Candidate) -> Candidate:
     return best
 
 
-def _reassign_equal_axes_of_candidate(candidate: Candidate) -> Candidate:
+def _reassign_axes_of_candidate(candidate: Candidate) -> Candidate:
     """Return `candidate` with axes of equal size permuted per operator, unless the permutation
     increases the communication volume."""
     # Only without a cluster, where all links are equal and these axes are interchangeable.
@@ -413,8 +413,8 @@ def _reassign_equal_axes_of_candidate(candidate: Candidate) -> Candidate:
 def _parameter_storage_layouts(
     model: CapturedModel, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], options: PlanOptions
 ) -> Storage:
-    """Return the storage layout of each parameter: as pinned, sharded by ZeRO or HSDP, or as
-    operators use the parameter."""
+    """Return the mesh axes that shard each dim of each stored parameter: as pinned, as sharded by
+    ZeRO or HSDP, or as operators read the parameter."""
     graph, pinned = model.graph, model.pins.parameters
     storage: Storage = requested_storage(graph, mesh, pinned, default_storage(graph, mesh, cuts))
     if options.sharding is None:

@@ -76,7 +76,7 @@ class _MicroBatchChoice:
             ShardwrightError: if the model cannot be planned with any of the numbers.
         """
         best: Candidate | None = None
-        for tasks in self._tasks_by_search():
+        for tasks in self._group_tasks_by_search():
             try:
                 candidate = self._best_candidate_with_captured_graph(tasks)
             except KeyboardInterrupt as stopped:
@@ -108,15 +108,13 @@ class _MicroBatchChoice:
         candidate = stopped.candidate if isinstance(stopped, PlanInterrupted) else None
         if candidate is not None and (best is None or candidate.seconds < best.seconds):
             raise PlanInterrupted(
-                lambda: self._candidate_with_captured_graph(candidate, tasks).plan()
+                lambda: self._replace_derived_graph(candidate, tasks).plan()
             ) from None
         if best is None:
             raise stopped
         raise PlanInterrupted(best.plan) from None
 
-    def _candidate_with_captured_graph(
-        self, candidate: Candidate, tasks: list[PlanTask]
-    ) -> Candidate:
+    def _replace_derived_graph(self, candidate: Candidate, tasks: list[PlanTask]) -> Candidate:
         """Return `candidate` with its derived graph replaced by a captured one.
 
         Raises:
@@ -128,7 +126,7 @@ class _MicroBatchChoice:
             raise KeyboardInterrupt
         return self._use_captured_models(candidate, tasks)
 
-    def _tasks_by_search(self) -> Iterator[list[PlanTask]]:
+    def _group_tasks_by_search(self) -> Iterator[list[PlanTask]]:
         """Yield the tasks of each search: all tasks in one search, except tasks without a loss,
         with batch statistics or with `mem_coeff="auto"`, which are searched one by one."""
         tasks: list[PlanTask] = []
@@ -177,8 +175,8 @@ class _MicroBatchChoice:
         raise self._no_plan_error()
 
     def _capture_graph_of_task(self, tasks: list[PlanTask], derived: PlanTask) -> bool:
-        """Replace the derived graph of a task by a captured one, or remove the task if its model
-        cannot be captured; return whether its candidates may have changed."""
+        """Replace the derived graph of one of `tasks` by a captured one, or remove the task if its
+        model cannot be captured; return whether its candidates may have changed."""
         index = tasks.index(derived)
         try:
             captured = self._prepare(derived.options.num_micro_batches, True)

@@ -100,7 +100,7 @@ def _options_by_schedule_and_stages(options: PlanOptions) -> Iterator[PlanOption
 
 
 def _has_requested_stages(candidate: Candidate, options: PlanOptions) -> bool:
-    """Whether a candidate has the number of stages and the schedule that `options` requests."""
+    """Whether a candidate has the number of stages and the schedule of `options`."""
     pipeline = candidate.pipeline
     return (options.stages, options.schedule) == (pipeline.stages, pipeline.schedule)
 

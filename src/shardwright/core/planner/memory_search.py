@@ -235,8 +235,8 @@ class MemorySearch:
             ranking.leave_out(requested_kind(options), LeftOut.because(one_line(error)))
 
     def _plan_kinds_in_queue(self) -> Iterator[tuple[float, PlanKind]]:
-        """Yield (lower bound in seconds, requested kind of plan) of each attempt and candidate in
-        the queue."""
+        """Yield (lower bound on the step time in seconds, requested `PlanKind`) of each attempt and
+        candidate in the queue."""
         for bound, _, _, entry in self.queue:
             attempts = (
                 [entry.attempt]
@@ -247,8 +247,8 @@ class MemorySearch:
                 yield bound, requested_kind(attempt.options)
 
     def _tighten_or_search_options(self, bound: float, queued: QueuedOptions) -> None:
-        """Search with the relaxed options of `queued` for a tighter bound, or queue the candidates
-        of the first group of attempts, and the remaining groups as one entry.
+        """Tighten the lower bound on the step time of `queued` and queue it again; once the bound
+        is tight, search the first group of attempts.
 
         Args:
             bound: lower bound in seconds on the step time of all attempts.
@@ -280,7 +280,7 @@ class MemorySearch:
         stage_options, groups = queued.stage_options, queued.groups
         attempts, lowest, num_sharded, may_fit = list(groups[0]), inf, 0, False
         if not queued.continues_group:
-            attempts, lowest = self._queue_unsharded(bound, stage_options, attempts)
+            attempts, lowest = self._queue_attempt_without_zero(bound, stage_options, attempts)
         while attempts and not may_fit:
             attempt, num_dropped = attempts.pop(0), len(self.dropped)
             self.num_searched += 1
@@ -321,7 +321,8 @@ class MemorySearch:
         stage_options: StageOptions,
         min_memory: Sequence[int] | None = None,
     ) -> float:
-        """Return a lower bound on the step time of `candidate` with recomputation.
+        """Return a lower bound in seconds on the step time of `candidate` with the recomputation
+        that the memory limit requires.
 
         Args:
             min_memory: minimum bytes per device of each stage, without activations; by default the
@@ -335,7 +336,7 @@ class MemorySearch:
             needed = stage_options.recompute_bound(min_memory)
         return predicted.seconds + max(0.0, needed - predicted.spare_seconds)
 
-    def _queue_unsharded(
+    def _queue_attempt_without_zero(
         self, bound: float, stage_options: StageOptions, attempts: list[Attempt]
     ) -> tuple[list[Attempt], float]:
         """Queue the first attempt, which does not use ZeRO, separately from the attempts that do.
@@ -409,7 +410,7 @@ class MemorySearch:
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.find_candidates(options):
-                queued = self._entry_unless_duplicate(candidate, attempt)
+                queued = self._make_unique_entry(candidate, attempt)
                 if queued is None:
                     continue
                 if self._may_fit_in_memory(queued):
@@ -425,9 +426,7 @@ class MemorySearch:
     def _may_fit_in_memory(self, queued: QueuedCandidate) -> bool:
         return self.limit is None or max(queued.min_memory) <= self.limit
 
-    def _entry_unless_duplicate(
-        self, candidate: Candidate, attempt: Attempt
-    ) -> QueuedCandidate | None:
+    def _make_unique_entry(self, candidate: Candidate, attempt: Attempt) -> QueuedCandidate | None:
         """Return a queue entry for `candidate`, or None if an equal candidate was queued before."""
         # A larger `mem_coeff` often gives the same cuts.
         key = memory_and_time_key(candidate, attempt)
@@ -437,14 +436,14 @@ class MemorySearch:
         min_memory = memory_lower_bounds(candidate.partitioned, attempt.options.optimizer)
         return QueuedCandidate(attempt, candidate, min_memory)
 
-    def _aligned_entry_unless_duplicate(self, queued: QueuedCandidate) -> QueuedCandidate | None:
+    def _make_unique_aligned_entry(self, queued: QueuedCandidate) -> QueuedCandidate | None:
         """Return a queue entry for `Candidate.aligned`, or None if an equal candidate was queued
         before."""
         aligned = queued.candidate.aligned
         return (
             queued
             if aligned is queued.candidate
-            else self._entry_unless_duplicate(aligned, queued.attempt)
+            else self._make_unique_entry(aligned, queued.attempt)
         )
 
     def _return_or_requeue_candidate(
@@ -479,7 +478,7 @@ class MemorySearch:
     def _run_recompute_search(
         self, queued: QueuedCandidate, search: RecomputeSearch, bound: float
     ) -> None:
-        """Queue the candidate with the least recomputation with which it fits."""
+        """Find the least recomputation with which the candidate fits, and queue the result."""
         result, limit = search.run(), self.limit or 0
         log.info("%s: %s of %s", queued.attempt, bytes_text(result.memory.peak), bytes_text(limit))
         if result.memory.peak > limit:
@@ -525,7 +524,7 @@ class MemorySearch:
 
         Aligning takes many predictions, so only candidates that may be chosen are aligned.
         """
-        aligned = self._aligned_entry_unless_duplicate(queued)
+        aligned = self._make_unique_aligned_entry(queued)
         if aligned is None:
             return
         aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
@@ -535,7 +534,8 @@ class MemorySearch:
             self.dropped.append(aligned)
 
     def _measure_candidate_memory(self, queued: QueuedCandidate) -> Memory:
-        """Measure the memory of a candidate by a dry run, with only the user's recomputation."""
+        """Measure the memory of a candidate by a dry run that recomputes only the operators that
+        the user marked."""
         memory = queued.candidate.memory()
         log.info(
             "%s: %s of %s", queued.attempt, bytes_text(memory.peak), bytes_text(self.limit or 0)
@@ -546,8 +546,8 @@ class MemorySearch:
         return memory
 
     def _searches_by_block_depth(self, queued: QueuedCandidate) -> list[RecomputeSearch]:
-        """Return one search for the least recomputation per depth of the module tree at which
-        recomputed modules free enough memory.
+        """Return searches for the least recomputation, one per depth of the module tree at which
+        recomputing all modules frees enough memory.
 
         Depths come in groups (`RecomputeBlocks.depths`); only the first group with a depth at which
         the candidate can fit is considered.
@@ -586,7 +586,7 @@ class MemorySearch:
 
     def _record_smallest_peak(self, measured: MeasuredDecisions, attempt: Attempt) -> None:
         """Update the smallest measured peak memory over all attempts, and over attempts of the same
-        kind of plan."""
+        `PlanKind`."""
         plan_kind = requested_kind(attempt.options)
         peak_bytes = self.smallest_peaks.get(plan_kind, measured.memory.peak)
         self.smallest_peaks[plan_kind] = min(peak_bytes, measured.memory.peak)
@@ -613,10 +613,10 @@ class MemorySearch:
                 break
             if queued.block_depth is not None:
                 self._measure_fully_recomputed(queued, queued.block_depth)
-            elif (aligned := self._aligned_entry_unless_duplicate(queued)) is None:
+            elif (aligned := self._make_unique_aligned_entry(queued)) is None:
                 continue
             elif queued.attempt.recompute:
-                self.dropped.extend(self._entry_for_each_depth(aligned))
+                self.dropped.extend(self._split_entry_by_depth(aligned))
             else:
                 self._measure_candidate_memory(aligned)
 
@@ -636,7 +636,7 @@ class MemorySearch:
         elif self._may_need_less_than_smallest(search.largest_stage.peak):
             self._record_smallest_peak(search.fully_recomputed, queued.attempt)
 
-    def _entry_for_each_depth(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
+    def _split_entry_by_depth(self, queued: QueuedCandidate) -> Iterator[QueuedCandidate]:
         """Yield a copy of `queued` for each depth of the module tree, with a lower bound on memory
         if all modules of that depth are recomputed."""
         recompute_levels = self.recompute_cache.recompute_levels(queued.candidate)

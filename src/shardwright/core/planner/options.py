@@ -115,7 +115,7 @@ class FileOptions:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
-        """Build the options from the `locals()` of a function whose parameters are the options."""
+        """Build the options from the `locals()` of a function with the options as parameters."""
         return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def keywords(self, options_class: type[FileOptions]) -> dict[str, Any]:
@@ -228,9 +228,9 @@ class PlanOptions(KeywordOptions):
         if self.has_auto_mem_coeff and not self.weighs_memory:
             object.__setattr__(self, "mem_coeff", self.mem_coeffs[0])
         self._check_memory_limit()
-        self._check_axes()
+        self._check_axis_sizes()
 
-    def _check_axes(self) -> None:
+    def _check_axis_sizes(self) -> None:
         matrix, stages = self.axis_matrix, self.stages
         if matrix is None or isinstance(stages, str) or self.stage_config is not None:
             return

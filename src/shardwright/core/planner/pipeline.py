@@ -146,11 +146,11 @@ def pipeline_spec(
                 f"stages={options.stages}, but stage_config has {stages} stages\n"
                 "remove stages, or change stage_config"
             )
-        _check_stage_count(options, stages)
+        _check_stages_and_micro_batches(options, stages)
     else:
         assert isinstance(options.stages, int)
         stages = options.stages
-        _check_stage_count(options, stages)
+        _check_stages_and_micro_batches(options, stages)
         # V-shaped and interleaved schedules need several chunks per stage.
         chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
         chunk_of = {}
@@ -167,7 +167,7 @@ def pipeline_spec(
     return replace(spec, schedule=options.schedule, chunks=chunks, chunk_of=chunk_of)
 
 
-def _check_stage_count(options: PlanOptions, stages: int) -> None:
+def _check_stages_and_micro_batches(options: PlanOptions, stages: int) -> None:
     """Check that `stages` divides the devices, and that the schedule can run the micro-batches.
 
     Raises:

@@ -79,7 +79,7 @@ class RecomputeCache:
         """Return the recomputation levels of a candidate, which do not depend on the ZeRO level."""
         graph, pipeline, cuts = candidate.model.graph, candidate.pipeline, candidate.decisions.cuts
         cuts_key = candidate.mesh, _hashable_cuts(cuts)
-        key = cuts_key, _key_of_pipeline(candidate)
+        key = cuts_key, _make_pipeline_key(candidate)
         if key not in self.levels_by_cuts:
             options, costs = candidate.options, DEFAULT_COSTS
             if options.cluster is not None:
@@ -114,7 +114,7 @@ class RecomputeCache:
         candidate = queued.candidate
         sharding = candidate.decisions.sharding
         level = None if sharding is None else sharding.level
-        ratio_key = _key_of_pipeline(candidate), level
+        ratio_key = _make_pipeline_key(candidate), level
         ratio = self.measured_ratios.get(ratio_key)
         stages = self.recompute_levels(candidate).at_depth(depth)
         recompute_search = RecomputeSearch(
@@ -138,10 +138,10 @@ def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
     # A ZeRO level that shards no parameter, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None
     storage = tuple(sorted(decisions.storage.items())), level
-    return storage, _hashable_cuts(decisions.cuts), _key_of_pipeline(candidate), attempt.recompute
+    return storage, _hashable_cuts(decisions.cuts), _make_pipeline_key(candidate), attempt.recompute
 
 
-def _key_of_pipeline(candidate: Candidate) -> object:
+def _make_pipeline_key(candidate: Candidate) -> object:
     pipeline = candidate.pipeline
     return pipeline.micro_batches, pipeline.stages, pipeline.schedule
 

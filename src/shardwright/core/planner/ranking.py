@@ -86,7 +86,7 @@ class Ranking:
         return [candidate for _, candidate in self._sorted_candidates()[: self.top]]
 
     def clear(self) -> None:
-        """Forget all candidates, for a search that is repeated."""
+        """Remove all recorded candidates, for a search that is repeated."""
         self.fastest.clear()
         self.left_out.clear()
 

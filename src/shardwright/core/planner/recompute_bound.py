@@ -92,8 +92,8 @@ class RecomputeOptions:
         return self.saved_bytes * result_bytes(graph) / max(self.result_bytes, 1)
 
     def curve(self, seconds_of: Callable[[str], float]) -> list[Vertex]:
-        """Return the least recomputation time as a convex function of the freed fraction of
-        activations.
+        """Return the least recomputation time as vertices (freed fraction of the activations,
+        seconds per micro-batch) of a convex function.
 
         Args:
             seconds_of: function from the name of an operator to the seconds of its forward pass.
@@ -118,7 +118,7 @@ class RecomputeOptions:
 
 
 def result_bytes(graph: Graph) -> int:
-    """Return the bytes of the results of all operators."""
+    """Return the total bytes of the results of all operators, unsharded."""
     return sum(value.numel * value.itemsize for op in graph.ops for value in op.outputs)
 
 
@@ -127,7 +127,8 @@ def _count_equal_blocks(
     options_of_blocks: Iterable[Sequence[tuple[int, Sequence[str]]]],
     saved: int,
 ) -> list[tuple[Sequence[BlockOption], int]]:
-    """Return the options of each block, with the number of blocks that have equal options."""
+    """Merge blocks with equal options, and return (options of a block, number of equal blocks)
+    pairs."""
     representatives: dict[int, str] = {}
     blocks: Counter[tuple[tuple[int, tuple[tuple[str, int], ...]], ...]] = Counter()
 
@@ -148,7 +149,8 @@ def _count_equal_blocks(
 
 
 def _lower_convex_hull(points: Sequence[Vertex]) -> list[Vertex]:
-    """Return the increasing part of the lower convex hull of `points`, by ascending x."""
+    """Return the vertices of the increasing part of the lower convex hull of `points`, by ascending
+    x."""
     hull: list[Vertex] = []
     for x, y in sorted(points):
         if hull and x <= hull[-1][0]:

@@ -80,7 +80,7 @@ def parse_bytes(size: int | str) -> int | None:
 
 @cache
 def requirements(options: type) -> dict[str, Requirement]:
-    """Return the requirements of the annotated fields of an options class, by field name.
+    """Return a dict from the name to the `Requirement` of each annotated field of an options class.
 
     A field whose type includes None accepts None too.
     """

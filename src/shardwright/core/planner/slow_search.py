@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 FIRST_REPORT_SECONDS = 120.0
-"""Seconds after which a search first reports its best plan; further reports follow when the search
-has taken two, four, eight, ... times as long."""
+"""Seconds after which a search first reports its best plan so far; further reports follow after
+two, four, eight, ... times as many seconds."""
 
 
 class ReportTimes:

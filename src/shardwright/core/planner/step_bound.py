@@ -72,7 +72,7 @@ class StepBounds:
         stages, cluster = options.stages, options.resolved_cluster
         if not isinstance(stages, int) or options.devices % stages:
             return 0.0
-        forward, backward, longest = self._forward_backward_longest_seconds(options)
+        forward, backward, longest = self._compute_min_pass_seconds(options)
         each, micro_batches = forward + backward, options.num_micro_batches
         if stages == 1:
             return micro_batches * each
@@ -102,19 +102,19 @@ class StepBounds:
             options.devices
         ):
             return 0.0
-        limits = self._limits_of_stages(options, limit)
+        limits = self._compute_stage_limits(options, limit)
         if stage_memory is not None:
             total = sum(stage_memory) * (options.devices // stages)
             limits = replace(limits, parameter_bytes=total)
         each = limits.least_seconds(_min_micro_batches_in_flight(options)) - limits.seconds / stages
         return options.num_micro_batches * each
 
-    def _limits_of_stages(self, options: PlanOptions, limit: int) -> StageLimits:
+    def _compute_stage_limits(self, options: PlanOptions, limit: int) -> StageLimits:
         stages = options.stages
         assert isinstance(stages, int)
         assert self._recompute_options is not None
         if stages not in self._limits:
-            forward, backward, _ = self._forward_backward_longest_seconds(options)
+            forward, backward, _ = self._compute_min_pass_seconds(options)
             fastest, by_name = self._fastest[stages], self._graph.by_name
             recompute = self._recompute_options()
 
@@ -138,9 +138,9 @@ class StepBounds:
             )
         return self._limits[stages]
 
-    def _forward_backward_longest_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
-        """Return the seconds of the forward pass, of the backward pass and of the longest operator
-        in both, for one micro-batch."""
+    def _compute_min_pass_seconds(self, options: PlanOptions) -> tuple[float, float, float]:
+        """Return lower bounds for one micro-batch: (seconds of the forward pass, seconds of the
+        backward pass, forward plus backward seconds of the longest operator)."""
         stages = options.stages
         assert isinstance(stages, int)
         if stages in self._passes:
@@ -161,7 +161,7 @@ class StepBounds:
 
 
 def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:
-    """Return a lower bound on the micro-batches in flight of each stage."""
+    """Return a lower bound on the number of micro-batches in flight of each stage."""
     assert isinstance(options.stages, int)
     stages, count = options.stages, options.num_micro_batches
     chunks = SCHEDULES[options.schedule].min_chunks if stages > 1 else 1
