@@ -341,8 +341,8 @@ class PlanData:
 
     @cached_property
     def neighbors(self) -> tuple[dict[str, OperatorRow], dict[str, list[tuple[int, OperatorRow]]]]:
-        """Rows by operator name, and consumers by value name, each as (index of the input that
-        reads the value, row of the consumer)."""
+        """Rows by operator name, and consumers by value name, each consumer as (input index, row of
+        the operator)."""
         consumers: dict[str, list[tuple[int, OperatorRow]]] = {}
         for row in self.operators:
             for input_index, (name, _, _) in enumerate(row.inputs):

@@ -99,7 +99,7 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
             )
         if staged:
             yield name, "stage", f"{row.stage}", f"{other.stage}"
-        yield name, "recomputed", _yes_if_recomputed(row), _yes_if_recomputed(other)
+        yield name, "recomputed", _recomputed_text(row), _recomputed_text(other)
 
 
 def _describe_cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
@@ -113,12 +113,12 @@ def _describe_cuts(plan: PlanData, row: OperatorRow, show_axes: bool) -> str:
     return ", ".join(cuts) or "none"
 
 
-def _yes_if_recomputed(row: OperatorRow) -> str:
+def _recomputed_text(row: OperatorRow) -> str:
     return "yes" if row.segment else "no"
 
 
 def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
-    """Yield the stored shard counts of each parameter that both plans have."""
+    """Yield the stored shard counts in both plans of each parameter that both plans have."""
     for name in first.storage:
         if name in second.storage:
             yield (
@@ -134,8 +134,8 @@ def _describe_stored_shard_counts(plan: PlanData, name: str) -> str:
 
 
 def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Difference]:
-    """Join compared properties with equal name and values into one difference that lists all
-    operators or parameters; drop properties with the same value in both plans."""
+    """Yield one `Difference` per property name and pair of values that differ, which lists all
+    operators or parameters with these values."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, what, value, other in comparisons:
         if value != other:

@@ -94,10 +94,10 @@ def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[
     partial_axes = {axis for layout in row.output_layouts for axis in layout.partial}
     cuts = {factor: tuple(map(plan.mesh.axis, names)) for factor, names in row.cuts.items()}
     for factor, axes in sorted(
-        cuts.items(), key=lambda cut: _meaning_of_factor(row, *cut) == "batch"
+        cuts.items(), key=lambda cut: _find_factor_meaning(row, *cut) == "batch"
     ):
         over = f"over {'·'.join(row.cuts[factor])}"
-        meaning = _meaning_of_factor(row, factor, axes)
+        meaning = _find_factor_meaning(row, factor, axes)
         weights = [
             layout
             for layout in _parameter_layouts_of_operator(row).values()
@@ -111,7 +111,7 @@ def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[
             yield f"{PARALLELISM_OF_MEANING.get(meaning, 'split')} {over}"
 
 
-def _meaning_of_factor(row: OperatorRow, factor: str, axes: Axes) -> str:
+def _find_factor_meaning(row: OperatorRow, factor: str, axes: Axes) -> str:
     """Return the meaning of a sharded factor, such as `batch`; empty if unknown.
 
     In plan files without meanings, the name of the first mesh axis that shards the factor decides.

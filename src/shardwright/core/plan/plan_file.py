@@ -226,7 +226,7 @@ EXTRA_KEYS: dict[str, Any] = {
     "devices": AtLeastOne,
     DIGEST: (str | None, None),
 }
-"""Types of keys of the file that are not fields of a plan, by key."""
+"""Types of the values of plan-file keys that are not fields of a plan, by key."""
 
 PlanFile = _create_pydantic_model(PlanData, **EXTRA_KEYS)
 
@@ -287,7 +287,8 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
 
 
 def _strings_with_control_characters(data: Any) -> Iterator[str]:
-    """Yield the strings with control characters, which would break the lines of a table."""
+    """Yield the strings in parsed JSON that contain control characters, which would break the lines
+    of a table."""
     pending = [data]
     while pending:
         value = pending.pop()

@@ -213,6 +213,6 @@ def _has_all_number_combinations(names: Sequence[str]) -> bool:
 
 
 def _differing_word_indices(names: Sequence[str]) -> list[int]:
-    """Return the indices of the dot-separated words in which module paths differ."""
+    """Return the indices of the dot-separated words in which the module paths `names` differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]

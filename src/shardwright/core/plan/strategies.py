@@ -33,7 +33,7 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
         for row in plan.operators
         if row.rule is not None and not _is_added_for_micro_batches(row.name, names)
     }
-    for name, storage in _storage_unlike_first_read(plan):
+    for name, storage in _find_storage_unlike_reads(plan):
         module, _, parameter = name.rpartition(".")
         module_entry = entries.get(module, FileEntry(None))
         parameters = {**module_entry.parameters, parameter: storage}
@@ -115,9 +115,9 @@ def _strategy_matches_cuts(
     return cuts == on_primes.decisions.cuts[row.name]
 
 
-def _storage_unlike_first_read(plan: PlanData) -> Iterator[tuple[str, Entry]]:
-    """Yield the names and storage layouts of parameters whose storage differs from the layout that
-    the first operator reads."""
+def _find_storage_unlike_reads(plan: PlanData) -> Iterator[tuple[str, Entry]]:
+    """Yield (parameter name, storage layout) of each parameter that is stored in another layout
+    than the first operator reads."""
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, origin), layout in zip(row.inputs, row.input_layouts, strict=True):

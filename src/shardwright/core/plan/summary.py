@@ -176,8 +176,8 @@ class _SummaryRow:
 
 
 def _summary_row_key(block_path: str, name: str, detail: int) -> tuple[str, str]:
-    """Return the key by which operators of equal parallelism share a row: (block, module within the
-    block) for `detail` 2, (block, "") for 1, ("", "") for 0."""
+    """Return the key of operators that share a summary row: (block, module within the block) for
+    `detail` 2, (block, "") for 1, ("", "") for 0."""
     return block_path if detail else "", name.rpartition(".")[0] if detail > 1 else ""
 
 
@@ -229,7 +229,8 @@ def _communication_bytes_by_operator(plan: PlanData) -> Counter[str]:
 
 
 def _split_name_at_block(name: str) -> tuple[str, str]:
-    """Split an operator's name after the last number: `layers.{0..3}` and `attn.q`."""
+    """Split an operator's name after its last number into (block, rest): `layers.{0..3}` and
+    `attn.q`."""
     words = split_module_path(name)
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
     block_length = numbers[-1] + 1 if numbers else 0
