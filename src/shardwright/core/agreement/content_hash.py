@@ -52,7 +52,9 @@ def content_hash(tensor: Tensor) -> Tensor:
     to_sum = torch.cat([words[in_full_rows:], last_bytes])
     if in_full_rows:
         columns = _hash_weights(COLUMNS, flat.device)
-        to_sum = torch.cat([to_sum, _row_products(words[:in_full_rows].view(-1, COLUMNS), columns)])
+        to_sum = torch.cat(
+            [to_sum, _multiply_rows(words[:in_full_rows].view(-1, COLUMNS), columns)]
+        )
     return (to_sum * _hash_weights(len(to_sum), flat.device)).sum()
 
 
@@ -88,7 +90,7 @@ def memory_of(contiguous: Tensor) -> Tensor:
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
-def _row_products(matrix: Tensor, vector: Tensor) -> Tensor:
+def _multiply_rows(matrix: Tensor, vector: Tensor) -> Tensor:
     if matrix.device.type == "cpu":
         return torch.mv(matrix, vector)
     # CUDA has no matrix products of int64.

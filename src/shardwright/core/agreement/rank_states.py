@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 
 WAITING = "the ranks wait for each other"
-"""First words of the error if no rank has exited."""
+"""Beginning of the deadlock error message if no rank has exited."""
 
 REMEDY = (
     "make the same calls in the same order on all ranks: train, evaluate, save and gather on all of"
@@ -143,8 +143,8 @@ def store_has_ended(waiting: RankState) -> str:
 
 
 def _pairs_of_different_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
-    """Return pairs of different states, with one rank per state: a large run has too many pairs of
-    ranks."""
+    """Return all pairs of different states, with one rank per distinct state, as a large run has
+    too many pairs of ranks."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_retry) for s in states]
     different = list(dict(zip(keys, states, strict=True)).values())
     return [(a, b) for a in different for b in different if a is not b]

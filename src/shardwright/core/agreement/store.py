@@ -66,7 +66,9 @@ def check_same_facts(
         values = store.multi_get([f"rank {each}" for each in range(size)])
         ranks = [json.loads(value) for value in values]
         difference = _send_result(
-            store, lambda: _setting_message(ranks) or _device_message(ranks), str
+            store,
+            lambda: _describe_setting_difference(ranks) or _describe_shared_device(ranks),
+            str,
         )
     else:
         difference = _receive_result_or_raise(store)
@@ -92,8 +94,8 @@ def on_rank_0(
     Args:
         what: name of the result; calls are counted per name.
         request: text of all inputs on which the result depends; ranks compare its hash.
-        make: computes the result.
-        write, read: convert the result to a string and back.
+        make: function that computes the result.
+        write, read: functions that convert the result to a string and back.
 
     Raises:
         ShardwrightError: on every rank, if `make` raises a `ShardwrightError` on rank 0.
@@ -137,8 +139,8 @@ def count_until(store: Store, key: str, step: int, is_reached: Callable[[int], b
         store: the store.
         key: name of the counter.
         step: number to add.
-        is_reached: returns whether a value of the counter ends the wait, which takes at most
-            `FAREWELL` seconds.
+        is_reached: function from a value of the counter to whether it ends the wait, which takes at
+            most `FAREWELL` seconds.
     """
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not is_reached(count) and time.monotonic() < deadline:
@@ -189,7 +191,7 @@ def _wait_for_key(store: Store, key: str, expected: str = "") -> bool:
 def _send_result(
     store: Store, make: Callable[[], Answer], write: Callable[[Answer], str]
 ) -> Answer:
-    """Return the result of `make`, and write the result or the error to the store."""
+    """Return the result of `make()`, and write the result or its error to the store."""
     try:
         result = make()
         _send_answer(store, {"result": write(result)})
@@ -224,7 +226,7 @@ def _send_answer(store: Store, answer: Mapping[str, Any]) -> None:
     store.set("pieces", str(len(pieces)))
 
 
-def _setting_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+def _describe_setting_difference(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
     """Return an error message about the first setting that differs from rank 0's; empty if all are
     equal.
 
@@ -243,7 +245,7 @@ def _setting_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]])
     return ""
 
 
-def _device_message(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
+def _describe_shared_device(ranks: Sequence[tuple[str, Mapping[str, Any], str | None]]) -> str:
     """Return an error message about the first accelerator that two ranks use; empty if each rank
     has its own.
 
