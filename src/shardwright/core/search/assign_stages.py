@@ -264,7 +264,7 @@ def configured_stages(
     """
     _check_module_names(graph, stage_config, modules)
     stages = _num_configured_stages(stage_config)
-    stage_of_op = {op.name: _stage_of_module(op.module, stage_config) for op in graph.ops}
+    stage_of_op = {op.name: _find_stage_of_module(op.module, stage_config) for op in graph.ops}
     _check_all_parameters_have_stage(graph, stage_config)
     named_ops = [op for op in graph.ops if stage_of_op[op.name] is not None]
     runs = [
@@ -328,7 +328,7 @@ def _num_configured_stages(stage_config: StageConfig) -> int:
     return stages
 
 
-def _stage_of_module(path: str, stage_config: StageConfig) -> int | None:
+def _find_stage_of_module(path: str, stage_config: StageConfig) -> int | None:
     """Return the stage index of the longest key of `stage_config` that is a prefix of the module
     path `path`; None if no key is."""
     words = path.split(".")
@@ -347,7 +347,7 @@ def _check_all_parameters_have_stage(graph: Graph, stage_config: StageConfig) ->
     for value in graph.parameters:
         owners = [name.rpartition(".")[0] for name in (value.name, *tied_names.get(value.name, ()))]
         # A tied parameter needs a stage under one of its names only.
-        if all(owner and _stage_of_module(owner, stage_config) is None for owner in owners):
+        if all(owner and _find_stage_of_module(owner, stage_config) is None for owner in owners):
             omitted.append(owners[0])
     if omitted:
         raise StrategyError(

@@ -318,7 +318,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
         consumers=tuple(tuple(uses) for uses in consumers),
         depends_on_input=tuple(data),
         batch_dims=tuple(batch_dims),
-        replicates_op=_replicating_inputs_of_ops(op_types, inputs, data),
+        replicates_op=_find_replicating_inputs_of_ops(op_types, inputs, data),
         batch_size=batch_size,
     )
 
@@ -341,7 +341,7 @@ def _op_type_of_each_op(graph: Graph) -> tuple[OpType, ...]:
     return tuple(op_types)
 
 
-def _replicating_inputs_of_ops(
+def _find_replicating_inputs_of_ops(
     op_types: Sequence[OpType], inputs: Sequence[tuple[int, ...]], data: Sequence[bool]
 ) -> tuple[tuple[bool, ...], ...]:
     cached: dict[tuple[object, ...], tuple[bool, ...]] = {}
@@ -350,12 +350,12 @@ def _replicating_inputs_of_ops(
         is_data = tuple(data[v] for v in read)
         key = (id(op_type), is_data)
         if key not in cached:
-            cached[key] = _replicating_inputs_of_op(op_type, is_data)
+            cached[key] = _find_replicating_inputs(op_type, is_data)
         flags.append(cached[key])
     return tuple(flags)
 
 
-def _replicating_inputs_of_op(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
+def _find_replicating_inputs(op_type: OpType, is_data: tuple[bool, ...]) -> tuple[bool, ...]:
     """Return, for each input of an operator, whether a replicated input makes the operator
     replicated.
 

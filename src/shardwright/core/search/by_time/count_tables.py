@@ -294,8 +294,8 @@ class CountTables:
         )
 
     def _consumer_layouts(self, edge: TensorEdge, cut_counts: Sequence[Counts]) -> Iterator[Counts]:
-        """Yield for each consumer the layout of a value for each row of its `cut_counts`, then
-        replicated if the model returns the value."""
+        """Yield the layouts in which each consumer reads a value, one for each row of its
+        `cut_counts`; then a replicated layout if the model returns the value."""
         for index, input_index in edge.consumers:
             yield self._tensor_layouts(
                 self.problem.variables[index], False, input_index, cut_counts[index]

@@ -175,7 +175,7 @@ class _JointTables:
             solution = minimum(sizes, factors, limit=LARGEST_TABLE)
         except TooWideError as error:
             raise TablesTooLargeError(
-                f"the operators are too densely connected: {error}\n"
+                f"the tables of the exact search are too large: {error}\n"
                 "use fewer devices for a joint optimum"
             ) from None
         cuts = [all_cuts[c] for all_cuts, c in zip(self.all_cuts, solution.choices, strict=True)]

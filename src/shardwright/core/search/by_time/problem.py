@@ -339,7 +339,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     intervals = [(0, len(keys))]
     while intervals:
         start, stop = intervals.pop()
-        run = _longest_repeated_run(indexed, keys, start, stop)
+        run = _find_longest_repeated_run(indexed, keys, start, stop)
         # Operators before and after a run may be further runs, such as an encoder and a decoder.
         if run is not None:
             runs.append(run)
@@ -347,7 +347,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     return runs
 
 
-def _longest_repeated_run(
+def _find_longest_repeated_run(
     indexed: IndexedGraph, keys: np.ndarray[tuple[int], np.dtype[np.int64]], start: int, stop: int
 ) -> BlockRun | None:
     """Return the longest run of equal blocks among operators `start` to `stop - 1`, or None.
@@ -361,7 +361,7 @@ def _longest_repeated_run(
         if length >= stop - start - period:
             break
         equal = segment_keys[period:] == segment_keys[:-period]
-        first_op, size = _longest_true_run(equal)
+        first_op, size = _find_longest_true_run(equal)
         if size > length:
             best_start, length = (start + first_op, period), size
     if not length or length < (MIN_BLOCKS - 1) * best_start[1]:
@@ -375,12 +375,12 @@ def _longest_repeated_run(
             for op in range(first_op, first_op + length)
         ]
     )
-    offset, size = _longest_true_run(reads_equal)
+    offset, size = _find_longest_true_run(reads_equal)
     blocks = size // period + 1
     return BlockRun(first_op + offset, period, blocks) if blocks >= MIN_BLOCKS else None
 
 
-def _longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
+def _find_longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
     """Return the start and the length of the longest run of true flags; ties go to the first
     run."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))

@@ -69,9 +69,7 @@ class LocalProblem:
         while True:
             # `best` is the first candidate and wins ties, so that every round but the last
             # decreases the cost.
-            improved = self._cheapest_candidate(
-                chain((best,), self._cuts_with_one_axis_changed(best))
-            )
+            improved = self._cheapest_candidate(chain((best,), self._change_one_axis_of_cuts(best)))
             if improved == best:
                 return best
             best = improved
@@ -101,7 +99,7 @@ class LocalProblem:
             return sum(context.redistribution_bytes(*layouts) for context, layouts in tensors)
 
         best, least_cost = cuts, (current_cost[0], mismatched_bytes(cuts), *current_cost[1:])
-        for changed in chain(self.enumerate_cuts(), self._cuts_with_one_axis_changed(cuts)):
+        for changed in chain(self.enumerate_cuts(), self._change_one_axis_of_cuts(cuts)):
             cost = self.cost(changed, current_cost)
             if cost is None:
                 continue
@@ -238,7 +236,7 @@ class LocalProblem:
                 orders.append(order)
         return orders
 
-    def _cuts_with_one_axis_changed(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
+    def _change_one_axis_of_cuts(self, cuts: Cuts) -> Iterator[dict[str, Axes]]:
         """Yield `cuts` with one axis changed to another factor, or to none."""
         axes = [axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1]
         for factors in self.nearby.with_one_axis_changed(factor_of_axis(cuts), axes):

@@ -168,7 +168,8 @@ class RecomputeBlocks:
         }
 
     def _saved_bytes_if_all_recomputed(self, depth: int) -> int:
-        """Return the bytes saved on a device if all blocks at a depth are recomputed."""
+        """Return the bytes that a device saves for the backward pass if all blocks at a depth of
+        the module tree are recomputed."""
         return sum(
             self._saved_bytes_with_recompute(
                 self._recompute_full_blocks(self._block_by_op(depth), True)
@@ -176,7 +177,8 @@ class RecomputeBlocks:
         )
 
     def _largest_block_bytes(self, depth: int) -> int:
-        """Return the bytes that the largest block at a depth saves for its backward pass."""
+        """Return the bytes that the largest block at a depth of the module tree saves for its
+        backward pass."""
         block_of = self._block_by_op(depth)
         saved: dict[tuple[int, str], int] = {}
         for name, size in self.saved_without_blocks.items():
@@ -226,7 +228,7 @@ class RecomputeBlocks:
             block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
-        for option, recompute in self._decisions_by_option(block_of).items():
+        for option, recompute in self._recompute_by_option(block_of).items():
             flow = self._communication_with_recompute(recompute)
             freed = self._freed_bytes_by_block(flow, block_of)
             recompute_by_block: dict[tuple[int, str], dict[str, Recompute]] = {}
@@ -253,7 +255,7 @@ class RecomputeBlocks:
         """
         block_of = self._block_by_op(depth)
         options: dict[tuple[int, str], list[tuple[int, list[str]]]] = {}
-        for option, recompute in self._decisions_by_option(block_of).items():
+        for option, recompute in self._recompute_by_option(block_of).items():
             if option == "block_and_communication":
                 continue
             flow = self._communication_with_recompute(recompute)
@@ -267,7 +269,7 @@ class RecomputeBlocks:
                     options.setdefault(block, []).append((size, recomputed.get(block, [])))
         return options
 
-    def _decisions_by_option(
+    def _recompute_by_option(
         self, block_of: Mapping[str, tuple[int, str]]
     ) -> dict[str, dict[str, Recompute]]:
         """Return, by name of each option, the `Recompute` decisions of operators if all blocks take
@@ -299,8 +301,8 @@ class RecomputeBlocks:
         """Return the communication of the model with additional recomputation, without buckets of
         parameters.
 
-        A result is valid only until the next call: results share transfers, and each call changes
-        the segments of the transfers.
+        A result is valid until this method runs again: results share transfers, and each run
+        changes the segments of the transfers.
 
         Args:
             recompute_by_op: additional recomputation, by operator name.
