@@ -372,12 +372,12 @@ class _MetaChunk:
             for tensor in self.received_activations
         ]
         if self.module.chunk.graph.loss is None and not self.module.chunk.leaving:
-            self.outputs = self._differentiable_outputs()
+            self.outputs = self._run_forward_without_loss()
             return
         outputs = self.module(*self.inputs, number=self.micro_batch)
         self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
-    def _differentiable_outputs(self) -> tuple[Tensor, ...]:
+    def _run_forward_without_loss(self) -> tuple[Tensor, ...]:
         """Run the forward pass of a model without a loss, and return the outputs that require a
         gradient."""
         module, step = self.module, self.module.step

@@ -210,7 +210,7 @@ def memory(
         borders = {chunk.number: border_bytes(chunk, pipeline) for chunk in chunks}
         state = optimizer_bytes(optimizer, trained_shards(chunks, table_shapes))
         bytes_before_step = _bytes_before_step(dry_run_of.values(), pipeline.micro_batches)
-        moments = list(_action_memories(order, dry_run_of, borders, state))
+        moments = list(_compute_action_memories(order, dry_run_of, borders, state))
         stages_memory.append(_stage_memory(number, bytes_before_step, moments, state, chunks))
     return Memory(tuple(stages_memory), optimizer_name(optimizer))
 
@@ -403,7 +403,7 @@ def _bytes_before_step(dry_runs: Iterable[DryRun], micro_batches: int) -> BytesB
     return {**bytes_before_step, BATCH: bytes_before_step.get(BATCH, 0) * micro_batches}
 
 
-def _action_memories(
+def _compute_action_memories(
     order: Sequence[Action],
     dry_run_of: Mapping[int, DryRun],
     borders: Mapping[int, BorderBytes],
