@@ -286,7 +286,7 @@ class MemorySearch:
             self.num_searched += 1
             candidates = list(self._search_new_candidates(attempt))
             for each in candidates:
-                seconds = self._seconds_with_recompute(
+                seconds = self._bound_seconds_with_recompute(
                     each.candidate, stage_options, each.min_memory
                 )
                 self.add(bound, each, seconds)
@@ -295,7 +295,10 @@ class MemorySearch:
             if not num_sharded:
                 new = (each.candidate for each in (*candidates, *dropped))
                 lowest = min(
-                    (lowest, *(self._seconds_with_recompute(each, stage_options) for each in new))
+                    (
+                        lowest,
+                        *(self._bound_seconds_with_recompute(each, stage_options) for each in new),
+                    )
                 )
             num_sharded += attempt.options.sharding is not None
             may_fit = bool(candidates and num_sharded)
@@ -315,7 +318,7 @@ class MemorySearch:
             # Searched only if no candidate that is clearly faster fits.
             self.add(remaining_bound, remaining)
 
-    def _seconds_with_recompute(
+    def _bound_seconds_with_recompute(
         self,
         candidate: Candidate,
         stage_options: StageOptions,
@@ -368,9 +371,11 @@ class MemorySearch:
         needed = min(map(max, memory))
         if needed <= self.limit:
             unsharded = [each.with_sharding_of(first.options) for each in candidates]
-            lowest = min(self._seconds_with_recompute(each, stage_options) for each in unsharded)
+            lowest = min(
+                self._bound_seconds_with_recompute(each, stage_options) for each in unsharded
+            )
             lowest_that_fits = min(
-                self._seconds_with_recompute(each, stage_options, stages)
+                self._bound_seconds_with_recompute(each, stage_options, stages)
                 for each, stages in zip(unsharded, memory, strict=True)
                 if max(stages) <= self.limit
             )
@@ -395,7 +400,8 @@ class MemorySearch:
         try:
             relaxed_candidates = self.find_candidates(relaxed)
             seconds = min(
-                self._seconds_with_recompute(each, stage_options) for each in relaxed_candidates
+                self._bound_seconds_with_recompute(each, stage_options)
+                for each in relaxed_candidates
             )
         except (PlanError, StrategyError) as error:
             self.errors.append((relaxed, error))
