@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 CONTEXTS = (8, 4, 2, 1)
-"""Lengths of the call sequences that predict the next call; the longest sequence that the history
-contains decides."""
+"""Lengths of the sequences of collective calls that predict the next call; the longest sequence
+that the history contains decides."""
 
 MAX_CONTEXTS = 4096
-"""Maximum number of call sequences in the history; a larger history is cleared."""
+"""Maximum number of sequences of collective calls in the history; a larger history is cleared."""
 
 
 class ExpectedCalls:
@@ -30,7 +30,7 @@ class ExpectedCalls:
         self._replaced: dict[tuple[str, ...], str | None] = {}
 
     def begin(self, call_name: str) -> bool:
-        """Record a call, and return whether the history predicted this call.
+        """Record a collective call, and return whether the history predicted this call.
 
         Args:
             call_name: name of the call, such as "step".
@@ -48,8 +48,8 @@ class ExpectedCalls:
         return call_name == expected
 
     def undo(self) -> None:
-        """Remove the last call from the history: it raised an error on this rank before it
-        communicated."""
+        """Remove the last collective call, which raised an error on this rank before it
+        communicated, from the history."""
         self._last = self._before
         for context, previous in self._replaced.items():
             if previous is None:

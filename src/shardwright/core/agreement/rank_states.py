@@ -52,14 +52,14 @@ class RankState:
         return RankState(**{**fields, "calls": tuple(fields["calls"])})
 
     def call(self, number: int) -> str | None:
-        """Return the rank's call with index `number`, counted from 1; None if the call has not
-        begun, or if it is older than `calls`."""
+        """Return the rank's collective call with index `number`, counted from 1; None if the call
+        has not begun, or if it is older than `calls`."""
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
     @property
     def call_with_line(self) -> str:
-        """The call that has not returned, with its line; empty outside of a call."""
+        """The collective call that has not returned, with its line; empty outside of a call."""
         line = f" ({self.line})" if self.line else ""
         return f"{self.calls[-1]}{line}" if self.is_inside else ""
 
@@ -85,7 +85,7 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
         states: the last known state of each rank.
     """
     checks = _made_different_calls, _are_deadlocked, _has_repeated_call
-    if not any(check(*pair) for pair in _pairs_of_different_states(states) for check in checks):
+    if not any(check(*pair) for pair in _pair_different_states(states) for check in checks):
         return ""
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
     groups = [([state.rank for state in group], each) for each, group in groupby(ordered, key=str)]
@@ -96,8 +96,8 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
 
 
 def _format_first_difference(states: Sequence[RankState]) -> str:
-    """Describe the first call at which the histories of ranks differ, for ranks whose current calls
-    have equal names."""
+    """Describe the first collective call at which the histories of ranks differ, for ranks whose
+    current calls have equal names."""
     for number in range(1, min(state.count for state in states) + 1):
         calls = {state.call(number): state.rank for state in reversed(states)}
         if len(calls) > 1 and None not in calls:
@@ -107,8 +107,8 @@ def _format_first_difference(states: Sequence[RankState]) -> str:
 
 
 def exited_too_early(waiting: RankState, exited: Sequence[RankState]) -> str:
-    """Return an error message if ranks exited before a call in which another rank waits; otherwise
-    empty.
+    """Return an error message if ranks exited before a collective call in which another rank waits;
+    otherwise empty.
 
     Args:
         waiting: the state of the rank that waits.
@@ -134,15 +134,15 @@ def exited_too_early(waiting: RankState, exited: Sequence[RankState]) -> str:
 
 
 def store_has_ended(waiting: RankState) -> str:
-    """Return the error message of a rank that waits in a call after the process of the rendezvous
-    store has exited."""
+    """Return the error message of a rank that waits in a collective call after the process of the
+    rendezvous store has exited."""
     return (
         "rank 0, or the launcher that serves the store of the process group, has ended, but rank"
         f" {waiting.rank} waits {waiting}\nsee the log of rank 0 for its error"
     )
 
 
-def _pairs_of_different_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
+def _pair_different_states(states: Sequence[RankState]) -> list[tuple[RankState, RankState]]:
     """Return all pairs of different states, with one rank per distinct state, as a large run has
     too many pairs of ranks."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_retry) for s in states]

@@ -31,10 +31,11 @@ BEAT = 1.0
 """Seconds between two heartbeats of rank 0."""
 
 PATIENCE = 60.0
-"""Seconds that other ranks wait for rank 0 to make the same call, and for its next heartbeat."""
+"""Seconds that other ranks wait for rank 0 to begin the same computation, and for each heartbeat of
+rank 0."""
 
 WARN_AFTER = 10.0
-"""Seconds after which a rank warns that it waits for rank 0's call."""
+"""Seconds after which a rank warns that it waits for rank 0 to begin the same computation."""
 
 FAREWELL = 10.0
 """Maximum seconds that rank 0, whose process may serve the store, waits until the other ranks have
