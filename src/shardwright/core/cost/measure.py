@@ -84,8 +84,8 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
     clock = clock or Clock()
 
     def seconds(work: Callable[[], object]) -> float:
-        """Return the seconds of `work` on `device`; on a CPU, of one process that uses all
-        cores."""
+        """Return the seconds of a call of `work` on `device`; on a CPU, in one process that uses
+        all cores."""
         # An accelerator is timed by events, as its kernels run after the call has returned.
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])

@@ -39,7 +39,7 @@ AttemptGroups = Sequence[Sequence[Attempt]]
 
 
 def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
-    """Return the attempts for `options` in phases; a phase begins only if no earlier attempt fits.
+    """Return the changes of `options` to try, in phases; a phase begins if no earlier one fits.
 
     On a cluster all changes are attempts of a single phase, and predicted step times decide.
     Without a cluster there are no step times to compare, so that each change is a separate phase,

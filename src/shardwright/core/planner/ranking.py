@@ -116,7 +116,7 @@ class Ranking:
         return RankedPlans(plans, left_out)
 
     def _has_candidate(self, plan_kind: PlanKind) -> bool:
-        """Whether a candidate of this kind was recorded, with or without recomputation."""
+        """Whether a candidate of `plan_kind` was recorded, with or without recomputation."""
         return any(ranked.requested == plan_kind.requested for ranked in self.fastest)
 
 
