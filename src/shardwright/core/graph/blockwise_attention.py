@@ -59,15 +59,15 @@ def blockwise_attention(
         log-sum-exp of the scores, `[batch, heads, queries]`, which only flash kernels compute; 0
         from other kernels.
     """
-    tensors = _without_negative_positions((query, key, value), first_key)
+    tensors = _drop_negative_positions((query, key, value), first_key)
     if _can_use_flash(tensors, causal, window, terms):
         out, lse, *_ = aten._flash_attention_forward(
             *_to_flash_layout(tensors),
-            *_unpacked_length_arguments(tensors),
+            *_make_unpacked_length_arguments(tensors),
             0.0,
             False,
             False,
-            **_flash_window_arguments(window, scale),
+            **_make_flash_window_arguments(window, scale),
         )
         return out.transpose(1, 2), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -95,7 +95,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     tensors, nonnegative_gradients = (
-        _without_negative_positions(each, first_key) for each in ((query, key, value), gradients)
+        _drop_negative_positions(each, first_key) for each in ((query, key, value), gradients)
     )
     if _can_use_flash(tensors, causal, window, terms):
         transposed = _to_flash_layout((gradient, *tensors, out))
@@ -104,12 +104,12 @@ def _attention_backward(
         results = aten._flash_attention_backward(
             *transposed,
             lse,
-            *_unpacked_length_arguments(tensors),
+            *_make_unpacked_length_arguments(tensors),
             0.0,
             False,
             state,
             state,
-            **_flash_window_arguments(window, scale),
+            **_make_flash_window_arguments(window, scale),
         )
         for total, result in zip(nonnegative_gradients, results, strict=True):
             total.copy_(result.transpose(1, 2))
@@ -168,14 +168,14 @@ class _BlockMask:
             end = min(first + rows, self.queries)
             begin = 0 if self.window is None else max(0, self.offset + first - self.window + 1)
             key_range = slice(begin, self.offset + end if self.causal else self.keys)
-            allowed = self._block_mask(slice(first, end), key_range)
+            allowed = self._compute_block_mask(slice(first, end), key_range)
             if self.terms:
                 # Conditions may exclude long ranges of keys, such as other documents. Trimming
                 # waits for the device to compute the mask, so it is done only then.
                 key_range, allowed = _trim_to_allowed_keys(key_range, allowed)
             yield (slice(first, end), key_range, key_range), allowed
 
-    def _block_mask(self, rows: slice, keys: slice) -> Tensor:
+    def _compute_block_mask(self, rows: slice, keys: slice) -> Tensor:
         diagonal = self.offset + rows.start - keys.start
         count = (rows.stop - rows.start, keys.stop - keys.start)
         mask = self.query.new_ones(count, dtype=torch.bool)
@@ -184,13 +184,13 @@ class _BlockMask:
         if self.window is not None:
             mask = mask.triu(diagonal - self.window + 1)
         for comparison, *indices in self.terms:
-            vectors = [self._slice_index(self.vectors[int(i)], rows, keys) for i in indices]
+            vectors = [self._slice_vector(self.vectors[int(i)], rows, keys) for i in indices]
             mask = mask & (
                 vectors[0] if comparison == "all" else getattr(torch, comparison)(*vectors)
             )
         return mask
 
-    def _slice_index(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
+    def _slice_vector(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
         if vector.shape[-2] > 1:
             return vector[..., rows, :]
         return vector[..., keys] if vector.shape[-1] > 1 else vector
@@ -219,7 +219,7 @@ def _attend_block(tensors: Sequence[Tensor], mask: Tensor, scale: float | None) 
     )
 
 
-def _without_negative_positions(tensors: Sequence[Tensor], first_key: int) -> list[Tensor]:
+def _drop_negative_positions(tensors: Sequence[Tensor], first_key: int) -> list[Tensor]:
     """Return query, key and value without the keys and values before position 0."""
     query, *keys_and_values = tensors
     return [query, *(each[..., max(0, -first_key) :, :] for each in keys_and_values)]
@@ -245,7 +245,7 @@ def has_flash(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _flash_window_arguments(window: int | None, scale: float | None) -> dict[str, Any]:
+def _make_flash_window_arguments(window: int | None, scale: float | None) -> dict[str, Any]:
     """Return the keyword arguments of a flash kernel for a sliding window; the kernel does not
     count a query's own position."""
     assert window is not None
@@ -257,7 +257,7 @@ def _to_flash_layout(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.transpose(1, 2) for tensor in tensors]
 
 
-def _unpacked_length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
+def _make_unpacked_length_arguments(tensors: Sequence[Tensor]) -> tuple[None, None, int, int]:
     """Return the `cum_seq` and `max` arguments of a flash kernel for sequences that are not
     packed."""
     return None, None, tensors[0].shape[-2], tensors[1].shape[-2]
@@ -280,10 +280,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(query, key, value, *output, *vectors)
 
 
-def _attention_gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _compute_attention_gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     query, key, value, out, lse, *vectors = ctx.saved_tensors
     gradients = _attention_backward(gradient, query, key, value, vectors, out, lse, *ctx.options)
     return (*gradients, [None] * len(vectors), *(None for _ in ctx.options))
 
 
-blockwise_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
+blockwise_attention.register_autograd(
+    _compute_attention_gradients, setup_context=_save_for_backward
+)

@@ -55,11 +55,9 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
                 kwargs={},
                 outputs=(new[op.output],),
             )
-        args, kwargs = pytree.tree_map(
-            convert, _arguments_with_twin_floats(op, twin_of.get(op, op))
-        )
+        args, kwargs = pytree.tree_map(convert, _replace_floats_by_twin(op, twin_of.get(op, op)))
         # The target of a `local_map` contains the dtypes of its results.
-        target = _op_target_in_float64(op)
+        target = _convert_target(op)
         outputs = tuple(new[v] for v in op.outputs)
         return replace(op, target=target, args=args, kwargs=kwargs, outputs=outputs)
 
@@ -100,7 +98,9 @@ def paired_operators(graph: Graph, twin: Graph) -> dict[Op, Op]:
     """
     ops, twin_ops = ([op for op in g.ops if not _is_float_cast(op)] for g in (graph, twin))
     # A model may branch on dtypes, and then have other operators in float64.
-    if [_comparable_target(op) for op in ops] != [_comparable_target(op) for op in twin_ops]:
+    if [_get_comparable_target(op) for op in ops] != [
+        _get_comparable_target(op) for op in twin_ops
+    ]:
         return {}
     return dict(zip(ops, twin_ops, strict=True))
 
@@ -112,11 +112,11 @@ def is_product_of_row_groups(op: Op) -> bool:
     return op.target == GROUPED_MM and ranks == [2, 3, 1]
 
 
-def _comparable_target(op: Op) -> object:
-    return SEGMENT_MATMUL if is_product_of_row_groups(op) else _op_target_in_float64(op)
+def _get_comparable_target(op: Op) -> object:
+    return SEGMENT_MATMUL if is_product_of_row_groups(op) else _convert_target(op)
 
 
-def _op_target_in_float64(op: Op) -> Any:
+def _convert_target(op: Op) -> Any:
     """Return the target of an operator; for a `LocalCall`, which has dtypes, its float64 copy."""
     as_float64: Any = getattr(op.target, "as_float64", None)
     return op.target if as_float64 is None else as_float64()
@@ -129,7 +129,7 @@ def _is_float_cast(op: Op) -> bool:
     return converts and all(value.dtype.is_floating_point for value in values)
 
 
-def _arguments_with_twin_floats(op: Op, twin: Op) -> tuple[Any, Any]:
+def _replace_floats_by_twin(op: Op, twin: Op) -> tuple[Any, Any]:
     """Return the `args` and `kwargs` of `op`, with floats replaced by the floats of `twin`.
 
     Arguments are returned unchanged if `op` and `twin` have different numbers of arguments.

@@ -35,20 +35,20 @@ class HostNumbers:
 
     @classmethod
     def of(cls, graph: fx.Graph) -> HostNumbers:
-        """Return the numbers of a graph that Dynamo recorded.
+        """Find the operations on Python numbers in a graph that Dynamo recorded.
 
         Adds an output to the graph for each tensor in `items`.
         """
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         inputs = {node: i for i, node in enumerate(placeholders) if _is_python_number(node)}
-        nodes = _operations_on(inputs, graph)
+        nodes = _find_operations_on_numbers(inputs, graph)
         first = {*inputs, *nodes}
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
-        items, later = _numbers_of_tensors(graph, first, output)
+        items, later = _find_item_calls(graph, first, output)
         numbers = {*first, *items, *later}
         read = [n for n in (*inputs, *nodes) if _is_number_read_by_operator(n, numbers, output)]
         outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
-        indices = {item: _add_output(graph, item, output) for item in items}
+        indices = {item: _add_tensor_output(graph, item, output) for item in items}
         return cls(inputs, nodes, tuple(read), outputs, indices, later)
 
     @property
@@ -62,13 +62,13 @@ class HostNumbers:
         return frozenset(self.items.values())
 
     def values(self, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-        """Return the value of each number that does not come from a tensor, computed from the
-        inputs of the graph."""
+        """Compute the numbers that do not come from tensors, by node, from the inputs of the
+        graph."""
         values: dict[fx.Node, Any] = {}
         for node, index in self.inputs.items():
             number = inputs[index]
             values[node] = number.item() if isinstance(number, Tensor) else number
-        _compute(self.nodes, values)
+        _run_number_operations(self.nodes, values)
         return values
 
     def add_values_of_tensors(self, values: dict[fx.Node, Any], outputs: Sequence[Any]) -> None:
@@ -79,14 +79,16 @@ class HostNumbers:
             outputs: the outputs of the graph.
         """
         values |= {node: outputs[index].item() for node, index in self.items.items()}
-        _compute(self.later, values)
+        _run_number_operations(self.later, values)
 
     def examples_of_tensors(self) -> dict[fx.Node, Any]:
-        """Return a number of the right type for each number that comes from a tensor."""
-        return {node: _example_number(node) for node in (*self.items, *self.later)}
+        """Return 1, in the type of the node, for each number that comes from a tensor, by node."""
+        return {node: _make_example_number(node) for node in (*self.items, *self.later)}
 
 
-def _operations_on(operands: Collection[fx.Node], graph: fx.Graph) -> tuple[fx.Node, ...]:
+def _find_operations_on_numbers(
+    operands: Collection[fx.Node], graph: fx.Graph
+) -> tuple[fx.Node, ...]:
     """Return the operations of a graph on numbers in `operands` and on their results."""
     numbers = dict.fromkeys(operands)
     for node in graph.nodes:
@@ -102,7 +104,7 @@ def _is_operation_on_numbers(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and is_number
 
 
-def _numbers_of_tensors(
+def _find_item_calls(
     graph: fx.Graph, numbers: Collection[fx.Node], output: fx.Node
 ) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     """Return the calls of `item` whose results only Python code reads, and the operations on these
@@ -114,7 +116,7 @@ def _numbers_of_tensors(
     """
     items = [n for n in graph.nodes if _reads_tensor_value(n) and n.args[0] not in numbers]
     while True:
-        later = _operations_on((*numbers, *items), graph)
+        later = _find_operations_on_numbers((*numbers, *items), graph)
         on_host = {*items, *later, output}
         remaining = [item for item in items if not _is_read_outside(item, on_host)]
         if remaining == items:
@@ -132,7 +134,7 @@ def _reads_tensor_value(node: fx.Node) -> bool:
     return is_call and isinstance(node.args[0], fx.Node)
 
 
-def _add_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
+def _add_tensor_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
     """Add an output with the tensor that `item` reads, without its gradient; return its index."""
     (source,) = item.all_input_nodes
     with graph.inserting_before(item):
@@ -143,8 +145,8 @@ def _add_output(graph: fx.Graph, item: fx.Node, output: fx.Node) -> int:
     return len(outputs)
 
 
-def _compute(nodes: Sequence[fx.Node], values: dict[fx.Node, Any]) -> None:
-    """Add the results of operations on numbers to `values`."""
+def _run_number_operations(nodes: Sequence[fx.Node], values: dict[fx.Node, Any]) -> None:
+    """Run operations on Python numbers in order; read operands from `values`, and add results."""
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.target == "item":  # Dynamo passes floats as tensors without dimensions.
@@ -155,7 +157,7 @@ def _compute(nodes: Sequence[fx.Node], values: dict[fx.Node, Any]) -> None:
             values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
 
 
-def _example_number(node: fx.Node) -> Any:
+def _make_example_number(node: fx.Node) -> Any:
     example = node.meta["example_value"]
     types = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     if isinstance(example, Tensor):

@@ -106,11 +106,11 @@ def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -
         tensors: inputs of the code that require gradients.
     """
     edges = [get_gradient_edge(tensor) for tensor in tensors]
-    reached = _edges_to_inputs(results, {edge.node for edge in edges})
+    reached = _find_edges_to_inputs(results, {edge.node for edge in edges})
     return [(edge.node, edge.output_nr) in reached for edge in edges]
 
 
-def _edges_to_inputs(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tuple[Any, int]]:
+def _find_edges_to_inputs(results: Sequence[Tensor], input_nodes: set[Any]) -> set[tuple[Any, int]]:
     """Return the edges of the autograd graph, (node, output index), between results and inputs.
 
     Args:
@@ -229,7 +229,7 @@ class _OnEachRankFunction(torch.autograd.Function):
                     next(computed) if t.requires_grad else None for t in inputs
                 ]
         count = len(ctx.needs_input_grad) - 1
-        return None, *(_input_gradient_of_ranks(gradients_of_rank, index) for index in range(count))
+        return None, *(_collect_input_gradient(gradients_of_rank, index) for index in range(count))
 
 
 def record_saved_inputs(
@@ -246,7 +246,7 @@ def record_saved_inputs(
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _input_gradient_of_ranks(
+def _collect_input_gradient(
     gradients_of_rank: dict[int, list[Tensor | None]], index: int
 ) -> Tensor | None:
     """Return the gradient of input `index` on all simulated ranks; None if no rank has one."""

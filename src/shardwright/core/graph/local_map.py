@@ -82,14 +82,14 @@ def function_text(function: Callable[..., Any]) -> str:
     The text is equal on all ranks.
     """
     if isinstance(function, functools.partial):
-        bound = [*map(_argument_text, function.args)]
-        bound += [f"{name}={_argument_text(x)}" for name, x in function.keywords.items()]
+        bound = [*map(_format_argument, function.args)]
+        bound += [f"{name}={_format_argument(x)}" for name, x in function.keywords.items()]
         return f"{function_text(function.func)}({', '.join(bound)})"
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def _argument_text(argument: Any) -> str:
+def _format_argument(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return f"Tensor {list(argument.shape)}"
     is_plain = isinstance(argument, (str, int, float, complex, bool, type(None), torch.dtype))
@@ -192,7 +192,7 @@ class ModuleBody:
         return root.get_submodule(self.path)
 
 
-def _container_text(result: Any) -> str:
+def _format_container(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {', '.join(type(each).__name__ for each in result)}"
     return f"a {type(result).__name__}"
@@ -309,11 +309,11 @@ class LocalCall:
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._run_on_meta(tensors)
         versions = list(map(version, tensors))
-        with self._dtype_context(tensors):
+        with self._make_dtype_context(tensors):
             results = self._run_body(self.body, tensors)
         for index, before in enumerate(versions):
             if version(tensors[index]) != before:
-                raise CaptureError(self._changed_input_message(index))
+                raise CaptureError(self._format_changed_input(index))
         return results
 
     def _run_body(self, body: Body, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -335,7 +335,7 @@ class LocalCall:
         result, after = body.run(args, kwargs, state)
         for index in after:
             if index not in self.changed:
-                raise CaptureError(self._changed_input_message(num_arguments + index))
+                raise CaptureError(self._format_changed_input(num_arguments + index))
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if self.sample is None:
             self._check_container(result, len(results))
@@ -359,12 +359,12 @@ class LocalCall:
         if not is_assumed:
             expected = "a tensor" if count == 1 else f"a tuple of {count} tensors"
             raise CaptureError(
-                f"local_map {self.name!r} returns {_container_text(result)}, but capture, which "
+                f"local_map {self.name!r} returns {_format_container(result)}, but capture, which "
                 f"could not run its code, assumed {expected}\n"
                 f"return {expected} from the `local_map`"
             )
 
-    def _dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    def _make_dtype_context(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return the context of float64 or autocast in which the code runs."""
         if self.in_float64:
             return everything_in_float64()
@@ -373,7 +373,7 @@ class LocalCall:
         device_type = tensors[0].device.type
         return torch.autocast("cpu" if device_type == "meta" else device_type, self.autocast)
 
-    def _local_result_types(
+    def _infer_local_result_types(
         self, tensors: Sequence[Tensor]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the declared local shape and dtype of each result, for local inputs `tensors`."""
@@ -391,7 +391,7 @@ class LocalCall:
         Raises:
             CaptureError: unless number, shapes and dtypes of the results are as declared.
         """
-        expected, num_changed = self._local_result_types(tensors), len(self.changed)
+        expected, num_changed = self._infer_local_result_types(tensors), len(self.changed)
         if len(results) != len(expected):
             raise CaptureError(
                 f"local_map {self.name!r} returns {len(results) - num_changed} tensors, but"
@@ -402,10 +402,10 @@ class LocalCall:
             # In float64, a kernel may still return another floating-point dtype.
             allows_dtype = self.in_float64 and tensor.is_floating_point()
             if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or allows_dtype):
-                raise CaptureError(self._mismatch_message(index, tensor, shape, dtype))
+                raise CaptureError(self._format_mismatch(index, tensor, shape, dtype))
         return tuple(results)
 
-    def _mismatch_message(
+    def _format_mismatch(
         self, index: int, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> str:
         returned, declared = f"{list(tensor.shape)}", f"{list(shape)}"
@@ -423,7 +423,7 @@ class LocalCall:
             f"{declared}\n{remedy}"
         )
 
-    def _changed_input_message(self, index: int) -> str:
+    def _format_changed_input(self, index: int) -> str:
         num_arguments = len(self.declaration.inputs)
         tensor_name = f"input {index}"
         if index >= num_arguments and isinstance(self.body, ModuleBody):
@@ -447,7 +447,7 @@ class LocalCall:
         empty tensors of the declared shapes."""
         if self.sample is not None and self.saved_bytes is None:
             try:
-                with self._dtype_context(tensors):
+                with self._make_dtype_context(tensors):
                     return self._run_body(self.sample, tensors)
             except Exception as error:
                 # The user's code may raise any error: it may need values on shards even if capture
@@ -459,16 +459,18 @@ class LocalCall:
                     *(self.name, error),
                 )
         return empty_results(
-            self._local_result_types(tensors), tensors, self._local_saved_bytes(tensors)
+            self._infer_local_result_types(tensors),
+            tensors,
+            self._compute_local_saved_bytes(tensors),
         )
 
-    def _local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
+    def _compute_local_saved_bytes(self, tensors: Sequence[Tensor]) -> int | None:
         """Return the part of `saved_bytes` that one rank saves, proportional to the number of
         elements of its local results; None if `saved_bytes` is None."""
         if self.saved_bytes is None:
             return None
         global_numel = sum(math.prod(shape) for shape, _ in self.results)
-        local_numel = sum(math.prod(shape) for shape, _ in self._local_result_types(tensors))
+        local_numel = sum(math.prod(shape) for shape, _ in self._infer_local_result_types(tensors))
         return int(self.saved_bytes * local_numel / max(global_numel, 1))
 
 

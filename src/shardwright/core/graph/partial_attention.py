@@ -41,7 +41,7 @@ def partial_attention(
     """
     if _reads_no_key(query, diagonal):
         rows = query.shape[:-1]
-        empty_lse = query.new_full(rows, -torch.inf, dtype=_compute_dtype(query.dtype))
+        empty_lse = query.new_full(rows, -torch.inf, dtype=_choose_compute_dtype(query.dtype))
         return query.new_zeros(*rows, value.shape[-1]), empty_lse
     key, value = _repeat_heads(query, key, value)
     causal = not _reads_all_keys(key, diagonal)
@@ -59,7 +59,7 @@ def partial_attention(
         )
         return out.transpose(1, 2).contiguous(), lse.contiguous()
     outs, sums = [], []
-    for _, scores in _score_blocks(query, key, diagonal if causal else None, scale):
+    for _, scores in _iterate_score_blocks(query, key, diagonal if causal else None, scale):
         lse = scores.logsumexp(-1, keepdim=True)
         # A query that reads no key has a log-sum-exp of -inf, and -inf - -inf would be NaN.
         weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)).exp()
@@ -103,8 +103,8 @@ def partial_attention_backward(
     grad_query, grad_key, grad_value = gradients
     return (
         grad_query.contiguous(),
-        _sum_over_groups(grad_key, heads),
-        _sum_over_groups(grad_value, heads),
+        _sum_over_head_groups(grad_key, heads),
+        _sum_over_head_groups(grad_value, heads),
     )
 
 
@@ -139,34 +139,37 @@ def _blockwise_backward(
     With P = exp(S - lse): dV = P' dO, dS = P * (dO V' - rowsum(dO * O)), dQ = dS K, dK = dS' Q.
     """
     gradient, query, key, value, out, lse = tensors
-    compute_dtype = _compute_dtype(query.dtype)
+    compute_dtype = _choose_compute_dtype(query.dtype)
     keys, values = key.to(compute_dtype), value.to(compute_dtype)
     grad_query, grad_key, grad_value = [], torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, scores in _score_blocks(query, key, diagonal, scale):
+    for rows, scores in _iterate_score_blocks(query, key, diagonal, scale):
         grad_out, queries = (tensor[..., rows, :].to(compute_dtype) for tensor in (gradient, query))
         weights = (scores - lse[..., rows, None]).exp()
         grad_value += weights.mT @ grad_out
         # rowsum(dO * O) with the merged O equals rowsum(dP * P) over all keys, which a part of the
         # keys cannot compute.
         row_sums = (grad_out * out[..., rows, :].to(compute_dtype)).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_out @ values.mT - row_sums) * _scale_or_default(query, scale)
+        grad_scores = weights * (grad_out @ values.mT - row_sums) * _get_scale(query, scale)
         grad_query.append((grad_scores @ keys).to(query.dtype))
         grad_key += grad_scores.mT @ queries
     return torch.cat(grad_query, -2), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _score_blocks(
+def _iterate_score_blocks(
     query: Tensor, key: Tensor, diagonal: int | None, scale: float | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield each block of query rows with its attention scores, which are -inf where a query does
     not read the key."""
-    compute_dtype, (queries, keys) = _compute_dtype(query.dtype), (query.shape[-2], key.shape[-2])
+    compute_dtype, (queries, keys) = (
+        _choose_compute_dtype(query.dtype),
+        (query.shape[-2], key.shape[-2]),
+    )
     for first in range(0, queries, QUERIES_PER_BLOCK):
         rows = slice(first, min(first + QUERIES_PER_BLOCK, queries))
         scores = (
             query[..., rows, :].to(compute_dtype)
             @ key.to(compute_dtype).mT
-            * _scale_or_default(query, scale)
+            * _get_scale(query, scale)
         )
         if diagonal is not None:
             pairs = query.new_ones(rows.stop - rows.start, keys, dtype=torch.bool)
@@ -174,11 +177,11 @@ def _score_blocks(
         yield rows, scores
 
 
-def _scale_or_default(query: Tensor, scale: float | None) -> float:
+def _get_scale(query: Tensor, scale: float | None) -> float:
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
@@ -206,7 +209,7 @@ def _repeat_heads(query: Tensor, *tensors: Tensor) -> list[Tensor]:
     return [each.repeat_interleave(groups, 1) if groups > 1 else each for each in tensors]
 
 
-def _sum_over_groups(gradient: Tensor, heads: int) -> Tensor:
+def _sum_over_head_groups(gradient: Tensor, heads: int) -> Tensor:
     """Sum the gradients of repeated key-value heads to the gradient of the shared heads.
 
     Args:
@@ -226,7 +229,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     rows = query.shape[:-1]
     out = query.new_empty(*rows, value.shape[-1])
-    return out, query.new_empty(rows, dtype=_compute_dtype(query.dtype))
+    return out, query.new_empty(rows, dtype=_choose_compute_dtype(query.dtype))
 
 
 @partial_attention_backward.register_fake

@@ -84,7 +84,7 @@ class PythonCall:
         # A stack, as `forward` of one model may call another model.
         self._program_stack.append(program)
         try:
-            return self._call_from_bytecode(owner, *args, **kwargs)
+            return self._bytecode_function(owner, *args, **kwargs)
         finally:
             self._program_stack.pop()
 
@@ -93,7 +93,7 @@ class PythonCall:
         return []
 
     @cached_property
-    def _call_from_bytecode(self) -> Callable[..., Any]:
+    def _bytecode_function(self) -> Callable[..., Any]:
         # The bytecode finds its program in the global variables of the user's module, which must
         # not keep this object alive.
         reference = weakref.ref(self)
@@ -101,12 +101,12 @@ class PythonCall:
         def outputs(*inputs: Any) -> list[Any]:
             call = reference()
             assert call is not None
-            return call._graph_outputs(inputs)
+            return call._run_program(inputs)
 
         return self.capture.around(outputs)
 
-    def _graph_outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of Dynamo's graph for the inputs of that graph."""
+    def _run_program(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run the current program on inputs of Dynamo's graph; return the outputs of that graph."""
         numbers = self.numbers.values(inputs)
         constants = {name: inputs[index] for name, index in self.state.items()}
         for name, node in self.number_constants.items():

@@ -74,11 +74,11 @@ class _OperatorKey:
     @classmethod
     def of(cls, op: Op) -> _OperatorKey:
         return cls(
-            op.target, repr(pytree.tree_map_only(Value, _value_type, (op.args, op.kwargs))), op
+            op.target, repr(pytree.tree_map_only(Value, _get_value_type, (op.args, op.kwargs))), op
         )
 
 
-def _value_type(value: Value) -> tuple[Any, ...]:
+def _get_value_type(value: Value) -> tuple[Any, ...]:
     return value.shape, value.dtype, value.differentiable
 
 
@@ -113,7 +113,7 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
                 f"{op.source}: the operator {op.name!r} ({op.short_name}) cannot run:"
                 f" {one_line(error)}\ncorrect its arguments, which one device rejects too"
             ) from error
-    outputs = [r for r in _result_leaves(results) if isinstance(r, Tensor)]
+    outputs = [r for r in _flatten_results(results) if isinstance(r, Tensor)]
     return _classify_saved(packed, inputs, outputs)
 
 
@@ -145,7 +145,7 @@ def _classify_saved(
     )
 
 
-def _result_leaves(results: Any) -> list[Any]:
+def _flatten_results(results: Any) -> list[Any]:
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
@@ -228,7 +228,7 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
                 continue
             args, kwargs = op.arguments(tensor)
             results = [
-                r for r in _result_leaves(op.target(*args, **kwargs)) if isinstance(r, Tensor)
+                r for r in _flatten_results(op.target(*args, **kwargs)) if isinstance(r, Tensor)
             ]
             storage = storage_id(tensor(op.inputs[0]))
             if all(storage_id(result) == storage for result in results):

@@ -31,7 +31,7 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
         out = F.grouped_mm(rows, matrices, offs=ends)
     else:
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
-        for group, group_rows in _group_slices(ends):
+        for group, group_rows in _iterate_group_slices(ends):
             torch.mm(rows[group_rows], matrices[group], out=out[group_rows])
     # The kernels leave rows behind the last group unwritten.
     if tail:
@@ -40,12 +40,12 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
 
 
 @torch.library.custom_op("shardwright::segment_outer", mutates_args=())
-def _segment_outer_products(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
+def _sum_outer_products(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     """Sum the outer products of the rows of each group: `[groups, inner, columns]`."""
     if _has_grouped_kernel(rows, gradients):
         return F.grouped_mm(rows.mT, gradients, offs=ends)
     out = rows.new_zeros(ends.shape[0], rows.shape[1], gradients.shape[1])
-    for group, group_rows in _group_slices(ends):
+    for group, group_rows in _iterate_group_slices(ends):
         torch.mm(rows[group_rows].mT, gradients[group_rows], out=out[group])
     return out
 
@@ -62,7 +62,7 @@ def _has_grouped_kernel(*tensors: Tensor) -> bool:
     )
 
 
-def _group_slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def _iterate_group_slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield the index and the row slice of each non-empty group."""
     start = 0
     for group, end in enumerate(ends.tolist()):
@@ -76,7 +76,7 @@ def _(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = False) -> Tenso
     return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
-@_segment_outer_products.register_fake
+@_sum_outer_products.register_fake
 def _(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], rows.shape[1], gradients.shape[1])
 
@@ -91,7 +91,7 @@ def _matmul_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
     needs_grad = ctx.needs_input_grad
     gradient = gradient.contiguous()
     grad_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if needs_grad[0] else None
-    grad_matrices = _segment_outer_products(rows, gradient, ends) if needs_grad[1] else None
+    grad_matrices = _sum_outer_products(rows, gradient, ends) if needs_grad[1] else None
     return grad_rows, grad_matrices, None, None
 
 

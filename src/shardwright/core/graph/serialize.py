@@ -73,7 +73,7 @@ def loads(content: bytes, key: str = "") -> Graph:
             "capture the model again"
         )
     body = content[header.end() :]
-    if header[2].decode() != _sha256_digest(key, body):
+    if header[2].decode() != _compute_sha256(key, body):
         raise ValueError("damaged serialized graph: its checksum differs\ncapture the model again")
     try:
         graph = _GraphReader().read(json.loads(body))
@@ -91,11 +91,11 @@ def loads(content: bytes, key: str = "") -> Graph:
 def with_header(body: bytes, key: str = "") -> bytes:
     """Return a serialized graph with the header line that `loads` verifies."""
     return (
-        f"shardwright graph, format {FORMAT}, sha256 {_sha256_digest(key, body)}\n".encode() + body
+        f"shardwright graph, format {FORMAT}, sha256 {_compute_sha256(key, body)}\n".encode() + body
     )
 
 
-def _sha256_digest(key: str, body: bytes) -> str:
+def _compute_sha256(key: str, body: bytes) -> str:
     return hashlib.sha256(f"{FORMAT} {key}\n".encode() + body).hexdigest()
 
 
@@ -180,22 +180,22 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _operator_from_name(name: str) -> Any:
+def _find_operator(name: str) -> Any:
     namespace, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
-def _torch_constant(name: str) -> Any:
+def _get_torch_constant(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
 
 
-def _tensor_text(tensor: torch.Tensor) -> str:
+def _encode_tensor(tensor: torch.Tensor) -> str:
     buffer = BytesIO()
     torch.save(tensor, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def _tensor_from_text(text: str) -> Any:
+def _decode_tensor(text: str) -> Any:
     # weights_only: a pickle could otherwise run code, and this file comes from a cache on disk.
     return torch.load(BytesIO(base64.b64decode(text)), weights_only=True)
 
@@ -207,7 +207,7 @@ _FUNCTIONS_BY_NAME = {
 }
 
 
-def _function_name(function: Callable[..., Any]) -> str:
+def _get_importable_name(function: Callable[..., Any]) -> str:
     if _FUNCTIONS_BY_NAME.get(function.__name__) is not function:
         raise TypeError(
             f"a graph that calls {function.__qualname__} cannot be serialized\n"
@@ -217,15 +217,15 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]] = {
-    "dtype": (torch.dtype, str, _torch_constant),
-    "layout": (torch.layout, str, _torch_constant),
-    "memory format": (torch.memory_format, str, _torch_constant),
+    "dtype": (torch.dtype, str, _get_torch_constant),
+    "layout": (torch.layout, str, _get_torch_constant),
+    "memory format": (torch.memory_format, str, _get_torch_constant),
     "device": (torch.device, str, torch.device),
     "kind": (Origin, lambda origin: origin.value, Origin),
-    "operator": (OpOverload, str, _operator_from_name),
-    "function": (type(_operator_from_name), _function_name, _FUNCTIONS_BY_NAME.__getitem__),
+    "operator": (OpOverload, str, _find_operator),
+    "function": (type(_find_operator), _get_importable_name, _FUNCTIONS_BY_NAME.__getitem__),
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
-    "tensor": (torch.Tensor, _tensor_text, _tensor_from_text),
+    "tensor": (torch.Tensor, _encode_tensor, _decode_tensor),
 }
 """Types that are written as strings, by name of the type in the file: (type, function to a string,
 function from a string)."""

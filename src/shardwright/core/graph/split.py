@@ -68,11 +68,11 @@ keyed by chunks."""
 def _split_into_chunks(
     graph: Graph, chunk_of: Mapping[str, int], random: frozenset[str]
 ) -> tuple[GraphChunk, ...]:
-    count = _num_chunks(graph, chunk_of)
-    repeatable = _recomputable_activations(graph, random)
-    ops_of_chunk = _ops_of_chunks(graph, chunk_of, count, repeatable)
+    count = _count_chunks(graph, chunk_of)
+    repeatable = _find_recomputable_activations(graph, random)
+    ops_of_chunk = _group_ops_by_chunk(graph, chunk_of, count, repeatable)
     _check_buffer_updates(graph, chunk_of)
-    crossing = _chunk_range_of_crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
+    crossing = _find_crossing_values(graph, chunk_of, ops_of_chunk, repeatable)
     chunks = []
     for chunk_index, ops in enumerate(ops_of_chunk):
         arriving = [v for v, (first, last) in crossing.items() if first < chunk_index <= last]
@@ -81,7 +81,7 @@ def _split_into_chunks(
     return tuple(chunks)
 
 
-def _num_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
+def _count_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     missing = [op.name for op in graph.ops if op.name not in chunk_of]
     if missing:
         raise PlanError(
@@ -99,7 +99,7 @@ def _num_chunks(graph: Graph, chunk_of: Mapping[str, int]) -> int:
     return count
 
 
-def _recomputable_activations(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
+def _find_recomputable_activations(graph: Graph, random: frozenset[str]) -> frozenset[Value]:
     """Return the activations that every chunk can recompute instead of receiving them."""
     updated = {buffer for buffer, _ in graph.updates}
     repeatable = {
@@ -116,7 +116,7 @@ def _recomputable_activations(graph: Graph, random: frozenset[str]) -> frozenset
     return frozenset(value for op in graph.ops for value in op.outputs if value in repeatable)
 
 
-def _ops_of_chunks(
+def _group_ops_by_chunk(
     graph: Graph, chunk_of: Mapping[str, int], count: int, repeatable: frozenset[Value]
 ) -> list[tuple[Op, ...]]:
     """Return the operators of each chunk, recomputed operators included."""
@@ -159,14 +159,14 @@ def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
                 )
 
 
-def _chunk_range_of_crossing_values(
+def _find_crossing_values(
     graph: Graph,
     chunk_of: Mapping[str, int],
     ops_of_chunk: Iterable[tuple[Op, ...]],
     repeatable: frozenset[Value],
 ) -> dict[Value, tuple[int, int]]:
-    """Return (chunk that computes the value, last chunk that reads the value) of each crossing
-    value."""
+    """Map each value that a later chunk receives to (index of the chunk that computes the value,
+    index of the last chunk that reads the value)."""
     last: dict[Value, int] = {}
     for chunk_index, ops in enumerate(ops_of_chunk):
         for op in ops:
@@ -203,12 +203,12 @@ def _build_chunk(
     received = {value: replace(value, origin=Origin.INPUT) for value in arriving}
     ops = tuple(_replace_received(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
-    loss = _loss_of_chunk(graph, chunk_of, chunk_index, received)
-    returned = _chunk_outputs(graph, chunk_of, chunk_index, loss)
+    loss = _get_loss_of_chunk(graph, chunk_of, chunk_index, received)
+    returned = _find_chunk_outputs(graph, chunk_of, chunk_index, loss)
     updates = tuple(
         (buffer, value)
         for buffer, value in graph.updates
-        if _chunk_of_value(graph, chunk_of, value) == chunk_index
+        if _find_producing_chunk(graph, chunk_of, value) == chunk_index
     )
     used = read | set(returned) | {v for pair in updates for v in pair}
     inputs = (*(v for v in graph.input_values if v in used), *received.values())
@@ -231,13 +231,13 @@ def _build_chunk(
     return GraphChunk(subgraph, tuple(received.values()), passed, returned)
 
 
-def _chunk_of_value(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
+def _find_producing_chunk(graph: Graph, chunk_of: Mapping[str, int], value: Value) -> int:
     """Return the index of the chunk that computes a value; 0 for inputs of the model."""
     producer = graph.producer.get(value)
     return 0 if producer is None else chunk_of[producer.name]
 
 
-def _loss_of_chunk(
+def _get_loss_of_chunk(
     graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, received: Mapping[Value, Value]
 ) -> Value | None:
     """Return the loss if `chunk_index` is the last chunk, else None.
@@ -253,14 +253,14 @@ def _loss_of_chunk(
     return received.get(graph.loss, graph.loss)
 
 
-def _chunk_outputs(
+def _find_chunk_outputs(
     graph: Graph, chunk_of: Mapping[str, int], chunk_index: int, loss: Value | None
 ) -> tuple[Value, ...]:
     """Return the model outputs that a chunk computes, followed by the loss if it is not None."""
     outputs = [
         value
         for value in graph.output_values
-        if value is not graph.loss and _chunk_of_value(graph, chunk_of, value) == chunk_index
+        if value is not graph.loss and _find_producing_chunk(graph, chunk_of, value) == chunk_index
     ]
     return tuple(dict.fromkeys((*outputs, *([] if loss is None else [loss]))))
 
