@@ -116,9 +116,9 @@ class CellExchange:
         return CellExchange(
             self.receive_cuts,
             self.send_cuts,
-            tuple(map(_inverse_permutation, self.receive_order)),
+            tuple(map(_invert_permutation, self.receive_order)),
             self.receive_counts,
-            tuple(map(_inverse_permutation, self.send_order)),
+            tuple(map(_invert_permutation, self.send_order)),
             self.send_counts,
         )
 
@@ -127,7 +127,7 @@ class CellExchange:
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
     """Return the cells that each device sends and receives in the `all_to_all_v` from `source` to
     `target`."""
-    before, after = _differing_axes(source, target)
+    before, after = _find_differing_axes(source, target)
     sizes = source.device_matrix
     axes = sorted(axis for dim in before for axis in dim)
     cuts = [
@@ -136,11 +136,11 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
     ]
     group = list(product(*(range(sizes[axis]) for axis in axes)))
     source_cells = [
-        _cell_indices_of_shard(before, cuts, dict(zip(axes, coords, strict=True)), sizes)
+        _list_cells_of_shard(before, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
     target_cells = [
-        _cell_indices_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
+        _list_cells_of_shard(after, cuts, dict(zip(axes, coords, strict=True)), sizes)
         for coords in group
     ]
     sender = {cell: position for position, cells in enumerate(source_cells) for cell in cells}
@@ -174,7 +174,7 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
     The result is None if the layouts use different axes, or if each shard has cells for every
     device of the group, so that `all_to_all_v` sends no less than `all_to_all`.
     """
-    before, after = _differing_axes(source, target)
+    before, after = _find_differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
     if axes != sorted(axis for dim in after for axis in dim):
         return None
@@ -184,7 +184,9 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
     return tuple(axes) if cells < size(axes) else None
 
 
-def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Axes], list[Axes]]:
+def _find_differing_axes(
+    source: TensorLayout, target: TensorLayout
+) -> tuple[list[Axes], list[Axes]]:
     """Return the axes that shard each dimension in `source` and in `target`, without the axes that
     both lists begin with."""
     before, after = [], []
@@ -195,7 +197,7 @@ def _differing_axes(source: TensorLayout, target: TensorLayout) -> tuple[list[Ax
     return before, after
 
 
-def _cell_indices_of_shard(
+def _list_cells_of_shard(
     cuts: list[Axes], cells: list[int], coordinates: dict[int, int], sizes: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
     """Return the cells of a device's shard in row-major order, as indices in the full tensor.
@@ -219,7 +221,7 @@ def _count_positions(positions: list[int], devices: int) -> tuple[int, ...]:
     return tuple(counts[position] for position in range(devices))
 
 
-def _inverse_permutation(order: tuple[int, ...]) -> tuple[int, ...]:
+def _invert_permutation(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(order.index, range(len(order))))
 
 

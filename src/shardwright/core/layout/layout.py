@@ -91,9 +91,9 @@ class Layout:
         Raises:
             LayoutError: if a name is unknown or used twice.
         """
-        return TensorLayout(self, tuple(self._axes_of_entry(entry) for entry in entries))
+        return TensorLayout(self, tuple(self._parse_entry(entry) for entry in entries))
 
-    def _axes_of_entry(self, entry: str | tuple[str, ...]) -> Axes:
+    def _parse_entry(self, entry: str | tuple[str, ...]) -> Axes:
         names = (entry,) if isinstance(entry, str) else entry
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise LayoutError(
@@ -291,9 +291,9 @@ class TensorLayout:
 
     def block(self, rank: int) -> tuple[int, ...]:
         """Return the index of the shard of `rank` along each dimension."""
-        return self._block_at_coordinates(self.layout.coordinates(rank))
+        return self._compute_block_index(self.layout.coordinates(rank))
 
-    def _block_at_coordinates(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
+    def _compute_block_index(self, coordinates: tuple[int, ...]) -> tuple[int, ...]:
         sizes = self.device_matrix
         return tuple([shard_index(dim, sizes, coordinates) for dim in self.axes])
 
@@ -327,7 +327,7 @@ class TensorLayout:
         ranks_of: dict[tuple[int, ...], list[int]] = {}
         positions = product(*(range(size) for size in self.device_matrix))
         for rank, coordinates in zip(self.layout.ranks, positions, strict=True):
-            ranks_of.setdefault(self._block_at_coordinates(coordinates), []).append(rank)
+            ranks_of.setdefault(self._compute_block_index(coordinates), []).append(rank)
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def on(self, mesh: DeviceMatrix) -> TensorLayout:
@@ -337,7 +337,7 @@ class TensorLayout:
             LayoutError: if `mesh` has other ranks, or an axis of this layout is not a product of
                 axes of `mesh`.
         """
-        fine_axes = _fine_axes_of(self.layout, mesh)
+        fine_axes = _factor_coarse_axes(self.layout, mesh)
 
         def refine(axes: Iterable[int]) -> Axes:
             return tuple(fine for axis in axes for fine in fine_axes[axis])
@@ -406,7 +406,7 @@ class TensorLayout:
         )
 
 
-def _fine_axes_of(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
+def _factor_coarse_axes(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes, ...]:
     """Return the axes of `fine` whose product is each axis of `coarse`, most significant first.
 
     Raises:

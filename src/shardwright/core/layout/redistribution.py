@@ -77,13 +77,13 @@ class RedistributionStep:
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the bytes that one device sends in the forward pass; `shape` is global."""
-        return self._sent_bytes(self.forward, shape, itemsize)
+        return self._count_sent_bytes(self.forward, shape, itemsize)
 
     def backward_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the bytes that one device sends in the backward pass; `shape` is global."""
-        return self._sent_bytes(self.backward, shape, itemsize)
+        return self._count_sent_bytes(self.backward, shape, itemsize)
 
-    def _sent_bytes(self, collective: str | None, shape: Shape, itemsize: int) -> int:
+    def _count_sent_bytes(self, collective: str | None, shape: Shape, itemsize: int) -> int:
         if collective is None:
             return 0
         # The larger of input and output: the output of an all-gather, the input of a reduce-scatter
@@ -107,14 +107,14 @@ class RedistributionStep:
                 f"a step of kind {self.operation!r} has no permutation\n"
                 "call `permutation` only on steps of kind 'permute'"
             )
-        receivers = self._positions_of_block(self.target)
+        receivers = self._group_positions_by_block(self.target)
         destinations = [0] * self.group_size
-        for block, senders in self._positions_of_block(self.source).items():
+        for block, senders in self._group_positions_by_block(self.source).items():
             for sender, receiver in zip(senders, receivers[block], strict=True):
                 destinations[sender] = receiver
         return tuple(destinations)
 
-    def _positions_of_block(self, layout: TensorLayout) -> dict[tuple[int, ...], list[int]]:
+    def _group_positions_by_block(self, layout: TensorLayout) -> dict[tuple[int, ...], list[int]]:
         """Return the positions in the group of the devices that have each shard, by index of the
         shard. `layout` is `self.source` or `self.target`."""
         sizes = self.source.device_matrix
@@ -227,7 +227,7 @@ def redistribution_steps(
     steps, current = [], source
     for move in route_search.route(problem):
         following = translation.layout_after(current, move)
-        steps.append(_redistribution_step_of_move(move, translation, current, following))
+        steps.append(_translate_move(move, translation, current, following))
         current = following
     return tuple(_order_by_link_speed(steps))
 
@@ -361,7 +361,7 @@ class _RouteProblemTranslation:
         )
 
     def mesh_axes(self, problem_axes: Iterable[int]) -> Axes:
-        """Return the mesh axes that axes of the problem represent."""
+        """Return the mesh axes that the given axes of the reduced problem represent, in order."""
         return tuple(axis for problem_axis in problem_axes for axis in self.joined[problem_axis])
 
     def layout_after(self, current: TensorLayout, move: route_search.Move) -> TensorLayout:
@@ -379,7 +379,7 @@ class _RouteProblemTranslation:
         )
 
 
-def _redistribution_step_of_move(
+def _translate_move(
     move: route_search.Move,
     translation: _RouteProblemTranslation,
     source: TensorLayout,
@@ -423,7 +423,7 @@ def _group_redistributed_axes(
     The common leading axes of each dimension, `prefixes`, do not move.
     """
     fixed = {axis for axes in prefixes for axis in axes}
-    before, after = _axis_states(source, fixed), _axis_states(target, fixed)
+    before, after = _compute_axis_states(source, fixed), _compute_axis_states(target, fixed)
     moving = [a for a in before if before[a] != after[a] or before[a][1] is not None]
 
     if len(moving) <= route_search.ALL_MOVES_AXES:
@@ -451,7 +451,9 @@ def _group_redistributed_axes(
     return joined
 
 
-def _axis_states(layout: TensorLayout, fixed: set[int]) -> dict[int, tuple[int | str, int | None]]:
+def _compute_axis_states(
+    layout: TensorLayout, fixed: set[int]
+) -> dict[int, tuple[int | str, int | None]]:
     """Return the state of each axis: (dimension, index among the axes of the dimension) for an axis
     that shards a dimension, or (name, None) with the name "fixed", "partial", "varying" or ""."""
     states: dict[int, tuple[int | str, int | None]] = {}

@@ -171,8 +171,8 @@ def route(problem: Problem) -> Path:
     exact; it runs if at most `EXACT_AXES` axes move, with the cost of the first search's route as
     upper bound.
     """
-    path = _direct_route(problem, problem.start)
-    cost = _total_cost(problem, problem.source, path)
+    path = _build_plain_route(problem, problem.start)
+    cost = _compute_total_cost(problem, problem.source, path)
     if len(problem.sizes) > 2:
         cost, path = _heuristic_search(problem, cost, path)
     if len(problem.sizes) <= EXACT_AXES:
@@ -198,13 +198,13 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
         if state in expanded:
             continue
         expanded.add(state)
-        for cost, move in _candidate_moves(problem, state):
+        for cost, move in _find_candidate_moves(problem, state):
             next_state = move.apply(state)
             if next_state in expanded or path_cost + cost >= best_cost:
                 continue
             next_path, next_cost = (*path, move), path_cost + cost
-            remaining_path = _direct_route(problem, next_state)
-            total = next_cost + _total_cost(problem, next_state.axes_by_dim, remaining_path)
+            remaining_path = _build_plain_route(problem, next_state)
+            total = next_cost + _compute_total_cost(problem, next_state.axes_by_dim, remaining_path)
             if total < best_cost:
                 best_cost, best_path = total, next_path + remaining_path
             heappush(queue, (total, len(next_path), next_path, next_cost, next_state))
@@ -225,16 +225,16 @@ def _exact_search(problem: Problem, limit: int) -> Path | None:
         if state in expanded:
             continue
         expanded.add(state)
-        for cost, move in _candidate_moves(problem, state):
+        for cost, move in _find_candidate_moves(problem, state):
             next_state = move.apply(state)
             local_size = problem.local_size(next_state.axes_by_dim)
-            bound = path_cost + cost + _remaining_cost_bound(problem, local_size, target_size)
+            bound = path_cost + cost + _bound_remaining_cost(problem, local_size, target_size)
             if bound <= limit and next_state not in expanded:
                 heappush(queue, (bound, len(path) + 1, (*path, move), path_cost + cost, next_state))
     return None
 
 
-def _remaining_cost_bound(problem: Problem, local_size: int, target_size: int) -> int:
+def _bound_remaining_cost(problem: Problem, local_size: int, target_size: int) -> int:
     """Return a lower bound on the cost of moves that change the local size to that of the target.
 
     To grow by n elements, a device must receive n elements, and devices on average send as many as
@@ -245,7 +245,7 @@ def _remaining_cost_bound(problem: Problem, local_size: int, target_size: int) -
     return max(0, target_size - local_size)
 
 
-def _communication_bytes_of_move(problem: Problem, move: Move, local_size: int) -> int:
+def _compute_move_cost(problem: Problem, move: Move, local_size: int) -> int:
     """Return the communication volume of a move, in the forward and, if differentiable, the
     backward pass."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.operation]]
@@ -256,7 +256,7 @@ def _communication_bytes_of_move(problem: Problem, move: Move, local_size: int) 
     return cost
 
 
-def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
+def _find_candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     """Return the moves from a state that may be part of a cheapest route, as (cost, move).
 
     No move changes settled axes. If a slice settles its axes, it is the only candidate, since it
@@ -264,26 +264,28 @@ def _candidate_moves(problem: Problem, state: State) -> list[tuple[int, Move]]:
     same holds for a reduce-scatter, which is nearly always best.
     """
     local_size = problem.local_size(state.axes_by_dim)
-    settled = _num_settled_axes(state.axes_by_dim, problem.target)
+    settled = _count_settled_axes(state.axes_by_dim, problem.target)
     sharded = frozenset(axis for axes in state.axes_by_dim for axis in axes)
     free = frozenset(range(len(problem.sizes))) - sharded - state.partial - state.varying
-    sharding_moves = list(_sharding_moves(problem, state, free))
+    sharding_moves = list(_iterate_sharding_moves(problem, state, free))
     greedy = problem.differentiable and len(problem.sizes) > ALL_MOVES_AXES
     for operation in (SLICE, REDUCE_SCATTER) if greedy else (SLICE,):
         for move in sharding_moves:
             if move.operation == operation and _reaches_target_prefix(problem, move):
-                return [(_communication_bytes_of_move(problem, move, local_size), move)]
+                return [(_compute_move_cost(problem, move, local_size), move)]
     moves = sharding_moves
-    moves += _gathering_moves(problem, state, settled)
+    moves += _iterate_gathering_moves(problem, state, settled)
     partial = sorted(state.partial)
     for length in range(1, len(partial) + 1):
         for axes in combinations(partial, length):
             moves.append(Move(ALL_REDUCE, -1, -1, axes, state.axes_by_dim))
     if varying := tuple(sorted(free & problem.varying)):
         moves.append(Move(VARY, -1, -1, varying, state.axes_by_dim, varying=True))
-    for axes_by_dim in _axis_permutations(problem, state.axes_by_dim, settled, sharded | free):
+    for axes_by_dim in _iterate_axis_permutations(
+        problem, state.axes_by_dim, settled, sharded | free
+    ):
         moves.append(Move(PERMUTE, -1, -1, (), axes_by_dim))
-    return [(_communication_bytes_of_move(problem, move, local_size), move) for move in moves]
+    return [(_compute_move_cost(problem, move, local_size), move) for move in moves]
 
 
 def _reaches_target_prefix(problem: Problem, move: Move) -> bool:
@@ -292,7 +294,7 @@ def _reaches_target_prefix(problem: Problem, move: Move) -> bool:
     return axes == problem.target[move.dim][: len(axes)]
 
 
-def _num_settled_axes(axes_by_dim: AxesByDim, target: AxesByDim) -> tuple[int, ...]:
+def _count_settled_axes(axes_by_dim: AxesByDim, target: AxesByDim) -> tuple[int, ...]:
     """Return the number of settled axes of each dimension."""
     return tuple(map(common_length, axes_by_dim, target))
 
@@ -305,7 +307,7 @@ def _replace_axes(axes_by_dim: AxesByDim, dim: int, axes: Axes) -> AxesByDim:
     return (*axes_by_dim[:dim], axes, *axes_by_dim[dim + 1 :])
 
 
-def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
+def _iterate_sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Iterator[Move]:
     """Yield slices and reduce-scatters over `problem.axis_runs`, the longest first.
 
     Args:
@@ -321,7 +323,7 @@ def _sharding_moves(problem: Problem, state: State, free: frozenset[int]) -> Ite
                 yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, axes_by_dim)
 
 
-def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
+def _iterate_gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[Move]:
     """Yield all-gathers and all-to-alls of the last axes of each dimension, without settled axes.
 
     Args:
@@ -344,7 +346,7 @@ def _gathering_moves(problem: Problem, state: State, settled: Axes) -> Iterator[
                     yield Move(ALL_TO_ALL, dim, to_dim, suffix, axes_by_dim)
 
 
-def _axis_permutations(
+def _iterate_axis_permutations(
     problem: Problem, axes_by_dim: AxesByDim, settled: Axes, axes: frozenset[int]
 ) -> Iterator[AxesByDim]:
     """Yield other assignments of axes to dimensions with the same numbers of shards.
@@ -366,15 +368,15 @@ def _axis_permutations(
     fixed = tuple(dim[:length] for dim, length in zip(axes_by_dim, settled, strict=True))
     unsettled = tuple(dim[length:] for dim, length in zip(axes_by_dim, settled, strict=True))
     movable = axes.difference(*fixed)
-    for replacements in _axis_assignments_with_equal_counts(problem.sizes, unsettled, movable):
+    for replacements in _list_equal_count_assignments(problem.sizes, unsettled, movable):
         permuted = tuple(map(add, fixed, replacements))
-        settles_more = any(map(gt, _num_settled_axes(permuted, problem.target), settled))
+        settles_more = any(map(gt, _count_settled_axes(permuted, problem.target), settled))
         if settles_more or len(problem.sizes) <= ALL_MOVES_AXES:
             yield permuted
 
 
 @lru_cache(maxsize=1 << 14)
-def _axis_assignments_with_equal_counts(
+def _list_equal_count_assignments(
     sizes: Axes, axes_by_dim: AxesByDim, axes: frozenset[int]
 ) -> tuple[AxesByDim, ...]:
     """Return the assignments of axes to dimensions, other than `axes_by_dim`, with the same numbers
@@ -407,11 +409,11 @@ def _axis_assignments_with_equal_counts(
     return tuple(assigned for assigned in assignments(counts, axes) if assigned != axes_by_dim)
 
 
-def _direct_route(problem: Problem, state: State) -> Path:
+def _build_plain_route(problem: Problem, state: State) -> Path:
     """Return the route of an all-reduce, all-gathers of unsettled axes, and slices, which always
     exists but is rarely the cheapest."""
     moves, axes_by_dim = [], state.axes_by_dim
-    settled = _num_settled_axes(axes_by_dim, problem.target)
+    settled = _count_settled_axes(axes_by_dim, problem.target)
     if state.partial:
         moves.append(Move(ALL_REDUCE, -1, -1, tuple(sorted(state.partial)), axes_by_dim))
     for dim, num_settled in enumerate(settled):
@@ -433,7 +435,7 @@ def _direct_route(problem: Problem, state: State) -> Path:
     return tuple(moves)
 
 
-def _total_cost(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
+def _compute_total_cost(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
     """Return the total cost of consecutive moves.
 
     Args:
@@ -443,6 +445,6 @@ def _total_cost(problem: Problem, axes_by_dim: AxesByDim, moves: Path) -> int:
     """
     total = 0
     for move in moves:
-        total += _communication_bytes_of_move(problem, move, problem.local_size(axes_by_dim))
+        total += _compute_move_cost(problem, move, problem.local_size(axes_by_dim))
         axes_by_dim = move.axes_by_dim
     return total

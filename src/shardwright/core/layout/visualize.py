@@ -15,7 +15,7 @@ class Drawing(str):
 
     def _repr_html_(self) -> str:
         hues: dict[str, float] = {}
-        return "".join(_html_table(grid, hues) for grid in self.split("\n\n"))
+        return "".join(_format_html_table(grid, hues) for grid in self.split("\n\n"))
 
 
 def draw_devices(counts: Shape, sizes: Shape | None, ranks_of: Callable[[Shape], Shape]) -> Drawing:
@@ -41,11 +41,11 @@ def draw_devices(counts: Shape, sizes: Shape | None, ranks_of: Callable[[Shape],
             label = edge_label(ndim - 2, row) if ndim > 1 else ""
             table.append([label, *(" ".join(map(str, ranks_of(block))) for block in blocks)])
         title = ", ".join([*(edge_label(dim, index) for dim, index in enumerate(leading)), ":, :"])
-        pictures.append((f"[{title}]\n" if leading else "") + _grid_text(table))
+        pictures.append((f"[{title}]\n" if leading else "") + _format_grid(table))
     return Drawing("\n\n".join(pictures))
 
 
-def _grid_text(table: list[list[str]]) -> str:
+def _format_grid(table: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     head, *body = (
         " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -55,7 +55,7 @@ def _grid_text(table: list[list[str]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def _html_table(grid: str, hues: dict[str, float]) -> str:
+def _format_html_table(grid: str, hues: dict[str, float]) -> str:
     """Return the HTML table of one grid; shards on the same devices have the same color.
 
     Args:
