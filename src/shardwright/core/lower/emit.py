@@ -71,7 +71,7 @@ class Source:
             elif candidate not in self._used_names:
                 self.scope[candidate] = target
                 return candidate
-        raise AssertionError(f"no unused variable name begins with {hint!r}")
+        raise AssertionError(f"no unused variable name begins with {hint!r}\nreport this as a bug")
 
     def add(
         self,
@@ -219,7 +219,7 @@ def nest_segments(
         # Segments are lines of one function, so lines between its first and last must move.
         before, inside, after = _split_at_segment(lines[position : last[segment] + 1], segment)
         function = name(f"compute_{segment}")
-        result += [*before, _segment_call(inside, readers, function, runner), *after]
+        result += [*before, _make_segment_call(inside, readers, function, runner), *after]
         position = last[segment] + 1
     return result
 
@@ -248,7 +248,7 @@ def _split_at_segment(
     return before, inside, after
 
 
-def _segment_call(
+def _make_segment_call(
     body: Sequence[Line], readers: Mapping[str, set[str | None]], function: str, runner: str
 ) -> Line:
     """Return a line that defines and calls an inner function with the lines of a segment.

@@ -70,7 +70,10 @@ class BucketLines:
             for member in bucket.members:
                 # By the identity of transfers, as a parameter that is read in two layouts is a
                 # member of two buckets.
-                self._bucket_of[member.value, _transfer_ids(member.transfers)] = (bucket, member)
+                self._bucket_of[member.value, _get_transfer_ids(member.transfers)] = (
+                    bucket,
+                    member,
+                )
         if any(
             bucket.regathers and bucket.segment is None for bucket in self.communication.buckets
         ):
@@ -100,7 +103,7 @@ class BucketLines:
         name = self._entry_variables[bound.bucket] = self.source.name(f"bucket_{number}")
         function = self.source.refer(f"enter_{number}", EnterBucket(bound))
         shards = ", ".join(f"parameters[{m.value.name!r}]" for m in bound.bucket.members)
-        self.source.add([name], f"{function}({shards})", [], _bucket_comment(bound))
+        self.source.add([name], f"{function}({shards})", [], _format_bucket_comment(bound))
         return name
 
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
@@ -109,7 +112,7 @@ class BucketLines:
         num_bucketed = num_bucketed_steps(route) if value.origin is Origin.PARAMETER else 0
         if not num_bucketed:
             return None
-        bucket, member = self._bucket_of[value, _transfer_ids(route[:num_bucketed])]
+        bucket, member = self._bucket_of[value, _get_transfer_ids(route[:num_bucketed])]
         if member not in self._member_variables:
             if self._is_bucket_in_program(bucket):
                 self._emit_bucket_members(bucket)
@@ -141,7 +144,7 @@ class BucketLines:
         if bucket.gathers:
             self._emit_gather_start(bucket)
             # Start before the wait, so that the next gather overlaps the use of this bucket.
-            following = self._next_bucket_to_prefetch(bucket)
+            following = self._find_bucket_to_prefetch(bucket)
             if following is not None:
                 self._emit_gather_start(following)
         bucket_variable = self._gather_variables.get(bucket) or self._entry_variables[bucket]
@@ -157,7 +160,7 @@ class BucketLines:
         # All members at once, so that later uses of any of them emit nothing.
         self._member_variables.update(zip(bucket.members, names, strict=True))
 
-    def _next_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:
+    def _find_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:
         """Return the bucket to prefetch before `bucket` is used, or None."""
         if bucket.segment is not None:
             return None
@@ -186,11 +189,11 @@ def gathered_bucket_key(bucket: Bucket) -> str:
     return f"bucket {bucket.number}"
 
 
-def _transfer_ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+def _get_transfer_ids(transfers: Sequence[Transfer]) -> tuple[int, ...]:
     return tuple(id(transfer) for transfer in transfers)
 
 
-def _bucket_comment(bound: BoundBucket) -> str:
+def _format_bucket_comment(bound: BoundBucket) -> str:
     """Describe the collectives of a bucket, forward / backward.
 
     Example: `bucket 0 of 3 parameters: vary over dp, all_gather over fsdp / reduce_scatter`.

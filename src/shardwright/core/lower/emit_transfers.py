@@ -69,7 +69,7 @@ class TransferLines:
     def _emit_transfer(self, transfer: Transfer, variable: str) -> str:
         if transfer not in self.overlaps or transfer is self.pending:
             prefix = "start" if transfer is self.pending else ""
-            return self._emit_step(transfer, prefix, self._transfer_function(transfer), variable)
+            return self._emit_step(transfer, prefix, self._bind_transfer(transfer), variable)
         if transfer not in self._started_variables:
             self._emit_transfer_start(transfer, variable)
         # Emitted between start and finish, so that the backward pass, in reverse order, computes
@@ -78,11 +78,11 @@ class TransferLines:
             self._emit_gradient_delay(op, transfer)
         pending = self._started_variables[transfer]
         return self._emit_step(
-            transfer, "finish", self._overlap_function(transfer, FinishCollective), pending
+            transfer, "finish", self._bind_start_or_finish(transfer, FinishCollective), pending
         )
 
     def _emit_transfer_start(self, transfer: Transfer, variable: str) -> None:
-        function = self._overlap_function(transfer, StartCollective)
+        function = self._bind_start_or_finish(transfer, StartCollective)
         self._started_variables[transfer] = self._emit_step(transfer, "start", function, variable)
 
     def _emit_gradient_delay(self, op: Op, transfer: Transfer) -> None:
@@ -110,15 +110,15 @@ class TransferLines:
         self.source.add([name], call, [variable], segment=transfer.segment)
         return name
 
-    def _overlap_function(
+    def _bind_start_or_finish(
         self, transfer: Transfer, collective_half: type[StartCollective] | type[FinishCollective]
     ) -> Any:
-        function = self._transfer_function(transfer)
+        function = self._bind_transfer(transfer)
         return self._bound_functions.setdefault(
             (collective_half, id(function)), collective_half(function)
         )
 
-    def _transfer_function(self, transfer: Transfer) -> BoundCollective:
+    def _bind_transfer(self, transfer: Transfer) -> BoundCollective:
         """Return the function that executes a transfer; transfers with equal steps share it."""
         step, pending = transfer.step, transfer is self.pending
         call = step.operation, step.axes, step.dim, step.to_dim, step.backward

@@ -23,7 +23,7 @@ from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
 @dataclass
 class Kernels:
-    """Cache of the kernels of the operators of a program."""
+    """Kernels of the operators of a program, created at first use."""
 
     devices: Devices
     cuts: Mapping[str, Cuts]
@@ -38,12 +38,12 @@ class Kernels:
             rule, is_cut = rule_of(op), any(self.cuts.get(op.name, {}).values())
             # An operator that is not sharded runs unchanged, bitwise as on one device.
             if rule is not None and rule.kernel is not None and is_cut:
-                self._kernels[op] = rule.kernel(op, self._local_sharding(op, rule))
+                self._kernels[op] = rule.kernel(op, self._make_local_sharding(op, rule))
             if isinstance(op.target, LocalCall):
-                self._kernels[op] = self._local_map_kernel(op, op.target.name)
+                self._kernels[op] = self._make_local_map_kernel(op, op.target.name)
         return self._kernels[op]
 
-    def _local_map_kernel(self, op: Op, name: str) -> Callable[..., Any]:
+    def _make_local_map_kernel(self, op: Op, name: str) -> Callable[..., Any]:
         """Return the kernel of a `local_map` operator.
 
         The kernel checks (`EqualReplicas`) that results are equal on ranks along axes that do not
@@ -62,10 +62,10 @@ class Kernels:
         disabled: Callable[..., Any] = disable(function, reason=f"{name} is a local_map")
         return disabled
 
-    def _local_sharding(self, op: Op, rule: ShardingRule) -> LocalSharding:
+    def _make_local_sharding(self, op: Op, rule: ShardingRule) -> LocalSharding:
         cuts, layouts = self.cuts.get(op.name, {}), self.communication.initial_layouts
         functions = tuple(
-            self._bound_reduction(inner) for inner in self.communication.reductions.get(op.name, ())
+            self._bind_reduction(inner) for inner in self.communication.reductions.get(op.name, ())
         )
         return LocalSharding(
             shard_counts=rule.shard_counts(self.devices.matrix, cuts),
@@ -74,7 +74,7 @@ class Kernels:
             reduce=functions,
         )
 
-    def _bound_reduction(self, inner: InnerReduction) -> Reduce:
+    def _bind_reduction(self, inner: InnerReduction) -> Reduce:
         reduction, axes = inner.reduction, inner.axes
         reduce = bound_reduction(self.devices, axes, reduction.operation, reduction.varying)
         if self.devices.named_ranges:

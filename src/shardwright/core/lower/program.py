@@ -181,8 +181,8 @@ class _ProgramEmitter:
             self.devices,
             self.source,
             self.chunk.overlaps,
-            self._pending_loss_transfer(),
-            self._weight_variable,
+            self._find_pending_loss_transfer(),
+            self._emit_weight,
         )
         if self.devices.named_ranges:
             self.source.refer(NAMED_RANGE, record_function)
@@ -213,7 +213,7 @@ class _ProgramEmitter:
             for before, value in self.graph.updates
         ]
         returns = f"[{', '.join(outputs)}], [{', '.join(updates)}]"
-        lines = self.source.nest_segments([*outputs, *updates], self._recompute_function())
+        lines = self.source.nest_segments([*outputs, *updates], self._choose_recompute_function())
         body = write_body(lines, [*outputs, *updates])
         source = "\n".join([HEADER, *body, f"    return {returns}\n"])
         return Program(
@@ -228,7 +228,7 @@ class _ProgramEmitter:
             partial(compile_regions, self.source, lines, (HEADER, returns)),
         )
 
-    def _recompute_function(self) -> Callable[..., Any]:
+    def _choose_recompute_function(self) -> Callable[..., Any]:
         """Return the function that runs segments with recomputation.
 
         On one device, random operators draw from PyTorch's generator, whose state the function must
@@ -241,7 +241,7 @@ class _ProgramEmitter:
 
     # Values
 
-    def _initial_variable(self, value: Value) -> str:
+    def _emit_argument_read(self, value: Value) -> str:
         """Return the variable of `value` in its initial layout; emit reads of program arguments."""
         if value not in self.variables:
             name = self.variables[value] = self.source.name(value.name)
@@ -271,12 +271,12 @@ class _ProgramEmitter:
         """Emit the transfers of `route`, and return the variable of `value` after the last one."""
         name = self.buckets.member(value, route)
         if name is None:
-            name = self._initial_variable(value)
+            name = self._emit_argument_read(value)
         else:
             route = route[num_bucketed_steps(route) :]
         return self.transfers.convert(name, route)
 
-    def _pending_loss_transfer(self) -> Transfer | None:
+    def _find_pending_loss_transfer(self) -> Transfer | None:
         """Return the all-reduce of the loss that the program starts but does not finish; None if
         every transfer is finished."""
         loss = self.graph.loss
@@ -286,7 +286,7 @@ class _ProgramEmitter:
         route = self.communication.output_routes[loss]
         return route[-1] if route and route[-1].step.operation == "all_reduce" else None
 
-    def _weight_variable(self, op: Op) -> str:
+    def _emit_weight(self, op: Op) -> str:
         return self._emit_route(op.inputs[1], self.communication.routes[op.name, 1])
 
     # Operators
@@ -302,11 +302,11 @@ class _ProgramEmitter:
         for op in self.graph.ops:
             kernel = self.kernels.of(op)
             # A recomputed segment is one function, whose lines cannot be moved to the top.
-            if not isinstance(kernel, TwoPhaseKernel) or self._segment_name(op) is not None:
+            if not isinstance(kernel, TwoPhaseKernel) or self._get_segment_name(op) is not None:
                 continue
             producers = ops_from_inputs(self.graph, [op.inputs[i] for i in kernel.reads])
             if producers is None or any(
-                self._segment_name(producer) is not None for producer in producers
+                self._get_segment_name(producer) is not None for producer in producers
             ):
                 continue
             for producer in producers:
@@ -335,13 +335,13 @@ class _ProgramEmitter:
             self._emit_biased_layer(self.deferred_linears.pop(op.inputs[0]), op, input_variables[1])
             return
         rule = rule_of(op)
-        args, kwargs = self._local_args(op, rule)
+        args, kwargs = self._localize_arguments(op, rule)
         counter = iter(range(len(op.inputs)))
 
         def variable(_: Value) -> str:
             return input_variables[next(counter)]
 
-        function = self._function_name(op, rule)
+        function = self._refer_function(op, rule)
         # The layer's weight gradient overlaps a collective of the backward pass
         # (`runtime/overlap.py`).
         if op in self.transfers.delayed:
@@ -359,20 +359,25 @@ class _ProgramEmitter:
             variables.append(self.started_kernels[op])
         names = [self.source.name(value.name) for value in op.outputs]
         self.variables.update(zip(op.outputs, names, strict=True))
-        call, comment = f"{function}({', '.join(arguments)})", self._operator_comment(op, rule)
-        segment, label = self._segment_name(op), self._range_label(op)
+        call, comment = (
+            f"{function}({', '.join(arguments)})",
+            self._format_operator_comment(op, rule),
+        )
+        segment, label = self._get_segment_name(op), self._get_range_label(op)
         self.source.add(names, call, variables, comment, returns_many(op), segment, label)
         for value, name in zip(op.outputs, names, strict=True):
             self.transfers.start(value, name)
 
-    def _range_label(self, op: Op) -> str:
+    def _get_range_label(self, op: Op) -> str:
         return op.name if self.devices.named_ranges else ""
 
-    def _segment_name(self, op: Op) -> str | None:
+    def _get_segment_name(self, op: Op) -> str | None:
         segment = self.communication.segment_of.get(op.name)
         return segment.name if segment is not None else None
 
-    def _local_args(self, op: Op, rule: ShardingRule | None) -> tuple[list[Any], dict[str, Any]]:
+    def _localize_arguments(
+        self, op: Op, rule: ShardingRule | None
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of `op`, with output sizes replaced by local sizes."""
         args, kwargs = list(op.args), dict(op.kwargs)
         if rule is not None and rule.sizes is not None:
@@ -384,7 +389,7 @@ class _ProgramEmitter:
             kwargs["device"] = self.devices.device
         return args, kwargs
 
-    def _function_name(self, op: Op, rule: ShardingRule | None) -> str:
+    def _refer_function(self, op: Op, rule: ShardingRule | None) -> str:
         """Return the name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
         if op in self.started_kernels:
@@ -416,7 +421,7 @@ class _ProgramEmitter:
             f"local_{op.short_name}" if function is not op.target else op.short_name, function
         )
 
-    def _operator_comment(self, op: Op, rule: ShardingRule | None) -> str:
+    def _format_operator_comment(self, op: Op, rule: ShardingRule | None) -> str:
         if rule is None:
             return f"{op.name}: no sharding rule, computed in full on every device"
         named = self.devices.matrix.named
@@ -448,7 +453,7 @@ class _ProgramEmitter:
             and add.inputs[1].dtype == op.output.dtype
             and not self.communication.initial_layouts[op.output].partial
             and not self.communication.routes[add.name, 0]
-            and self._segment_name(op) == self._segment_name(add)
+            and self._get_segment_name(op) == self._get_segment_name(add)
         )
 
     def _emit_linear_inputs(self, layer: Op) -> list[str]:
@@ -466,9 +471,9 @@ class _ProgramEmitter:
                 self.transfers.delayed[layer],
             )
         name = self.variables[add.output] = self.source.name(layer.output.name)
-        comment = f"{self._operator_comment(layer, rule_of(layer))}; with {add.name}"
+        comment = f"{self._format_operator_comment(layer, rule_of(layer))}; with {add.name}"
         reads.append(bias)
-        call, segment = f"{function}({', '.join(reads)})", self._segment_name(layer)
-        label = self._range_label(layer)
+        call, segment = f"{function}({', '.join(reads)})", self._get_segment_name(layer)
+        label = self._get_range_label(layer)
         self.source.add([name], call, reads, comment, segment=segment, label=label)
         self.transfers.start(add.output, name)

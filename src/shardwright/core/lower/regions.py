@@ -58,12 +58,12 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
             available.update(line.names)
         else:
             remaining.append(line)
-    span = _longest_run_of_equal_blocks(remaining)
+    span = _find_longest_run(remaining)
     if span is None:
         return None
     candidates = [
-        (_positions_of_returned_variables(remaining, division, outputs), division)
-        for division in _divisions_into_equal_blocks(remaining, *span)
+        (_find_returned_variables(remaining, division, outputs), division)
+        for division in _iterate_divisions(remaining, *span)
     ]
     if not candidates:
         return None
@@ -77,12 +77,12 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
         for number in range(first + n * length, first + (n + 1) * length):
             result += moved_before.get(number, ())
         names = tuple(block[line].names[position] for line, position in positions)
-        result.append(_region_call(block, names))
+        result.append(_make_region_call(block, names))
     for number in range(first + count * length, len(remaining)):
         result += [*moved_before.get(number, ()), remaining[number]]
     result += moved_before.get(len(remaining), ())
     returns = tuple(blocks[0][line].names[position] for line, position in positions)
-    return Regions(result, blocks[0], _region_arguments(blocks[0]), returns)
+    return Regions(result, blocks[0], _find_region_arguments(blocks[0]), returns)
 
 
 def compile_regions(
@@ -111,17 +111,17 @@ def compile_regions(
     return Source({**source.scope, REGION: region}).compile(program, "program")
 
 
-def _region_call(block: Sequence[Line], names: tuple[str, ...]) -> Line:
-    arguments = _region_arguments(block)
+def _make_region_call(block: Sequence[Line], names: tuple[str, ...]) -> Line:
+    arguments = _find_region_arguments(block)
     return Line(names, f"{REGION}({', '.join(arguments)})", arguments, unpack=True)
 
 
-def _region_arguments(block: Sequence[Line]) -> tuple[str, ...]:
+def _find_region_arguments(block: Sequence[Line]) -> tuple[str, ...]:
     assigned = {name for line in block for name in line.names}
     return tuple(dict.fromkeys(n for line in block for n in line.reads if n not in assigned))
 
 
-def _longest_run_of_equal_blocks(lines: Sequence[Line]) -> tuple[int, int, int] | None:
+def _find_longest_run(lines: Sequence[Line]) -> tuple[int, int, int] | None:
     """Find the longest run of repeated blocks, ignoring variable names; ties go to the shortest
     block.
 
@@ -129,7 +129,7 @@ def _longest_run_of_equal_blocks(lines: Sequence[Line]) -> tuple[int, int, int] 
         (lines per block, first line, number of lines of the run), or None if no blocks repeat.
     """
     numbers: dict[str, int] = {}
-    line_ids = [numbers.setdefault(_without_variable_names(line), len(numbers)) for line in lines]
+    line_ids = [numbers.setdefault(_mask_variable_names(line), len(numbers)) for line in lines]
     best: tuple[int, int, int] | None = None
     for length in range(1, len(line_ids) // 2 + 1):
         start = 0
@@ -148,24 +148,24 @@ def _longest_run_of_equal_blocks(lines: Sequence[Line]) -> tuple[int, int, int] 
     return best
 
 
-def _divisions_into_equal_blocks(
+def _iterate_divisions(
     lines: Sequence[Line], length: int, start: int, covered: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the divisions of a run of `covered` lines into equal blocks, one for each offset at
     which at least two blocks are equal: (lines per block, first line, number of blocks)."""
     for first in range(start, start + length):
-        count, first_block = 0, _with_numbered_variables(lines[first : first + length])
+        count, first_block = 0, _number_variables(lines[first : first + length])
         while first + (count + 1) * length <= start + covered:
             block = lines[first + count * length :][:length]
             # Equal lines are not enough: their variables must be connected in the same way.
-            if _with_numbered_variables(block) != first_block:
+            if _number_variables(block) != first_block:
                 break
             count += 1
         if count > 1:
             yield length, first, count
 
 
-def _positions_of_returned_variables(
+def _find_returned_variables(
     lines: Sequence[Line], blocks: tuple[int, int, int], outputs: Collection[str]
 ) -> list[tuple[int, int]]:
     """Return the positions of variables that are read after their block: (index of the line in the
@@ -185,19 +185,19 @@ def _positions_of_returned_variables(
     return sorted(positions)
 
 
-def _line_variables(line: Line) -> Iterator[str]:
-    yield from chain(line.reads, *map(_line_variables, line.body), line.names)
+def _find_variables(line: Line) -> Iterator[str]:
+    yield from chain(line.reads, *map(_find_variables, line.body), line.names)
 
 
-def _without_variable_names(line: Line) -> str:
+def _mask_variable_names(line: Line) -> str:
     """Return the source of a line, with all variables replaced by `_`."""
-    return _rename_variables(line, dict.fromkeys(_line_variables(line), "_"))
+    return _rename_variables(line, dict.fromkeys(_find_variables(line), "_"))
 
 
-def _with_numbered_variables(block: Sequence[Line]) -> list[str]:
+def _number_variables(block: Sequence[Line]) -> list[str]:
     """Return the source of each line of a block, with variables numbered in order of first
     appearance."""
-    names = dict.fromkeys(chain(*map(_line_variables, block)))
+    names = dict.fromkeys(chain(*map(_find_variables, block)))
     numbered = {name: f"v{number}" for number, name in enumerate(names)}
     return [_rename_variables(line, numbered) for line in block]
 
