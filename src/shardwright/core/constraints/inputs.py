@@ -57,8 +57,8 @@ def input_entries(graph: Graph, strategy: DatasetStrategy) -> dict[str, Entry]:
 def sharded_input_axes(
     graph: Graph, mesh: DeviceMatrix, strategy: DatasetStrategy
 ) -> dict[str, tuple[Axes, ...]]:
-    """Return the mesh axes that shard each dimension of an input, for each input that ranks pass as
-    local shards, by name.
+    """Map the name of each input that ranks pass as local shards to the mesh axes of its
+    dimensions.
 
     Raises:
         StrategyError: if an input cannot be sharded as requested; the message has its shape and
@@ -68,7 +68,7 @@ def sharded_input_axes(
     if strategy == "full_batch":
         return {}
     if strategy == "data_parallel":
-        return {value.name: _batch_axes(value, mesh) for value in _inputs_with_batch_dim(graph)}
+        return {value.name: _shard_batch_dim(value, mesh) for value in _find_batch_inputs(graph)}
     sharded = {}
     for value in graph.input_values:
         replicated: tuple[Axes, ...] = ((),) * len(value.shape)
@@ -80,7 +80,7 @@ def sharded_input_axes(
     return sharded
 
 
-def _inputs_with_batch_dim(graph: Graph) -> list[Value]:
+def _find_batch_inputs(graph: Graph) -> list[Value]:
     """Return the inputs with a batch dimension: inputs whose dimension 0 has the same size as
     dimension 0 of the first non-scalar input."""
     non_scalar = [value for value in graph.input_values if value.shape]
@@ -88,9 +88,8 @@ def _inputs_with_batch_dim(graph: Graph) -> list[Value]:
     return [value for value in non_scalar if value.shape[0] == non_scalar[0].shape[0]]
 
 
-def _batch_axes(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
-    """Return the mesh axes that shard each dimension of an input whose dimension 0 is sharded over
-    all devices."""
+def _shard_batch_dim(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
+    """Shard dimension 0 of an input over all devices; return the mesh axes of each dimension."""
     devices = mesh.num_devices
     if value.shape[0] % devices:
         raise StrategyError(

@@ -44,10 +44,10 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
     modules = dict(net.named_modules(remove_duplicate=False))
     entries: dict[str, dict[str, FileEntry]] = {}
     for name, entry in parse_strategies(content, str(path)).items():
-        owner = _owner_path(name, modules)
+        owner = _find_owner_path(name, modules)
         suffix = name.removeprefix(owner)
-        if _aten_names(suffix) is None:
-            raise StrategyError(f"{path}: {_unknown_name_message(name, modules)}")
+        if _parse_aten_names(suffix) is None:
+            raise StrategyError(f"{path}: {_format_unknown_name(name, modules)}")
         if suffix and entry.parameters:
             raise StrategyError(
                 f"{path}: {name}: only modules take a `parameter_plan`, but this is an operator\n"
@@ -64,7 +64,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
         attach(modules[owner], _merge_pins(earlier, pin))
 
 
-def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
+def _find_owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the path of the innermost module that contains the operator or module `name`; empty
     for the model itself."""
     owner = _CALL_SUFFIX.sub("", name)
@@ -74,7 +74,7 @@ def _owner_path(name: str, modules: Mapping[str, nn.Module]) -> str:
     return owner
 
 
-def _aten_names(suffix: str) -> tuple[str, ...] | None:
+def _parse_aten_names(suffix: str) -> tuple[str, ...] | None:
     """Return the ATen names in `suffix`, the part of an operator's name after its module path, such
     as `.add_1` or `@2`; None if an operator name is unknown."""
     pieces = [piece for piece in _CALL_SUFFIX.sub("", suffix).split(".") if piece]
@@ -94,7 +94,7 @@ def _is_operator_name(name: str) -> bool:
     )
 
 
-def _unknown_name_message(name: str, modules: Mapping[str, nn.Module]) -> str:
+def _format_unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
     closest = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
     return (
         f"the model has no module or operator named {name!r}\n"

@@ -112,13 +112,13 @@ class NamedStrategy:
         """
         inputs = self.inputs
         if isinstance(inputs, Mapping):
-            inputs = _entries_by_position(op, graph, inputs)
+            inputs = _order_entries_by_position(op, graph, inputs)
         where = f"{op.name}: {self}"
         return OperatorStrategy(
-            tuple(_entries_with_layouts(where, op, inputs, op.inputs, matrix)),
+            tuple(_convert_entries_to_layouts(where, op, inputs, op.inputs, matrix)),
             None
             if self.outputs is None
-            else tuple(_entries_with_layouts(where, op, self.outputs, op.outputs, matrix)),
+            else tuple(_convert_entries_to_layouts(where, op, self.outputs, op.outputs, matrix)),
         )
 
 
@@ -148,16 +148,16 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
                 )
             entries[name] = requested_entry(f"in_strategy of {name!r}", entry)
     else:
-        entries = _requested_entries("in_strategy", inputs)
+        entries = _validate_entries("in_strategy", inputs)
     if outputs is not None:
-        outputs = _requested_entries("out_strategy", outputs)
+        outputs = _validate_entries("out_strategy", outputs)
     by_name = isinstance(entries, Mapping)
     if by_name or any(isinstance(each, AxisDims) for each in (*entries, *(outputs or ()))):
         return NamedStrategy(entries, outputs)
     return OperatorStrategy(entries, outputs)
 
 
-def _requested_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
+def _validate_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
     if not isinstance(entries, tuple):
         check_entries(option, entries)
     plain = tuple(None if isinstance(entry, Mapping) else entry for entry in entries)
@@ -234,7 +234,7 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
         if named:
             sizes = ", ".join(f"{axis!r}: …" for axis in named)
             raise StrategyError(
-                f"pins name the axes {_quoted(named)}, whose sizes are unknown\n"
+                f"pins name the axes {_quote(named)}, whose sizes are unknown\n"
                 f"pass the sizes to `plan`: axes={{{sizes}}}"
             )
         return
@@ -249,13 +249,13 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
     unnamed = [axis for axis, size in sizes_of_axes if size > 1 and axis not in named]
     if absent and unnamed:
         raise StrategyError(
-            f"pins name the axes {_quoted(absent)}, which are not in axes ({matrix.sizes}), but no"
-            f" pin names {_quoted(unnamed)}\ncorrect the names, or add"
+            f"pins name the axes {_quote(absent)}, which are not in axes ({matrix.sizes}), but"
+            f" no pin names {_quote(unnamed)}\ncorrect the names, or add"
             f" {', '.join(f'{axis!r}: 1' for axis in absent)} to `axes` if there are no such axes"
         )
 
 
-def _quoted(names: Iterable[str]) -> str:
+def _quote(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
@@ -322,12 +322,12 @@ def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _entries_by_position(
+def _order_entries_by_position(
     op: Op, graph: Graph, entries: Mapping[str, RequestedEntry]
 ) -> tuple[RequestedEntry, ...]:
     """Return one entry per input of `op`, from entries by the names of arguments, parameters and
     buffers of the calling module."""
-    positions = _argument_positions(op)
+    positions = _find_argument_positions(op)
     for index, value in enumerate(op.inputs):
         prefix = f"{op.module}." if op.module else ""
         names = [value.name, *(name for name, first in graph.tied.items() if first == value.name)]
@@ -347,7 +347,7 @@ def _entries_by_position(
     return tuple(by_position)
 
 
-def _argument_positions(op: Op) -> dict[str, int]:
+def _find_argument_positions(op: Op) -> dict[str, int]:
     """Return the input index of each argument of the pinned call, by argument name; empty if the
     positions are unknown."""
     tag = next((tag for tag in op.tags if isinstance(tag, OperatorArguments)), None)
@@ -359,7 +359,7 @@ def _argument_positions(op: Op) -> dict[str, int]:
     return {name: index for index, name in enumerate(tag.names) if name is not None}
 
 
-def _entries_with_layouts(
+def _convert_entries_to_layouts(
     where: str,
     op: Op,
     entries: tuple[RequestedEntry, ...],

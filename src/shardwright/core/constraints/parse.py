@@ -89,9 +89,9 @@ class StrategyParser:
                 values.
         """
         try:
-            return self._axes_of_factors(self._merge_requests_by_factor())
+            return self._assign_axes_to_factors(self._merge_requests_by_factor())
         except _ConflictError as conflict:
-            raise self._conflicting_requests_error(*conflict.args) from None
+            raise self._make_conflict_error(*conflict.args) from None
 
     def _merge_requests_by_factor(self) -> dict[str, _DimRequest]:
         """Combine the requests of all dimensions of a factor into one request, by factor.
@@ -101,7 +101,7 @@ class StrategyParser:
             StrategyError: if an entry is invalid, whatever the other entries are.
         """
         requests: dict[str, _DimRequest] = {}
-        for request, factor in self._dim_requests_with_factors():
+        for request, factor in self._iterate_dim_requests():
             first = requests.setdefault(factor, request)
             if not _are_compatible_requests(first, request):
                 raise _ConflictError(factor, first, request)
@@ -165,7 +165,7 @@ class StrategyParser:
                 names = dict.fromkeys(piece, name) | names
         return "·".join(dict.fromkeys(names[axis] for axis in axes if axis in names))
 
-    def _dim_requests_with_factors(self) -> Iterator[tuple[_DimRequest, str]]:
+    def _iterate_dim_requests(self) -> Iterator[tuple[_DimRequest, str]]:
         """Yield (request, factor) for each dimension, inputs before outputs."""
         op, inputs = self.op, self.strategy.inputs
         dims_of = self.rule.inputs
@@ -183,15 +183,15 @@ class StrategyParser:
         for index, (entry, value) in enumerate(zip(inputs, op.inputs, strict=True)):
             if entry is None:
                 continue
-            counts, axes = self._shard_counts_and_axes(f"input {index}", entry, value.shape)
+            counts, axes = self._parse_entry(f"input {index}", entry, value.shape)
             for dim, factor in enumerate(dims_of[index]):
                 request = _DimRequest(index, dim, counts[dim], None if axes is None else axes[dim])
                 self._check_dimension(request, factor)
                 if factor is not None and factor in self.rule.factors:
                     yield request, factor
-        yield from self._output_requests()
+        yield from self._iterate_output_requests()
 
-    def _output_requests(self) -> Iterator[tuple[_DimRequest, str]]:
+    def _iterate_output_requests(self) -> Iterator[tuple[_DimRequest, str]]:
         """Yield (request, factor) for each output dimension whose factor no input has, such as the
         new dimensions of `expand`."""
         input_factors = {factor for dims in self.rule.inputs for factor in dims}
@@ -200,7 +200,7 @@ class StrategyParser:
             dims = self.rule.outputs[index]
             if entry is None or input_factors.issuperset(dims):
                 continue
-            counts, axes = self._shard_counts_and_axes(f"output {index}", entry, value.shape)
+            counts, axes = self._parse_entry(f"output {index}", entry, value.shape)
             for dim, factor in enumerate(dims):
                 if (
                     factor is not None
@@ -213,7 +213,7 @@ class StrategyParser:
                     self._check_dimension(request, factor)
                     yield request, factor
 
-    def _shard_counts_and_axes(
+    def _parse_entry(
         self, tensor: str, entry: tuple[int, ...] | TensorLayout, shape: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Axes, ...] | None]:
         """Return the shard count of each dimension, and the mesh axes of each dimension if the
@@ -257,7 +257,7 @@ class StrategyParser:
                 f"valid numbers of shards are {divisors_text(capacity, self.mesh.num_devices)}"
             )
 
-    def _conflicting_requests_error(
+    def _make_conflict_error(
         self, factor: str, first: _DimRequest, second: _DimRequest
     ) -> StrategyError:
         """Return the error for two conflicting requests, with a valid strategy if one is found."""
@@ -266,16 +266,13 @@ class StrategyParser:
             over = ""
             if request.axes and first.num_shards == second.num_shards:
                 over = f" over {self.user_axis_names(request.axes)}"
-            return f"{request.location} has {_shard_count_text(request.num_shards)}{over}"
+            return f"{request.location} has {_format_shard_count(request.num_shards)}{over}"
 
         hint = ""
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
         valid = next(
-            (
-                f"\na valid strategy is {s}"
-                for s in self._valid_strategies_near_conflict(first, second)
-            ),
+            (f"\na valid strategy is {s}" for s in self._iterate_valid_strategies(first, second)),
             "",
         )
         return self.error(
@@ -283,16 +280,16 @@ class StrategyParser:
             f" {describe(second)}{hint}{valid}"
         )
 
-    def _valid_strategies_near_conflict(
+    def _iterate_valid_strategies(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
         """Yield valid strategies similar to a strategy with two conflicting requests; strategies
         that change only one entry come first."""
         equal = strategies_with_equal_counts(self.rule, self.strategy.inputs, self.mesh.num_devices)
-        candidates = chain(self._strategies_with_one_change(first, second), equal)
+        candidates = chain(self._replace_one_shard_count(first, second), equal)
         return (strategy for strategy in candidates if self._is_valid_strategy(strategy))
 
-    def _strategies_with_one_change(
+    def _replace_one_shard_count(
         self, first: _DimRequest, second: _DimRequest
     ) -> Iterator[OperatorStrategy]:
         """Yield strategies with one of two conflicting shard counts replaced by the other."""
@@ -334,7 +331,7 @@ class StrategyParser:
                 f" devices\nvalid total numbers of shards are {divisors_text(devices, devices)}"
             )
 
-    def _axes_of_factors(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
+    def _assign_axes_to_factors(self, requests: Mapping[str, _DimRequest]) -> dict[str, Axes]:
         """Assign mesh axes to each factor; replicated factors are missing from the result."""
         used: dict[int, str] = {}
         for factor, request in requests.items():
@@ -365,7 +362,7 @@ def _are_compatible_requests(first: _DimRequest, second: _DimRequest) -> bool:
     return first.num_shards == second.num_shards
 
 
-def _shard_count_text(count: int) -> str:
+def _format_shard_count(count: int) -> str:
     return "1 shard" if count == 1 else f"{count} shards"
 
 
@@ -429,7 +426,7 @@ def common_device_matrix(
         with suppress(LayoutError):
             sizes = common_axes(*matrices, (devices // per_node, per_node))
             matrices.append((devices // per_node, per_node))
-    mesh = _cached_device_matrix(sizes)
+    mesh = _get_cached_device_matrix(sizes)
     for where, layout in named:
         axes_on_mesh(where, layout, mesh)
     return mesh
@@ -469,7 +466,7 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
 
 
 @cache
-def _cached_device_matrix(sizes: tuple[int, ...]) -> DeviceMatrix:
+def _get_cached_device_matrix(sizes: tuple[int, ...]) -> DeviceMatrix:
     """Return the device matrix with axes of the given sizes. Equal sizes give the same object, as
     cache lookups compare keys by `is` first."""
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

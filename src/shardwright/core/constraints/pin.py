@@ -125,9 +125,9 @@ def tagged_calls(function: Any, tag: Any) -> Any:
                 name = getattr(inner, "__name__", "a pinned function")
                 by_name = isinstance(call_tag.strategy.inputs, Mapping)
                 call = (
-                    _bind(inner, call_tag.strategy, args, kwargs)
+                    _bind_arguments(inner, call_tag.strategy, args, kwargs)
                     if by_name
-                    else _Call((args, kwargs), None)
+                    else _BoundCall((args, kwargs), None)
                 )
                 return _call_with_candidate_aliases(name, inner, call_tag.strategy, call_tag, call)
             return inner(*args, **kwargs)
@@ -153,7 +153,7 @@ def _wrap_with_candidate_aliases(where: str, forward: Any, strategy: PinnedStrat
 
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
-        call, tag = _bind(forward, strategy, args, kwargs), _ModuleCallTag()
+        call, tag = _bind_arguments(forward, strategy, args, kwargs), _ModuleCallTag()
         if call.entries(strategy) is None:
             return forward(*args, **kwargs)
         with tagging(tag):
@@ -163,20 +163,20 @@ def _wrap_with_candidate_aliases(where: str, forward: Any, strategy: PinnedStrat
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The arguments of a call in the order of the signature.
+class _BoundCall:
+    """Arguments of a pinned call, in the order of the function's signature.
 
     Args:
-        arguments: (args, kwargs).
-        names: the argument of each tensor; None for a strategy without names of arguments.
+        arguments: (args, kwargs) of the call.
+        names: the argument name of each tensor; None for a strategy without names of arguments.
     """
 
     arguments: tuple[Any, Any]
     names: tuple[str, ...] | None
 
     def entries(self, strategy: PinnedStrategy) -> tuple[RequestedEntry, ...] | None:
-        """Return one entry per tensor; None if the strategy has another number of entries, which
-        then include weights."""
+        """Return the strategy entry of each tensor argument; None if the number of entries differs,
+        as for a strategy with entries for weights."""
         if isinstance(strategy.inputs, Mapping):
             return tuple(strategy.inputs.get(name) for name in self.names or ())
         leaves = pytree.tree_leaves(self.arguments)
@@ -184,18 +184,18 @@ class _Call:
         return strategy.inputs if num_tensors == len(strategy.inputs) else None
 
 
-def _bind(function: Any, strategy: PinnedStrategy, args: Any, kwargs: Any) -> _Call:
+def _bind_arguments(function: Any, strategy: PinnedStrategy, args: Any, kwargs: Any) -> _BoundCall:
     if not isinstance(strategy.inputs, Mapping):
         call = inspect.signature(function).bind(*args, **kwargs)
-        return _Call((call.args, call.kwargs), None)
+        return _BoundCall((call.args, call.kwargs), None)
     owner = getattr(function, "__self__", None)
     named = owner.function if isinstance(owner, NamedFunction) else function
     call = signature_of(named).bind(*args, **kwargs)
-    return _Call((call.args, call.kwargs), argument_names(call))
+    return _BoundCall((call.args, call.kwargs), argument_names(call))
 
 
 def _call_with_candidate_aliases(
-    where: str, function: Any, strategy: PinnedStrategy, tag: Any, traced_call: _Call
+    where: str, function: Any, strategy: PinnedStrategy, tag: Any, traced_call: _BoundCall
 ) -> Any:
     """Call a function with its tensor arguments and results aliased, as candidates for pins.
 
@@ -251,7 +251,7 @@ def _wrap_with_pinned_aliases(where: str, forward: Any, strategy: PinnedStrategy
 
     @wraps(forward)
     def with_boundary(*args: Any, **kwargs: Any) -> Any:
-        call = _bind(forward, strategy, args, kwargs)
+        call = _bind_arguments(forward, strategy, args, kwargs)
         entries = call.entries(strategy)
         if entries is None:
             assert not isinstance(strategy.inputs, Mapping)
@@ -294,17 +294,19 @@ def _pin_tensors(
         )
     for number, (index, entry) in enumerate(zip(tensor_indices, entries, strict=True)):
         if entry is not None:
-            leaves[index] = _tagged_alias(leaves[index], tag_of(_boundary_pin(entry), number))
+            leaves[index] = _insert_tagged_alias(
+                leaves[index], tag_of(_make_boundary_pin(entry), number)
+            )
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _boundary_pin(entry: RequestedEntry) -> BoundaryPin:
+def _make_boundary_pin(entry: RequestedEntry) -> BoundaryPin:
     if isinstance(entry, AxisDims):
         return BoundaryPin(NamedStrategy((entry,)))
     return BoundaryPin(OperatorStrategy((entry,)))
 
 
-def _tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
+def _insert_tagged_alias(tensor: Tensor, tag: Any) -> Tensor:
     # Enable gradients also under `torch.no_grad()`, where eager code returns the tensor itself,
     # which requires its gradient.
     with tagging(tag), torch.enable_grad():
@@ -338,4 +340,4 @@ def reshard(x: Tensor, layout: UserEntry) -> Tensor:
     entry = requested_entry("layout", layout)
     if entry is None or not torch.compiler.is_exporting():
         return x
-    return _tagged_alias(x, _boundary_pin(entry))
+    return _insert_tagged_alias(x, _make_boundary_pin(entry))

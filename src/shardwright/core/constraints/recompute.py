@@ -65,7 +65,7 @@ def recompute(
             f"operators={operators!r}: must be a sequence of operator names\n"
             "use for example operators=('softmax', 'aten.gelu')"
         )
-    op_types = None if operators is None else tuple(_normalized_op_type(name) for name in operators)
+    op_types = None if operators is None else tuple(_normalize_op_type(name) for name in operators)
     request = RecomputeRequest(communication, op_types)
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
@@ -78,7 +78,7 @@ def recompute(
     return function
 
 
-def _normalized_op_type(operator: str) -> str:
+def _normalize_op_type(operator: str) -> str:
     """Return an operator's name without namespace, overload and underscores: `softmax` for
     `aten.softmax.int`, `aten::_softmax` or `softmax`."""
     return operator.replace("::", ".").removeprefix("aten.").partition(".")[0].strip("_")
@@ -110,13 +110,13 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         for tag in tags
         if isinstance(tag, RecomputeRequest)
     }
-    functions = dict(_calls_to_recompute(graph))
+    functions = dict(_find_calls_to_recompute(graph))
     _check_requested_modules(graph, modules)
     recomputed: dict[str, Recompute] = {}
     members: dict[str, list[Op]] = {}
     selected: dict[RecomputeRequest, list[Op]] = {}
     for op in graph.ops:
-        requested = _innermost_requested_segment(op, modules, functions)
+        requested = _find_innermost_segment(op, modules, functions)
         if requested is None:
             continue
         if requested.request.op_types is None:
@@ -124,7 +124,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
             members.setdefault(requested.segment, []).append(op)
         elif local_operator_name(op.target) in requested.request.op_types:
             selected.setdefault(requested.request, []).append(op)
-    op_index = _op_indices(graph)
+    op_index = _index_operators(graph)
     for ops in members.values():
         # Recomputing a single operator saves no memory, since its result is saved as the input of
         # the next operator: recompute that one too.
@@ -150,7 +150,7 @@ def add_segments(
     """
     members: dict[str, list[Op]] = {}
     segments: dict[str, str] = {}
-    op_index = _op_indices(graph)
+    op_index = _index_operators(graph)
     for op in ops:
         producers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
         index = op_index[op.name]
@@ -166,11 +166,11 @@ def add_segments(
         _add_saving_operators(graph, recomputed, segment_ops, op_index)
 
 
-def _op_indices(graph: Graph) -> dict[str, int]:
+def _index_operators(graph: Graph) -> dict[str, int]:
     return {op.name: index for index, op in enumerate(graph.ops)}
 
 
-def _calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
+def _find_calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
     """Yield (id of the request, call) for each call of a function to recompute.
 
     Raises:
@@ -190,7 +190,7 @@ def _calls_to_recompute(graph: Graph) -> Iterator[tuple[int, _RequestedCall]]:
             )
         _check_op_types(f"the function called at {source or 'an unknown line'}", request, ops)
         segment = _RequestedSegment(request, ops[0].name)
-        yield id(request), _RequestedCall(segment, _common_call_depth([op.calls for op in ops]))
+        yield id(request), _RequestedCall(segment, _count_common_calls([op.calls for op in ops]))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class _RequestedCall:
     depth: int
 
 
-def _common_call_depth(calls: Sequence[tuple[str, ...]]) -> int:
+def _count_common_calls(calls: Sequence[tuple[str, ...]]) -> int:
     """Return the number of module calls that enclose all operators.
 
     Args:
@@ -215,7 +215,7 @@ def _common_call_depth(calls: Sequence[tuple[str, ...]]) -> int:
     return sum(len(set(level)) == 1 for level in zip(*calls, strict=False))
 
 
-def _innermost_requested_segment(
+def _find_innermost_segment(
     op: Op, modules: Mapping[str, RecomputeRequest], functions: Mapping[int, _RequestedCall]
 ) -> _RequestedSegment | None:
     """Return the segment of the innermost request around an operator; None without a request.

@@ -74,7 +74,7 @@ def resolve(
     outputs: dict[str, OutputAxes] = {}
     for name, strategy in strategies.items():
         op = graph.by_name[name]
-        parser = StrategyParser(op, _strategy_for_graph_shapes(op, strategy, mesh), mesh)
+        parser = StrategyParser(op, _unflatten_strategy(op, strategy, mesh), mesh)
         cuts[name] = parser.cuts()
         if (output_axes := requested_outputs(parser, cuts[name])) is not None:
             outputs[name] = output_axes
@@ -83,18 +83,16 @@ def resolve(
         if bias is not None and bias.inputs[0] is graph.by_name[name].output:
             output = outputs.get(name, (None,))[0]
             axes = (
-                _computed_output_axes(graph.by_name[name], mesh, cuts[name])
+                _compute_output_axes(graph.by_name[name], mesh, cuts[name])
                 if output is None
                 else output
             )
             # A pin of the bias itself takes precedence.
-            cuts.setdefault(bias.name, _cuts_from_first_input_axes(bias, axes))
+            cuts.setdefault(bias.name, _derive_cuts_from_input(bias, axes))
     return ResolvedConstraints(mesh, cuts, outputs)
 
 
-def _strategy_for_graph_shapes(
-    op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix
-) -> OperatorStrategy:
+def _unflatten_strategy(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) -> OperatorStrategy:
     """Translate a strategy for the shapes in the user's code to the shapes in the graph.
 
     Where the user's code flattens leading dimensions, as `x.view(-1, k) @ w` does, the graph has
@@ -152,7 +150,7 @@ def _assign_axes_to_dims(
     return axes_of_dim
 
 
-def _computed_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
+def _compute_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes, ...]:
     """Return the axes that shard each dimension of an operator's first output; for a partial sum,
     after its all-reduce."""
     rule = rule_of(op)
@@ -160,7 +158,7 @@ def _computed_output_axes(op: Op, mesh: DeviceMatrix, cuts: Cuts) -> tuple[Axes,
     return rule.layouts(mesh, cuts)[1][0].axes
 
 
-def _cuts_from_first_input_axes(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
+def _derive_cuts_from_input(op: Op, axes: tuple[Axes, ...]) -> dict[str, Axes]:
     """Return the cuts of an operator that reads its first input sharded by `axes`: a list of axes
     for each dimension."""
     rule = rule_of(op)
@@ -225,12 +223,12 @@ def requested_outputs(parser: StrategyParser, cuts: Cuts) -> OutputAxes | None:
         )
     _, computed = parser.rule.layouts(parser.mesh, cuts)
     return tuple(
-        None if entry is None else _requested_output_axes(parser, index, entry, computed[index])
+        None if entry is None else _assign_output_axes(parser, index, entry, computed[index])
         for index, entry in enumerate(entries)
     )
 
 
-def _requested_output_axes(
+def _assign_output_axes(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout
 ) -> tuple[Axes, ...]:
     shape = parser.op.outputs[index].shape
@@ -246,10 +244,10 @@ def _requested_output_axes(
         requested = axes_on_mesh(parser.op.name, entry, parser.mesh)
         axes = requested if _only_appends_axes(requested, computed) else None
     else:
-        axes = _axes_for_counts(counts, computed)
+        axes = _append_axes_of_sum(counts, computed)
     divides = all(size % count == 0 for size, count in zip(shape, counts, strict=True))
     if axes is None or not divides:
-        raise _invalid_output_error(parser, index, entry, computed, is_layout)
+        raise _make_output_error(parser, index, entry, computed, is_layout)
     return axes
 
 
@@ -263,7 +261,7 @@ def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> b
     )
 
 
-def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
+def _append_axes_of_sum(counts: tuple[int, ...], computed: TensorLayout) -> tuple[Axes, ...] | None:
     """Append axes of the partial sum to the `computed` axes of each dimension, until the dimension
     has the requested shard count.
 
@@ -284,7 +282,7 @@ def _axes_for_counts(counts: tuple[int, ...], computed: TensorLayout) -> tuple[A
     return tuple(requested)
 
 
-def _invalid_output_error(
+def _make_output_error(
     parser: StrategyParser, index: int, entry: Entry, computed: TensorLayout, is_layout: bool
 ) -> StrategyError:
     names = parser.user_axis_names(sorted(computed.partial))
@@ -294,7 +292,7 @@ def _invalid_output_error(
         description = (
             f"{entry_text(computed.shard_counts)}, a partial sum of {num_terms} terms{over}"
         )
-        options = _reduce_scatter_counts(computed, parser.op.outputs[index].shape)
+        options = _iterate_reduce_scatter_counts(computed, parser.op.outputs[index].shape)
         scattered = ", ".join(map(entry_text, options))
         valid = f"{entry_text(computed.shard_counts)} (all-reduce)"
         valid += f", {scattered} (reduce-scatter)" if scattered else ""
@@ -309,7 +307,7 @@ def _invalid_output_error(
     )
 
 
-def _reduce_scatter_counts(
+def _iterate_reduce_scatter_counts(
     computed: TensorLayout, shape: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Yield the shard counts after a reduce-scatter of the partial sum, for each dimension that it
@@ -364,13 +362,11 @@ def axes_for_entry(
                 f"valid numbers of shards are {divisors_text(size, mesh.num_devices)}"
             )
     return (
-        axes
-        if axes is not None
-        else _storage_axes_for_shard_counts(where, request, counts, mesh, read_axes)
+        axes if axes is not None else _assign_storage_axes(where, request, counts, mesh, read_axes)
     )
 
 
-def _storage_axes_for_shard_counts(
+def _assign_storage_axes(
     where: str,
     request: str,
     counts: tuple[int, ...],
@@ -379,7 +375,7 @@ def _storage_axes_for_shard_counts(
 ) -> tuple[Axes, ...]:
     # Along axes with which the operator reads the parameter, storage needs no communication.
     reused = [
-        _leading_axes_dividing_count(count, axes, mesh)
+        _find_prefix_dividing_count(count, axes, mesh)
         for count, axes in zip(counts, read_axes, strict=True)
     ]
     used_axes = {axis for axes in reused for axis in axes}
@@ -396,7 +392,7 @@ def _storage_axes_for_shard_counts(
     return tuple(stored)
 
 
-def _leading_axes_dividing_count(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
+def _find_prefix_dividing_count(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
     """Return the longest prefix of `axes` whose total size divides `count`."""
     leading: list[int] = []
     primes = list(prime_factors(gcd(count, mesh.num_devices)))

@@ -163,11 +163,13 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
             names of axes do not fit `axes`.
     """
     requested = [
-        *_module_strategies(graph),
-        *_operator_strategies(graph),
-        *_function_strategies(graph),
+        *_iterate_module_strategies(graph),
+        *_iterate_operator_strategies(graph),
+        *_iterate_function_strategies(graph),
     ]
-    stored = [entry for _, pin in _pinned_modules(graph) for entry in pin.parameters.values()]
+    stored = [
+        entry for _, pin in _iterate_pinned_modules(graph) for entry in pin.parameters.values()
+    ]
     check_axis_names(axis_names_of([*(strategy for _, strategy in requested), *stored]), axes)
     strategies: dict[str, OperatorStrategy] = {}
     for op, strategy in requested:
@@ -180,19 +182,19 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
                 f"operator {op.name!r} has two conflicting pins, {strategies[op.name]} and"
                 f" {strategy}\nremove one of the two pins"
             )
-    return Pins(strategies, _pinned_parameter_entries(graph, axes))
+    return Pins(strategies, _collect_parameter_entries(graph, axes))
 
 
-def _module_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
+def _iterate_module_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for the operators pinned by `shard` of a module."""
     # The pin of a module with submodules is on the aliases of its boundary (`constraints/pin.py`).
     boundary_paths = {op.module for op in graph.ops if _is_boundary_alias(op)}
-    for pin, paths in _module_paths_by_pin(graph).items():
+    for pin, paths in _find_module_paths(graph).items():
         if pin.strategy is None or boundary_paths.issuperset(paths):
             continue
-        ops = [op for path in paths for op in _main_operators_of_module(graph, path)]
+        ops = [op for path in paths for op in _find_main_operators(graph, path)]
         if not ops:
-            raise StrategyError(_pinned_module_without_operator_message(graph, paths[0], pin))
+            raise StrategyError(_format_pin_without_operator(graph, paths[0], pin))
         for op in ops:
             yield op, pin.strategy
 
@@ -201,28 +203,28 @@ def _is_boundary_alias(op: Operator) -> bool:
     return any(isinstance(tag, BoundaryPin) for tag in op.tags)
 
 
-def _module_paths_by_pin(graph: Graph) -> dict[Pin, list[str]]:
+def _find_module_paths(graph: Graph) -> dict[Pin, list[str]]:
     """Return the paths of the module of each pin; a module that is registered under two names has
     two paths."""
     paths: dict[Pin, list[str]] = {}
-    for path, pin in _pinned_modules(graph):
+    for path, pin in _iterate_pinned_modules(graph):
         paths.setdefault(pin, []).append(path)
     return paths
 
 
-def _pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
+def _iterate_pinned_modules(graph: Graph) -> Iterator[tuple[str, Pin]]:
     for path, tags in graph.module_tags.items():
         yield from ((path, tag) for tag in tags if isinstance(tag, Pin))
 
 
-def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
+def _iterate_operator_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for names in a strategy file; a name without `@n` pins the
     operator in every call."""
     ops_by_name: dict[str, list[Operator]] = {}
     for op in graph.ops:
         name, _, call_number = op.name.rpartition("@")
         ops_by_name.setdefault(name if call_number.isdigit() else op.name, []).append(op)
-    for pin, paths in _module_paths_by_pin(graph).items():
+    for pin, paths in _find_module_paths(graph).items():
         # An entry for one call, "net.fc@2", takes precedence over one for all calls, "net.fc".
         listed = {path + suffix for path in paths for suffix in pin.operators}
         for suffix, strategy in pin.operators.items():
@@ -241,27 +243,27 @@ def _operator_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrateg
                 yield op, strategy
 
 
-def _main_operators_of_module(graph: Graph, path: str) -> list[Operator]:
+def _find_main_operators(graph: Graph, path: str) -> list[Operator]:
     """Return the main operator of each call of the module at `path`."""
     inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
     if len(direct) < len(inside):
-        raise StrategyError(_ambiguous_pin_message(where, inside))
+        raise StrategyError(_format_ambiguous_pin(where, inside))
     calls: dict[str, list[Operator]] = {}
     for op in direct:
-        calls.setdefault(_module_call_suffix(op.name, path), []).append(op)
-    return [_single_main_operator(where, ops) for ops in calls.values()]
+        calls.setdefault(_get_module_call_suffix(op.name, path), []).append(op)
+    return [_find_single_operator(where, ops) for ops in calls.values()]
 
 
-def _module_call_suffix(name: str, path: str) -> str:
+def _get_module_call_suffix(name: str, path: str) -> str:
     """Return the part of an operator's name that identifies the call of the module at `path`: `""`
     for the first call, `@2` for the second."""
     suffix = name.removeprefix(path)
     return suffix.partition(".")[0] if path and suffix.startswith("@") else ""
 
 
-def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
+def _iterate_function_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrategy]]:
     """Yield (operator, strategy) for operators that `shard` of a function, or `reshard`, has
     pinned."""
     for pin, source in graph.call_tags:
@@ -276,10 +278,10 @@ def _function_strategies(graph: Graph) -> Iterator[tuple[Operator, PinnedStrateg
                 f"{where} is pinned as {pin.strategy}, but the graph has no operator of this call:"
                 " its result is unused, or it computes nothing\nremove the pin"
             )
-        yield _single_main_operator(where, ops), pin.strategy
+        yield _find_single_operator(where, ops), pin.strategy
 
 
-def _single_main_operator(where: str, ops: Sequence[Operator]) -> Operator:
+def _find_single_operator(where: str, ops: Sequence[Operator]) -> Operator:
     """Return the only operator of a pinned call; additions of biases and data movement do not
     count.
 
@@ -295,10 +297,10 @@ def _single_main_operator(where: str, ops: Sequence[Operator]) -> Operator:
     for candidates in (main, computing, ops):
         if len(candidates) == 1:
             return candidates[0]
-    raise StrategyError(_ambiguous_pin_message(where, ops))
+    raise StrategyError(_format_ambiguous_pin(where, ops))
 
 
-def _ambiguous_pin_message(where: str, ops: Sequence[Operator]) -> str:
+def _format_ambiguous_pin(where: str, ops: Sequence[Operator]) -> str:
     names = ", ".join(op.name for op in ops[:8])
     more = f" and {len(ops) - 8} more" if len(ops) > 8 else ""
     return (
@@ -308,7 +310,7 @@ def _ambiguous_pin_message(where: str, ops: Sequence[Operator]) -> str:
     )
 
 
-def _pinned_module_without_operator_message(graph: Graph, path: str, pin: Pin) -> str:
+def _format_pin_without_operator(graph: Graph, path: str, pin: Pin) -> str:
     closest = get_close_matches(path, list(graph.by_name), n=3, cutoff=0.0)
     return (
         f"module {path!r} is pinned as {pin.strategy}, but has no operator in the graph: it is"
@@ -316,10 +318,10 @@ def _pinned_module_without_operator_message(graph: Graph, path: str, pin: Pin) -
     )
 
 
-def _pinned_parameter_entries(graph: Graph, axes: DeviceMatrix | None) -> dict[str, Entry]:
+def _collect_parameter_entries(graph: Graph, axes: DeviceMatrix | None) -> dict[str, Entry]:
     parameters = {value.name: value for value in graph.parameters}
     entries: dict[str, Entry] = {}
-    for path, pin in _pinned_modules(graph):
+    for path, pin in _iterate_pinned_modules(graph):
         for name_in_module, requested in pin.parameters.items():
             name = ".".join(filter(None, (path, name_in_module)))
             # A tied parameter is in the graph once, under the first of its names.

@@ -55,26 +55,26 @@ class OperatorStrategy:
     def to_dict(self) -> dict[str, Any]:
         """Return the strategy as JSON data: counts as lists, layouts as dicts."""
         return {
-            "inputs": [_entry_to_data(entry) for entry in self.inputs],
-            "outputs": None if self.outputs is None else [_entry_to_data(e) for e in self.outputs],
+            "inputs": [_encode_entry(entry) for entry in self.inputs],
+            "outputs": None if self.outputs is None else [_encode_entry(e) for e in self.outputs],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OperatorStrategy:
         outputs = data["outputs"]
         return cls(
-            tuple(_entry_from_data(entry) for entry in data["inputs"]),
-            None if outputs is None else tuple(_entry_from_data(entry) for entry in outputs),
+            tuple(_decode_entry(entry) for entry in data["inputs"]),
+            None if outputs is None else tuple(_decode_entry(entry) for entry in outputs),
         )
 
 
-def _entry_to_data(entry: Entry) -> Any:
+def _encode_entry(entry: Entry) -> Any:
     if isinstance(entry, TensorLayout):
         return entry.to_dict()
     return None if entry is None else list(entry)
 
 
-def _entry_from_data(data: Any) -> Entry:
+def _decode_entry(data: Any) -> Entry:
     if isinstance(data, Mapping):
         return TensorLayout.from_dict(data)
     return None if data is None else tuple(data)

@@ -49,37 +49,37 @@ def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
     entry."""
     names: dict[Layout, str] = {}
     lines = [
-        f"  {json.dumps(k)}: {json.dumps(_entry_to_json(entry, names))}"
+        f"  {json.dumps(k)}: {json.dumps(_encode_file_entry(entry, names))}"
         for k, entry in strategies.items()
     ]
     layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
-    sections = [f' "version": {VERSION}', _json_section("layouts", layouts)]
-    return "{\n" + ",\n".join([*sections, _json_section("strategies", lines)]) + "\n}\n"
+    sections = [f' "version": {VERSION}', _format_json_section("layouts", layouts)]
+    return "{\n" + ",\n".join([*sections, _format_json_section("strategies", lines)]) + "\n}\n"
 
 
-def _json_section(name: str, lines: list[str]) -> str:
+def _format_json_section(name: str, lines: list[str]) -> str:
     inner = ",\n".join(lines)
     return f' "{name}": {{\n{inner}\n }}' if lines else f' "{name}": {{}}'
 
 
-def _entry_to_json(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
+def _encode_file_entry(file_entry: FileEntry, names: dict[Layout, str]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     if file_entry.strategy is not None:
         data["in_strategy"] = [
-            _tensor_entry_to_json(entry, names) for entry in file_entry.strategy.inputs
+            _encode_tensor_entry(entry, names) for entry in file_entry.strategy.inputs
         ]
         if file_entry.strategy.outputs is not None:
             data["out_strategy"] = [
-                _tensor_entry_to_json(entry, names) for entry in file_entry.strategy.outputs
+                _encode_tensor_entry(entry, names) for entry in file_entry.strategy.outputs
             ]
     if file_entry.parameters:
         data["parameter_plan"] = {
-            n: _tensor_entry_to_json(e, names) for n, e in file_entry.parameters.items()
+            n: _encode_tensor_entry(e, names) for n, e in file_entry.parameters.items()
         }
     return data
 
 
-def _tensor_entry_to_json(entry: Entry, names: dict[Layout, str]) -> Any:
+def _encode_tensor_entry(entry: Entry, names: dict[Layout, str]) -> Any:
     if not isinstance(entry, TensorLayout):
         return None if entry is None else list(entry)
     # Layouts are named in the order of their first use, so that a saved file is stable.
