@@ -86,7 +86,11 @@ def content(value: Any) -> Hashable:
         return "set", frozenset(map(content, value))
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         inner = vars(value).items()
-        return "object", id(value), *((name, _shallow_fingerprint(item)) for name, item in inner)
+        return (
+            "object",
+            id(value),
+            *((name, _compute_shallow_fingerprint(item)) for name, item in inner),
+        )
     return type(value).__name__, id(value)
 
 
@@ -147,7 +151,9 @@ def attribute_texts(
         read, written: (path, name) of the variables that `forward` reads, and sets.
     """
     modules = dict(module.named_modules())
-    classes = "\n".join(f"{path} {_qualified_class_name(child)}" for path, child in modules.items())
+    classes = "\n".join(
+        f"{path} {_get_qualified_class_name(child)}" for path, child in modules.items()
+    )
     hooks = (
         (path, HOOKS, str(sum(map(len, forward_hooks(child)))))
         for path, child in modules.items()
@@ -166,7 +172,7 @@ def attribute_texts(
     return (*attributes, *((*key, SET) for key in written), *hooks, structure)
 
 
-def _qualified_class_name(module: nn.Module) -> str:
+def _get_qualified_class_name(module: nn.Module) -> str:
     module_class = type(module)
     return f"{module_class.__module__}.{module_class.__qualname__}"
 
@@ -180,9 +186,9 @@ def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]
     return attribute_texts(module, read, written) == captured
 
 
-def _shallow_fingerprint(value: Any) -> Hashable:
+def _compute_shallow_fingerprint(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(_shallow_fingerprint, value)
+        return type(value).__name__, *map(_compute_shallow_fingerprint, value)
     plain = isinstance(value, (*_PLAIN, Tensor, np.ndarray))
     return content(value) if plain else ("object", id(value))
 
@@ -293,7 +299,7 @@ class TracedAttributes:
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
         nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
-        registered = RegisteredTensors(self._by_path, self._forward_codes)
+        registered = RegisteredTensors(self._by_path, self._iterate_forward_codes)
         root = self._by_path[""]
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -362,9 +368,9 @@ class TracedAttributes:
         except CaptureError:
             raise
         except Exception as error:
-            raise self._state_change_error(self._filled[0]) from error
+            raise self._make_state_change_error(self._filled[0]) from error
         if second.graph_module.code != traced.graph_module.code:
-            raise self._state_change_error(self._filled[0])
+            raise self._make_state_change_error(self._filled[0])
 
     def _check_variables(self, values: KnownValues) -> None:
         for path, name in self.reads:
@@ -382,7 +388,7 @@ class TracedAttributes:
                     continue
                 is_cache = path.startswith(GLOBALS) and only_adds_entries(before, after)
                 if self._is_second or not is_cache or has_unknown_values(variables[name], values):
-                    raise self._variable_change_error(path, name)
+                    raise self._make_variable_change_error(path, name)
                 where = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
                 self._filled.append(Change(StateLocation(where, name), variables[name], adds=True))
                 self._before[path][name] = after
@@ -399,7 +405,7 @@ class TracedAttributes:
                 if name not in attributes or (
                     unseen and content(value) != self._before[path].get(name)
                 ):
-                    raise self._variable_change_error(path, name)
+                    raise self._make_variable_change_error(path, name)
 
     def _record_added_attributes(
         self, path: str, names: Iterable[str], values: KnownValues
@@ -413,7 +419,7 @@ class TracedAttributes:
             description = f"attribute {{}} of a {type(self._by_path[path]).__name__}"
             location = StateLocation(description, path).inside(name, indexed=False)
             if self._is_second or has_unknown_values(value, values):
-                raise self._variable_change_error(path, name)
+                raise self._make_variable_change_error(path, name)
             self._filled.append(Change(location, value, adds=True))
             self._record_filled_values({str(location): value}, values)
             self._before[path][name] = content(value)
@@ -425,12 +431,12 @@ class TracedAttributes:
             self.filled[location] = new_text
 
     def _check_arguments_and_hooks(self) -> None:
-        if refusal := self._arguments.refusal(self._forward_codes):
+        if refusal := self._arguments.refusal(self._iterate_forward_codes):
             raise refusal
         for path, number in self._count_hooks().items():
             if number != self._hooks[path]:
                 raise located(
-                    self._forward_codes,
+                    self._iterate_forward_codes,
                     path,
                     f"`forward` registers a hook on {f'module {path!r}' if path else 'the model'}, "
                     "but a captured model would not register it again in each call\n"
@@ -446,7 +452,7 @@ class TracedAttributes:
 
         for change in self._reachable.changes(equal):
             if self._is_second or not change.adds or has_unknown_values(change.value, values):
-                raise self._state_change_error(change)
+                raise self._make_state_change_error(change)
             self._filled.append(change)
             self._record_filled_values({str(change.location): change.value}, values)
         # Of a tensor that the first trace has computed and kept, the second reads the values.
@@ -456,31 +462,31 @@ class TracedAttributes:
             raise _SecondTraceEndedError
 
     def _check_process_settings(self) -> None:
-        names = {name for code in self._forward_codes for name in code.co_names}
+        names = {name for code in self._iterate_forward_codes for name in code.co_names}
         for changed in self._process.changes():
             name, readers = changed.setting.name, changed.setting.readers
             if readers and names.isdisjoint(readers):
                 continue
             word = name.rpartition(".")[2]
-            raise located(self._forward_codes, word, change_message(changed))
+            raise located(self._iterate_forward_codes, word, change_message(changed))
 
-    def _state_change_error(self, change: Change) -> CaptureError:
+    def _make_state_change_error(self, change: Change) -> CaptureError:
         return located(
-            self._forward_codes, change.location.path, _change_message(f"{change.location}")
+            self._iterate_forward_codes, change.location.path, _format_change(f"{change.location}")
         )
 
-    def _variable_change_error(self, path: str, name: str) -> CaptureError:
+    def _make_variable_change_error(self, path: str, name: str) -> CaptureError:
         if path.startswith(GLOBALS):
             what = f"global variable {name!r} of {path.removeprefix(GLOBALS)}"
         else:
             where = f"{path}.{name}" if path else name
             what = f"attribute {where!r} of a {type(self._by_path[path]).__name__}"
         if line := self._lines.get((path, name)):
-            return LocatedError(f"{line}: {_change_message(what)}")
-        return located(self._forward_codes, name, _change_message(what))
+            return LocatedError(f"{line}: {_format_change(what)}")
+        return located(self._iterate_forward_codes, name, _format_change(what))
 
     @property
-    def _forward_codes(self) -> Iterable[CodeType]:
+    def _iterate_forward_codes(self) -> Iterable[CodeType]:
         return self._reachable.codes
 
     @staticmethod
@@ -492,7 +498,7 @@ class TracedAttributes:
         return any(name in named for named in tensors)
 
 
-def _change_message(what: str) -> str:
+def _format_change(what: str) -> str:
     return (
         f"`forward` changes the {what} for the next call, and a captured model would not: its "
         f"Python runs once, on the rank that captures\n{_REMEDY}"

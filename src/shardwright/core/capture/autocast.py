@@ -108,7 +108,7 @@ class Autocast:
         return replace(cls.around(device), dtype=None)
 
     def acts_as(self, device_type: str | None) -> bool:
-        """Return whether regions that were captured for a device type behave equally in this state.
+        """Return whether autocast regions captured for a device type act equally in this state.
 
         Args:
             device_type: device type for which the regions were captured; None if the model has no
@@ -141,7 +141,7 @@ class TracedRegions:
 
     @property
     def device_type(self) -> str | None:
-        """Device type for which enabled regions were captured; None if no region was enabled."""
+        """Device type of the captured enabled autocast regions; None if no region was enabled."""
         return self._device_type or CPU if self._any_enabled else None
 
     def enter(self, region: torch.autocast, enabled: bool, enter: Callable[[Any], Any]) -> Any:
@@ -201,7 +201,7 @@ def call_in_autocast(module: nn.Module, autocast: Autocast) -> None:
 
 @contextmanager
 def traced_autocast(autocast: Autocast) -> Iterator[TracedRegions]:
-    """Return a context in which regions act on CPU tensors as on the device of the model."""
+    """Return a context in which autocast casts CPU tensors as on the device of the model."""
     regions = TracedRegions(autocast.device_type)
     begin, enter, leave = (vars(torch.autocast)[name] for name in _METHODS)
 

@@ -56,13 +56,13 @@ def settle_boundaries(graph: fx.Graph) -> None:
     for call, candidates in aliases.items():
         alias_nodes = {node for node, _ in candidates}
         nodes = [node for node in inside[id(call.tag)] if node not in alias_nodes]
-        single = _single_operator(nodes)
+        single = _find_single_operator(nodes)
         is_one = single is not None
         if single is None and call.problems:
             raise StrategyError(call.problems[0])
         arguments = {node: tag.argument for node, tag in candidates if tag.argument is not None}
         if single is not None and arguments:
-            add_tag(single, OperatorArguments(_arguments_read(single, arguments)))
+            add_tag(single, OperatorArguments(_match_arguments(single, arguments)))
         for node in () if is_one and call.is_pin else inside[id(call.tag)]:
             retag(node, call.tag)
         for node, tag in candidates:
@@ -74,7 +74,7 @@ def settle_boundaries(graph: fx.Graph) -> None:
                 retag(node, tag, tag.tag)
 
 
-def _single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
+def _find_single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
     """Return the only operator among the nodes of a call; None if there are several, or none."""
     operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
     computing = [node for node in operators if not _only_moves_or_casts(node)]
@@ -87,8 +87,9 @@ def _single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _arguments_read(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[str | None, ...]:
-    """Return the argument that is each tensor input of an operator; None if no argument is.
+def _match_arguments(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[str | None, ...]:
+    """Return the name of the call's argument that each tensor input of an operator is; None for
+    other tensors.
 
     Args:
         node: the operator.

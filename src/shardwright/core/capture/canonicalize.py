@@ -122,7 +122,7 @@ def permutation(node: fx.Node) -> tuple[int, ...] | None:
     return None
 
 
-def _first_input(node: fx.Node) -> fx.Node:
+def _get_first_input(node: fx.Node) -> fx.Node:
     first = node.args[0]
     assert isinstance(first, fx.Node)
     return first
@@ -130,13 +130,15 @@ def _first_input(node: fx.Node) -> fx.Node:
 
 @rewrites(*SAME_ELEMENTS)
 def _rewrite_reshape(node: fx.Node) -> fx.Node:
-    return insert_reshape(_first_input(node), node_shape(node), node)
+    return insert_reshape(_get_first_input(node), node_shape(node), node)
 
 
 @rewrites(aten.alias.default)
 def _remove_alias(node: fx.Node) -> fx.Node | None:
     return (
-        None if any(isinstance(tag, BoundaryTag) for tag in tags_of(node)) else _first_input(node)
+        None
+        if any(isinstance(tag, BoundaryTag) for tag in tags_of(node))
+        else _get_first_input(node)
     )
 
 
@@ -149,7 +151,7 @@ def _remove_alias(node: fx.Node) -> fx.Node | None:
     aten.positive.default,
 )
 def _remove_copy(node: fx.Node) -> fx.Node:
-    return _first_input(node)
+    return _get_first_input(node)
 
 
 @rewrites(
@@ -188,7 +190,7 @@ def _rewrite_cast(node: fx.Node) -> fx.Node | None:
         node.target, node.args = aten.full.default, ([], node.args[0])
         node.kwargs = {"dtype": tensor(node).dtype}
         return None
-    source, dtype = _first_input(node), tensor(node).dtype
+    source, dtype = _get_first_input(node), tensor(node).dtype
     if tensor(source).dtype == dtype:
         return source
     if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
@@ -198,7 +200,7 @@ def _rewrite_cast(node: fx.Node) -> fx.Node | None:
 
 @rewrites(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 def _rewrite_expand(node: fx.Node) -> fx.Node:
-    source = _first_input(node)
+    source = _get_first_input(node)
     if node_shape(source) == node_shape(node):
         return source
     return insert(node, aten.expand.default, (source, list(node_shape(node))))
@@ -216,7 +218,7 @@ def _rewrite_expand(node: fx.Node) -> fx.Node:
     aten.movedim.intlist,
 )
 def _rewrite_permute(node: fx.Node) -> fx.Node | None:
-    source = _first_input(node)
+    source = _get_first_input(node)
     if (dims := permutation(node)) is None:
         rank = len(node_shape(node))
         order = torch.empty(tuple(range(2, 2 + rank)), device="meta")
@@ -231,7 +233,7 @@ def _rewrite_permute(node: fx.Node) -> fx.Node | None:
 
 @rewrites(aten.slice.Tensor)
 def _rewrite_slice(node: fx.Node) -> fx.Node:
-    source, arguments = _first_input(node), node_arguments(node)
+    source, arguments = _get_first_input(node), node_arguments(node)
     dim = arguments["dim"] % len(node_shape(source))
     start, end, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(
         node_shape(source)[dim]
@@ -444,6 +446,6 @@ def _rewrite_broadcast(node: fx.Node) -> None:
 
 @rewrites(aten.detach.default)
 def _remove_needless_detach(node: fx.Node) -> fx.Node | None:
-    source = _first_input(node)
+    source = _get_first_input(node)
     needless = not is_tensor(source) or not tensor(source).is_floating_point()
     return source if needless or source.target is aten.detach.default else None

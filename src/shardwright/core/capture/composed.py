@@ -62,13 +62,17 @@ def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:
         return None
     if target is torch.ops.aten.scatter_reduce.two:
         floating = is_tensor(node) and tensor(node).is_floating_point()
-        return _scatter_mean if floating and node_arguments(node)["reduce"] == "mean" else None
+        return (
+            _decompose_scatter_mean
+            if floating and node_arguments(node)["reduce"] == "mean"
+            else None
+        )
     name = operator_name(target)
     composed = name in COMPOSED or name.startswith("_foreach_")
     return partial(call_composite, target) if composed else None
 
 
-def _scatter_mean(
+def _decompose_scatter_mean(
     base: torch.Tensor,
     dim: int,
     index: torch.Tensor,
@@ -115,4 +119,6 @@ def _insert_decomposition(node: fx.Node, function: Callable[..., Any]) -> Any:
             with node.graph.inserting_before(node):
                 copies[each] = node.graph.node_copy(each, copies.__getitem__)
             copies[each].meta.update({key: node.meta[key] for key in ORIGIN if key in node.meta})
-    raise AssertionError(f"the graph that decomposes {node.target} has no output node")
+    raise AssertionError(
+        f"the graph that decomposes {node.target} has no output node\nreport this as a bug"
+    )

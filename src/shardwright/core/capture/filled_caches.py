@@ -51,7 +51,7 @@ class CachedFunctions:
         self._misses = [(x, x.cache_info().misses) for x in caches if not _is_library_function(x)]
 
     def forget(self, tensor_type: type[Tensor] = Tensor) -> Iterator[tuple[Any, list[Tensor]]]:
-        """Clear the caches that gained tensors since construction; yield each with its tensors.
+        """Clear caches that gained tensors since construction; yield (cache, tensors) of each.
 
         Args:
             tensor_type: only caches that contain tensors of this class are cleared.
@@ -71,7 +71,7 @@ class _LiveFunctionCaches:
         self._scanned: tuple[list[ref[Any]], int] = [], 0
 
     def live(self) -> list[Any]:
-        """Return all caches; scan all Python objects only if there may be new ones.
+        """Return all live `functools.lru_cache` objects; scan memory only if new ones may exist.
 
         A scan takes about a third of the time to plan a small model.
         """
@@ -108,7 +108,7 @@ def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
 
 @contextmanager
 def without_new_cached_tensors() -> Iterator[None]:
-    """Return a context that on exit clears the function caches that gained tensors in it.
+    """Return a context that on exit clears each `lru_cache` to which it added tensors.
 
     The cached tensors may have another dtype than the eager model computes.
     """

@@ -52,7 +52,9 @@ class RegisteredTensors:
     def begin(self) -> None:
         """Record the parameters, buffers and submodules before `forward`."""
         drop_buffer_assignments_of_export()
-        self._before = {path: _registered_members(module) for path, module in self._by_path.items()}
+        self._before = {
+            path: _get_registered_members(module) for path, module in self._by_path.items()
+        }
         self._trained = [
             (_join_path(path, name), parameter, parameter.requires_grad)
             for path, held in self._before.items()
@@ -76,7 +78,7 @@ class RegisteredTensors:
         """
         assigned: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         for path, module in self._by_path.items():
-            for registry, now in _registered_members(module).items():
+            for registry, now in _get_registered_members(module).items():
                 before = self._before[path][registry]
                 for name in {**before, **now}:
                     old, new = before.get(name), now.get(name)
@@ -86,7 +88,7 @@ class RegisteredTensors:
                         )
         for name, parameter, trained in self._trained:
             if parameter.requires_grad != trained:
-                raise self._error_with_location(
+                raise self._make_located_error(
                     name,
                     f"`forward` sets `requires_grad` of the parameter {name!r}, which a captured "
                     "model would not do in later steps\nset it before `plan`, or use `detach()`",
@@ -114,13 +116,13 @@ class RegisteredTensors:
         memory: dict[int, str] = {}
         for path, module in self._by_path.items():
             for registry in ("parameter", "buffer"):
-                for name, tensor in _registered_members(module)[registry].items():
+                for name, tensor in _get_registered_members(module)[registry].items():
                     if (path, name) not in assigned and isinstance(tensor, Tensor):
                         memory.setdefault(storage_id(tensor), _join_path(path, name))
         for (path, name), (_, new) in assigned.items():
             where = _join_path(path, name)
             if len(self._shared.get(where, ())) > 1:
-                raise self._error_with_location(
+                raise self._make_located_error(
                     where,
                     f"`forward` assigns a new tensor to a buffer with several names, "
                     f"{self._shared[where]}, but only one name would refer to it\n"
@@ -128,7 +130,7 @@ class RegisteredTensors:
                 )
             other = memory.setdefault(storage_id(new), where)
             if other != where:
-                raise self._error_with_location(
+                raise self._make_located_error(
                     where,
                     f"`forward` assigns a tensor that shares memory with {other!r} to the buffer "
                     f"{where!r}, but a captured model stores them separately\n"
@@ -146,26 +148,26 @@ class RegisteredTensors:
         where = f"{registry} {path!r}"
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             what = "removes" if new is None else "makes"
-            raise self._error_with_location(
+            raise self._make_located_error(
                 path,
                 f"`forward` {what} the {where}, which a captured model would repeat in each call\n"
                 f"{ONCE}",
             )
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise self._error_with_location(
+            raise self._make_located_error(
                 path,
                 f"`forward` changes the shape or dtype of the {where} from {list(old.shape)} "
                 f"{old.dtype} to {list(new.shape)} {new.dtype}\n{ONCE}",
             )
         if registry != "buffer":
-            raise self._error_with_location(
+            raise self._make_located_error(
                 path,
                 f"`forward` replaces the {where} by another tensor, which a captured model would "
                 "not read\ncopy the new values into it: `self.x.copy_(new)`",
             )
         return old, new
 
-    def _error_with_location(self, path: str, message: str) -> CaptureError:
+    def _make_located_error(self, path: str, message: str) -> CaptureError:
         return located(self._codes, path, message)
 
 
@@ -173,7 +175,7 @@ def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}".removeprefix(".")
 
 
-def _registered_members(module: nn.Module) -> Registered:
+def _get_registered_members(module: nn.Module) -> Registered:
     registries: dict[str, Mapping[str, object]] = {
         "parameter": own_parameters(module),
         "buffer": own_buffers(module),

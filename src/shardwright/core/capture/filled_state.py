@@ -34,7 +34,7 @@ def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
         depth: nesting depth of `value` in the stored object.
     """
     if isinstance(value, Tensor):
-        data = _tensor_data_bytes(known_values.value_of(value))
+        data = _get_tensor_bytes(known_values.value_of(value))
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
     if isinstance(value, ATOMS):
         return f"{type(value).__name__} {value!r}"
@@ -43,7 +43,7 @@ def value_text(value: Any, known_values: KnownValues, depth: int = 0) -> str:
     return f"{type(value).__qualname__}({', '.join(items)})"
 
 
-def _tensor_data_bytes(tensor: Tensor | None) -> bytes:
+def _get_tensor_bytes(tensor: Tensor | None) -> bytes:
     """Return the data of a tensor; empty if its values are unknown."""
     if tensor is None or tensor.is_meta:
         return b""

@@ -126,7 +126,7 @@ def _find_variable_reads(
     if file is None or vars(file) is not function.__globals__:
         return
     # An attribute `self.p` is no global variable `p`, which only some ranks may have.
-    own_names = _global_names_in(function.__code__)
+    own_names = _find_global_names(function.__code__)
     imported = [vars(file)[name] for name in own_names & vars(file).keys()]
     for module in (file, *(value for value in imported if isinstance(value, ModuleType))):
         if is_library(module.__name__):
@@ -146,11 +146,11 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _global_names_in(code: CodeType) -> frozenset[str]:
+def _find_global_names(code: CodeType) -> frozenset[str]:
     """Return the names that a function, and functions defined in it, read as global variables."""
     names = {each.argval for each in get_instructions(code) if each.opname in GLOBAL_READS}
     nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(names.union(*map(_global_names_in, nested)))
+    return frozenset(names.union(*map(_find_global_names, nested)))
 
 
 def _is_data_variable(value: Any) -> bool:

@@ -39,9 +39,9 @@ def check_hooks(module: nn.Module) -> None:
     for path, child in module.named_modules():
         if any(backward_hooks(child)):
             raise CaptureError(
-                f"{_module_text(path)} has a backward hook, which a captured model would not call\n"
-                "register hooks on its parameters, or write the change of the gradient as a custom "
-                "operator (`torch.library.custom_op` with `register_autograd`)"
+                f"{_format_module(path)} has a backward hook, which a captured model would not "
+                "call\nregister hooks on its parameters, or write the change of the gradient as a "
+                "custom operator (`torch.library.custom_op` with `register_autograd`)"
             )
 
 
@@ -88,8 +88,8 @@ def _wrap_hook(path: str, hook: Callable[..., Any], sets_inputs: bool) -> Callab
         if result is None and not changed:
             name = getattr(hook, "__qualname__", repr(hook))
             raise CaptureError(
-                f"the forward hook `{name}` of {_module_text(path)} returns nothing and changes no "
-                "tensor of the model: it would run once, at capture, and not in each step\n"
+                f"the forward hook `{name}` of {_format_module(path)} returns nothing and changes "
+                "no tensor of the model: it would run once, at capture, and not in each step\n"
                 "remove it, or return the tensor from `forward`"
             )
         return result
@@ -97,7 +97,7 @@ def _wrap_hook(path: str, hook: Callable[..., Any], sets_inputs: bool) -> Callab
     return observed
 
 
-def _module_text(path: str) -> str:
+def _format_module(path: str) -> str:
     return f"module {path!r}" if path else "the model"
 
 

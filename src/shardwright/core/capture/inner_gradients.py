@@ -199,7 +199,7 @@ class _GradientPath:
 
     def call(self, operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> dict[fx.Node, Any]:
         """Run the operators with `tensors` as the values of the nodes `roots` and `others`; return
-        the values of all nodes."""
+        the value of each node, by node."""
         values: dict[fx.Node, Any] = dict(zip((*self.roots, *self.others), tensors, strict=True))
         for node in self.operators:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

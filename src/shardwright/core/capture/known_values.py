@@ -47,7 +47,7 @@ _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_nested", "is_quantized")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "is_mkldnn")),
 }
-"""Frequently traced functions that return no tensor, for which no recipe is recorded."""
+"""Frequently traced functions that return no tensor; their calls are not recorded."""
 
 _SELECTED = {torch.masked_select, Tensor.masked_select}
 
@@ -68,11 +68,11 @@ class _UnknownValueError(Exception):
 
 
 @dataclass(eq=False)
-class _TensorRecipe:
-    """The call that computed a tensor, to compute its values again.
+class _RecordedCall:
+    """A recorded function call, which is repeated to compute the values of a traced tensor.
 
     Args:
-        arguments: positional and keyword arguments of `function`, with recipes instead of tensors.
+        arguments: (args, kwargs) of `function`, with the recorded call of each tensor in its place.
         result_index: index of the tensor among the results; None if `function` changed its first
             argument in place.
     """
@@ -97,7 +97,7 @@ class _TensorRecipe:
         Raises:
             _UnknownValueError: if the function draws random numbers or fails.
         """
-        args, kwargs = pytree.tree_map_only(_TensorRecipe, lambda r: r.value, self.arguments)
+        args, kwargs = pytree.tree_map_only(_RecordedCall, lambda r: r.value, self.arguments)
         drawn = torch.default_generator.get_state()
         try:
             with without_dispatch_modes(), without_torch_function(), torch.no_grad():
@@ -141,9 +141,9 @@ class _BufferAtStart:
     model_buffer: Tensor
 
 
-def _make_empty_recipe(like: Tensor) -> _TensorRecipe:
-    """Return the recipe of an uninitialized tensor with the shape and dtype of `like`."""
-    return _TensorRecipe(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
+def _make_empty_call(like: Tensor) -> _RecordedCall:
+    """Return a call that creates an uninitialized tensor with the shape and dtype of `like`."""
+    return _RecordedCall(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
 
 
 def _is_nonscalar(value: Any) -> bool:
@@ -200,7 +200,7 @@ class KnownValues(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, twin: nn.Module) -> None:
         super().__init__()
-        self._recipes: Any = WeakTensorKeyDictionary()
+        self._recorded_calls: Any = WeakTensorKeyDictionary()
         self._buffers_at_start: dict[int, _BufferAtStart] = {}
         self.read: dict[tuple[str, str], None] = {}
         twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
@@ -214,18 +214,18 @@ class KnownValues(TorchFunctionMode):
 
         Each item is (fake tensor, tensor with its values on the device of the model).
         """
-        for tensor, (seen, recipe) in list(self._recipes.items()):
+        for tensor, (seen, recorded_call) in list(self._recorded_calls.items()):
             if isinstance(tensor, FakeTensor) and seen == version(tensor):
                 with suppress(_UnknownValueError):
-                    yield tensor, recipe.value.to(self._device)
+                    yield tensor, recorded_call.value.to(self._device)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a traced tensor; None if the value depends on arguments or
         parameters."""
-        seen, recipe = self._recipes.get(tensor, (None, None))
+        seen, recorded_call = self._recorded_calls.get(tensor, (None, None))
         with suppress(_UnknownValueError):
-            if recipe is not None and seen == version(tensor):
-                value: Tensor = recipe.value
+            if recorded_call is not None and seen == version(tensor):
+                value: Tensor = recorded_call.value
                 return value
         return None if isinstance(tensor, FakeTensor) else tensor
 
@@ -253,7 +253,7 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             if _reads_values(func, args, kwargs):
-                return _TensorRecipe(func, self._convert_to_recipes((args, kwargs))).result()
+                return _RecordedCall(func, self._replace_tensors_by_calls((args, kwargs))).result()
         except _UnknownValueError:
             pass
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_nonscalar(args[2])):
@@ -267,48 +267,50 @@ class KnownValues(TorchFunctionMode):
         return self._call_and_record(func, args, kwargs)
 
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function, and record how to compute its results if the values of all arguments can
-        be computed."""
+        """Call a function; record the call if the values of all arguments can be computed."""
         try:
-            read = (_make_empty_recipe(args[0]), *args[1:]) if func in _LIKE and args else args
-            recipe_args = self._convert_to_recipes((read, kwargs))
+            read = (_make_empty_call(args[0]), *args[1:]) if func in _LIKE and args else args
+            recorded_args = self._replace_tensors_by_calls((read, kwargs))
         except _UnknownValueError:
-            recipe_args = None
+            recorded_args = None
         # Outside of `except`, so that errors of `func` do not refer to this one.
-        if recipe_args is None:
+        if recorded_args is None:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         before = 0 if first is None else version(first)
         result = func(*args, **kwargs)
         if first is not None and version(first) != before:
-            self._recipes[first] = version(first), _TensorRecipe(func, recipe_args, None)
+            self._recorded_calls[first] = version(first), _RecordedCall(func, recorded_args, None)
             return result
         for position, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, Tensor):
-                self._recipes[leaf] = version(leaf), _TensorRecipe(func, recipe_args, position)
+                self._recorded_calls[leaf] = (
+                    version(leaf),
+                    _RecordedCall(func, recorded_args, position),
+                )
         return result
 
-    def _convert_to_recipes(self, arguments: Any) -> Any:
-        """Replace the tensors among arguments with their recipes.
+    def _replace_tensors_by_calls(self, arguments: Any) -> Any:
+        """Replace each tensor among arguments by the recorded call that computes its values.
 
         Raises:
             _UnknownValueError: if the value of an argument is unknown.
         """
-        return pytree.tree_map(self._find_recipe, arguments)
+        return pytree.tree_map(self._find_recorded_call, arguments)
 
-    def _find_recipe(self, leaf: Any) -> Any:
+    def _find_recorded_call(self, leaf: Any) -> Any:
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
             raise _UnknownValueError
         if not isinstance(leaf, Tensor):
             return leaf
-        seen, recipe = self._recipes.get(leaf, (None, None))
-        if recipe is not None and seen == version(leaf):
-            return recipe
+        seen, recorded_call = self._recorded_calls.get(leaf, (None, None))
+        if recorded_call is not None and seen == version(leaf):
+            return recorded_call
         buffer = self._buffers_at_start.get(id(leaf))
         if buffer is not None and buffer.fake() is leaf and buffer.start_version == version(leaf):
-            return _TensorRecipe(self._read_buffer, ((buffer,), {}))
+            return _RecordedCall(self._read_buffer, ((buffer,), {}))
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
-            return _TensorRecipe(_require_unchanged, ((leaf, version(leaf)), {}))
+            return _RecordedCall(_require_unchanged, ((leaf, version(leaf)), {}))
         raise _UnknownValueError
 
     def _replace_masks_by_indices(self, index: Any) -> Any:
@@ -328,8 +330,8 @@ class KnownValues(TorchFunctionMode):
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)
         try:
-            indices = _TensorRecipe(
-                torch.nonzero, self._convert_to_recipes(((mask,), {"as_tuple": True}))
+            indices = _RecordedCall(
+                torch.nonzero, self._replace_tensors_by_calls(((mask,), {"as_tuple": True}))
             ).result()
         except _UnknownValueError:
             return (mask,)

@@ -119,7 +119,7 @@ class DryCall:
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
-        constant = _indices_without_gradient(tensors, returned)
+        constant = _find_inputs_without_gradient(tensors, returned)
         return DryResult(results, output, changed, constant, effects.random, in_place)
 
 
@@ -131,7 +131,7 @@ def _run_backward(result: Any, tensors: Sequence[Tensor]) -> None:
         torch.autograd.grad(roots, trained, list(map(torch.ones_like, roots)), allow_unused=True)
 
 
-def _indices_without_gradient(
+def _find_inputs_without_gradient(
     tensors: Sequence[Tensor], results: Sequence[Tensor]
 ) -> frozenset[int]:
     """Return the indices of the tensors that require a gradient and get none from `results`."""

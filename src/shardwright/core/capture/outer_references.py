@@ -89,7 +89,7 @@ class OuterReferences:
                 _replace_in_container(container, names, back)
 
     def check_changed(self, changed: Iterable[Any]) -> None:
-        """Check containers that a call of the copy has changed.
+        """Check the keys of containers that a call of the copy has changed.
 
         Raises:
             CaptureError: if a key is the model itself or the `id()` of a module.
@@ -100,7 +100,7 @@ class OuterReferences:
         for container in containers:
             if not isinstance(container, _KEYED) or len(container) > _MAX_ELEMENTS:
                 continue
-            for key in _objects_in_keys(container):
+            for key in _iterate_key_objects(container):
                 if key is self._copy or (type(key) is int and key in ids):
                     what = "the model itself" if key is self._copy else "the `id` of a module"
                     raise CaptureError(
@@ -178,8 +178,8 @@ def _are_identical(first: Iterable[Any], second: Iterable[Any]) -> bool:
     return all(old is new for old, new in zip(first, second, strict=True))
 
 
-def _objects_in_keys(container: Any) -> Iterator[Any]:
-    """Yield the keys of a container, the elements of tuples and the targets of weak references."""
+def _iterate_key_objects(container: Any) -> Iterator[Any]:
+    """Yield each key of a container, with tuples unpacked and weak references dereferenced."""
     for key in container:
         for item in key if type(key) is tuple else (key,):
             yield item() if type(item) is weakref.ReferenceType else item
@@ -191,7 +191,7 @@ def _replace_in_container(
     """Replace references to modules in a container, or in variables of a namespace.
 
     Args:
-        container: a cell, list, deque, dictionary or set.
+        container: a closure cell, list, deque, dictionary or set.
         names: for a namespace, the names of the variables.
         replacement_of: function from a value to its replacement, or to the value itself.
 

@@ -47,7 +47,7 @@ class Setting:
     readers: tuple[str, ...] = ()
 
 
-def _attribute_setting(owner: Any, name: str, label: str) -> Setting:
+def _make_attribute_setting(owner: Any, name: str, label: str) -> Setting:
     """Return the setting that is an attribute of a module, such as `torch.backends.cudnn`."""
     return Setting(
         label,
@@ -76,7 +76,7 @@ _PRECISIONS = (
 )
 
 
-def _backend_settings() -> Iterator[Setting]:
+def _iterate_backend_settings() -> Iterator[Setting]:
     """Yield the flags in modules of `torch.backends`, set as attributes or by functions."""
     for backend, module in sorted(vars(torch.backends).items()):
         if not isinstance(module, ModuleType):
@@ -85,7 +85,7 @@ def _backend_settings() -> Iterator[Setting]:
         names = {*dir(module), *vars(type(module))}
         for name in sorted(each for each in names if not each.startswith("_")):
             if type(_read_flag(module, name)) in (bool, int, str):
-                yield _attribute_setting(module, name, f"{label}.{name}")
+                yield _make_attribute_setting(module, name, f"{label}.{name}")
             setter = f"enable_{name.removesuffix('_enabled')}"
             if name.endswith("_enabled") and hasattr(module, setter):
                 read, write = getattr(module, name), getattr(module, setter)
@@ -93,7 +93,7 @@ def _backend_settings() -> Iterator[Setting]:
         if (products := getattr(module, "matmul", None)) is not None:
             for name in _PRECISIONS:
                 if isinstance(_read_flag(products, name), bool):
-                    yield _attribute_setting(products, name, f"{label}.matmul.{name}")
+                    yield _make_attribute_setting(products, name, f"{label}.matmul.{name}")
 
 
 _OF_LEVELS = ("level", "getEffectiveLevel", "isEnabledFor")
@@ -149,13 +149,16 @@ SETTINGS: tuple[Setting, ...] = (
         lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         _write_cpu_autocast,
     ),
-    *_backend_settings(),
-    _attribute_setting(
+    *_iterate_backend_settings(),
+    _make_attribute_setting(
         torch.utils.deterministic,
         "fill_uninitialized_memory",
         "torch.utils.deterministic.fill_uninitialized_memory",
     ),
-    *(_attribute_setting(sys, name, f"sys.{name}") for name in ("stdout", "stderr", "excepthook")),
+    *(
+        _make_attribute_setting(sys, name, f"sys.{name}")
+        for name in ("stdout", "stderr", "excepthook")
+    ),
     Setting(
         "warnings.filters", lambda: list(warnings.filters), _write_warning_filters, ("filters",)
     ),
@@ -212,7 +215,7 @@ class ProcessState:
         for setting, before in zip(SETTINGS, self._before, strict=True):
             now = setting.read()
             if now != before:
-                yield ChangedSetting(setting, *_changed_value_texts(before, now))
+                yield ChangedSetting(setting, *_format_changed_values(before, now))
 
     def restore(self) -> None:
         """Restore all settings to their recorded values."""
@@ -221,7 +224,7 @@ class ProcessState:
                 setting.write(before)
 
 
-def _changed_value_texts(before: Any, now: Any) -> tuple[str, str]:
+def _format_changed_values(before: Any, now: Any) -> tuple[str, str]:
     """Format an earlier and a current value; for dicts, only the first different entry."""
     if isinstance(before, dict) and isinstance(now, dict):
         key = next(key for key in {**now, **before} if before.get(key) != now.get(key))

@@ -69,7 +69,9 @@ class StateLocation(NamedTuple):
         if key == STATE:
             return self
         path = (
-            f"{self.path}[{_key_text(key)}]" if indexed else f"{self.path}.{key}".removeprefix(".")
+            f"{self.path}[{_format_key(key)}]"
+            if indexed
+            else f"{self.path}.{key}".removeprefix(".")
         )
         return StateLocation(self.description, path)
 
@@ -77,7 +79,7 @@ class StateLocation(NamedTuple):
         return self.description.replace("{}", repr(self.path), 1)
 
 
-def _key_text(key: Hashable) -> str:
+def _format_key(key: Hashable) -> str:
     """Format a key or an index of a container; a module is represented by its class."""
     value = key() if isinstance(key, weakref.ReferenceType) else key
     return type(value).__name__ if isinstance(value, nn.Module) else repr(key)
@@ -168,8 +170,8 @@ class ReachableState:
                     yield Change(location, new, old in (None, MISSING) and new is not MISSING)
 
     def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
-        """Yield the recorded cells, lists, deques, dictionaries and sets, each with None; then the
-        namespaces of global variables, each with the names of the recorded variables."""
+        """Yield the recorded closure cells, lists, deques, dictionaries and sets, each with None;
+        then the namespaces of global variables, each with the names of the recorded variables."""
         for holder in self._recorded:
             if isinstance(holder.value, _CONTAINERS):
                 yield holder.value, None

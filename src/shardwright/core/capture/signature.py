@@ -62,7 +62,7 @@ class Signature:
                 )
             else:
                 raise CaptureError(
-                    _unsupported_object_message(nodes[name], exported.constants.get(target, target))
+                    _format_unsupported_object(nodes[name], exported.constants.get(target, target))
                 )
         return signature
 
@@ -72,7 +72,7 @@ class Signature:
         return Signature(self.out_spec, parameters, buffers, self.inputs, self.constants)
 
 
-def _unsupported_object_message(node: fx.Node, value: object) -> str:
+def _format_unsupported_object(node: fx.Node, value: object) -> str:
     reader = next(iter(node.users), node)
     if isinstance(value, torch.Generator):
         return (
@@ -311,7 +311,7 @@ def _find_differentiable_to(graph: fx.Graph, outputs: Iterable[fx.Node]) -> froz
 def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> bool:
     """Whether a gradient flows from a node to `source`, one of its inputs."""
     return (
-        _operator_name(node) not in _WITHOUT_GRADIENT
+        _get_operator_name(node) not in _WITHOUT_GRADIENT
         and (no_grad or not node.meta.get("no_grad"))
         and _is_floating_point(node)
         and _is_floating_point(source)
@@ -320,7 +320,7 @@ def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> b
     )
 
 
-def _operator_name(node: fx.Node) -> str:
+def _get_operator_name(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         return schema_of(node.target).name.split("::")[-1]
     return str(getattr(node.target, "__name__", node.target))
@@ -331,13 +331,13 @@ def _is_result_without_gradient(node: fx.Node) -> bool:
         return False
     result, index = node.args
     assert isinstance(result, fx.Node) and isinstance(index, int)
-    return index >= _DIFFERENTIABLE_RESULTS.get(_operator_name(result), index + 1)
+    return index >= _DIFFERENTIABLE_RESULTS.get(_get_operator_name(result), index + 1)
 
 
 def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
     """Whether a backward operator reads `source` as a statistic of the forward pass, through which
     no gradient flows."""
-    if not isinstance(node.target, OpOverload) or "backward" not in _operator_name(node):
+    if not isinstance(node.target, OpOverload) or "backward" not in _get_operator_name(node):
         return False
     names = [argument.name for argument in schema_of(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}

@@ -47,7 +47,7 @@ as router logits.
 
 @dataclass(frozen=True)
 class After:
-    """Key of the entry before the entry `key` of an `OrderedDict`."""
+    """Key under which `Parts` records which entry of an `OrderedDict` precedes the entry `key`."""
 
     key: Hashable
 
@@ -135,7 +135,7 @@ def _read_array(value: np.ndarray[Any, Any]) -> Parts:
     return {STATE: value.tobytes()} if small else {}
 
 
-def _contents_of_cell(value: CellType) -> Parts:
+def _read_cell(value: CellType) -> Parts:
     try:
         return {STATE: value.cell_contents}
     except ValueError:  # A variable that is not assigned yet.
@@ -175,7 +175,7 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
     ((bytearray, array), lambda value: {STATE: bytes(value)}),
     (_RANDOM, _read_random_generator),
     ((torch.Generator,), lambda value: {STATE: value.get_state().numpy().tobytes()}),
-    ((CellType,), _contents_of_cell),
+    ((CellType,), _read_cell),
     ((GeneratorType,), _read_generator),
     (_ITERATORS, _read_iterator),
     ((threading.local,), lambda value: dict(vars(value))),
@@ -189,7 +189,7 @@ _CONTENTS: tuple[tuple[tuple[Any, ...], Callable[[Any], Parts]], ...] = (
 """Functions that read the contents of objects, by type; for subclasses, attributes are read too."""
 
 CONTENT_TYPES = (Tensor, *(cls for types, _ in _CONTENTS for cls in types))
-"""Types of libraries whose contents user code sets."""
+"""Library types with contents that user code sets."""
 
 
 def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], depth: int = 0) -> bool:

@@ -26,7 +26,7 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
     originals = dict(module.named_modules())
     for path, submodule in twin.named_modules():
         if type(submodule) is nn.AdaptiveLogSoftmaxWithLoss:
-            vars(submodule)["forward"] = MethodType(_adaptive_log_softmax, submodule)
+            vars(submodule)["forward"] = MethodType(_compute_adaptive_log_softmax, submodule)
         if isinstance(submodule, nn.SyncBatchNorm):
             group = submodule.process_group
             if group is not None and group.size() < dist.get_world_size():
@@ -52,7 +52,7 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
             vars(submodule)["forward"] = MethodType(quantization.FakeQuantize.forward, submodule)
 
 
-def _adaptive_log_softmax(
+def _compute_adaptive_log_softmax(
     self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of adaptive softmax for all samples in each cluster, and select

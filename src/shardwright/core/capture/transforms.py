@@ -116,7 +116,7 @@ class _TransformedCallMode(TorchFunctionMode):
             return static(*args, **kwargs)
         if func is torch.cosine_similarity:
             with self:
-                return _cosine_similarity(*args, **kwargs)
+                return _compute_cosine_similarity(*args, **kwargs)
         if func in _DETACHING:
             with self._operators.detaching():
                 return func(*args, **kwargs)
@@ -127,7 +127,7 @@ class _TransformedCallMode(TorchFunctionMode):
         return result
 
 
-def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+def _compute_cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Compute `torch.cosine_similarity` without its in-place clamp, which autograd ignores."""
     x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (x1, x2)]

@@ -60,7 +60,7 @@ def _make_restorer(change: ChangedObject) -> Callable[[], None]:
 
 
 def _get_namespace(change: ChangedObject) -> Any:
-    """Return the module of a global variable, or the dictionary of variables that contains it."""
+    """Return the Python module or the dictionary that contains the changed variables."""
     if isinstance(change.value, str):
         return importlib.import_module(change.value)
     return change.value

@@ -49,8 +49,8 @@ def move_flattening_down(graph: fx.Graph) -> None:
 
 
 def _rewrite_node(node: fx.Node) -> fx.Node | None:
-    """Insert a node that computes the elements of `node` from unflattened tensors; None if that is
-    not possible."""
+    """Insert and return a node that computes `node` from unflattened tensors; None if the operator
+    cannot be rewritten."""
     if node.target is aten.reshape.default:
         source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
         return source if source.args != node.args else None
@@ -101,7 +101,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[in
     """Split both shapes of a reshape into common factors, in order.
 
     Returns:
-        Factors of each dimension of `target`, without 1; None without common factors.
+        Factors greater than 1 of each dimension of `target`; None without common factors.
     """
     factors: list[list[int]] = []
     remaining = [first for first in source if first != 1]
