@@ -62,7 +62,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
 
 
 def _weight_files(folder: str | Path) -> dict[Path, tuple[int, int, int]]:
-    """Return the files of weights in a folder, and what changes when one is written anew."""
+    """Return inode, modification time in nanoseconds and size in bytes, by weight file."""
     files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
     statuses = {file: file.stat() for file in files if file.suffix in (".safetensors", ".bin")}
     return {file: (s.st_ino, s.st_mtime_ns, s.st_size) for file, s in statuses.items()}

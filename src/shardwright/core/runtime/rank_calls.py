@@ -57,7 +57,7 @@ Params = ParamSpec("Params")
 CallResult = TypeVar("CallResult")
 
 IDLE_SECONDS = 3.0
-"""Seconds without a call after which a rank writes its state to the store."""
+"""Seconds without a collective call after which a rank writes its state to the store."""
 
 POLL_INTERVAL = 0.5
 """Polling interval of the thread that watches a rank's calls, in seconds."""
