@@ -49,10 +49,10 @@ class PlannedCall:
         self._inputs = graph.inputs
         self._args, self._kwargs = pytree.tree_unflatten(list(graph.inputs), graph.in_spec)
         self._planned_names = self._omit_default_arguments(
-            self._arguments_by_name(self._args, self._kwargs)
+            self._name_arguments(self._args, self._kwargs)
         ).keys()
         self._planned_index = {
-            path: index for index, path in enumerate(self._argument_paths_of_leaves(graph.in_spec))
+            path: index for index, path in enumerate(self._list_argument_paths(graph.in_spec))
         }
         self._planned_indices: dict[pytree.TreeSpec, list[int | None]] = {}
 
@@ -77,12 +77,12 @@ class PlannedCall:
                 f"the model was called with {_describe_arguments(args, kwargs)}: {error}\npass the "
                 f"planned inputs: {', '.join(str(leaf) for leaf in self._inputs)}"
             ) from None
-        named = self._omit_default_arguments(self._arguments_by_name(args, kwargs))
+        named = self._omit_default_arguments(self._name_arguments(args, kwargs))
         # In the planned structure, so that positional and keyword arguments hit the same program.
         if named.keys() == self._planned_names:
             values = [
-                self._argument_or_default(name, named)
-                for name in self._arguments_by_name(self._args, self._kwargs)
+                self._get_argument_or_default(name, named)
+                for name in self._name_arguments(self._args, self._kwargs)
             ]
             count = len(self._args)
             return tuple(values[:count]), dict(zip(self._kwargs, values[count:], strict=True))
@@ -98,7 +98,7 @@ class PlannedCall:
         if spec not in self._planned_indices:
             pytree.register_keys(spec)
             self._planned_indices[spec] = [
-                self._planned_index.get(path) for path in self._argument_paths_of_leaves(spec)
+                self._planned_index.get(path) for path in self._list_argument_paths(spec)
             ]
         return self._planned_indices[spec]
 
@@ -133,15 +133,15 @@ class PlannedCall:
                     " sizes may differ from the plan"
                 )
 
-    def _arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _name_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return arguments by parameter name; arguments of `*args` are named `*0`, `*1`, ..."""
         names = [*self._positions, *(f"*{n}" for n in range(len(args)))]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _argument_paths_of_leaves(self, spec: pytree.TreeSpec) -> list[str]:
+    def _list_argument_paths(self, spec: pytree.TreeSpec) -> list[str]:
         args, kwargs = pytree.tree_unflatten(range(spec.num_leaves), spec)
         # Paths, unlike indices, are equal whether an argument is passed by position or by keyword.
-        flat, _ = pytree.tree_flatten_with_path(self._arguments_by_name(args, kwargs))
+        flat, _ = pytree.tree_flatten_with_path(self._name_arguments(args, kwargs))
         return [pytree.keystr(path) for path, _ in flat]
 
     def _omit_default_arguments(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -153,19 +153,19 @@ class PlannedCall:
 
     def _is_default_argument(self, name: str, value: Any) -> bool:
         # Only numbers and strings are compared by value: `==` of two tensors is a tensor.
-        default = self._default_of_parameter(name)
+        default = self._get_parameter_default(name)
         return value is default or (
             isinstance(value, bool | int | float | str)
             and type(value) is type(default)
             and value == default
         )
 
-    def _default_of_parameter(self, name: str) -> Any:
+    def _get_parameter_default(self, name: str) -> Any:
         parameter = self._signature.parameters.get(name)
         return inspect.Parameter.empty if parameter is None else parameter.default
 
-    def _argument_or_default(self, name: str, named: dict[str, Any]) -> Any:
-        return named[name] if name in named else self._default_of_parameter(name)
+    def _get_argument_or_default(self, name: str, named: dict[str, Any]) -> Any:
+        return named[name] if name in named else self._get_parameter_default(name)
 
     def _is_positional_only(self, name: str) -> bool:
         parameter = self._signature.parameters.get(name)

@@ -44,13 +44,13 @@ class CallLeaves:
         result = []
         for leaf, index in zip(leaves, planned_indices, strict=True):
             if isinstance(leaf, Tensor):
-                axes = () if index is None else self._axes_of_local_batch(inputs[index])
+                axes = () if index is None else self._get_local_batch_axes(inputs[index])
                 count = self.devices.matrix.size(chain(*axes))
                 leaf = scale_gradient(leaf.to(device), count)
             result.append(leaf)
         return result
 
-    def _axes_of_local_batch(self, planned: object) -> CutAxes:
+    def _get_local_batch_axes(self, planned: object) -> CutAxes:
         """Return the axes that shard each dimension of a planned input if ranks pass local batches
         of the input, else ()."""
         arrivals = self.partitioned.decisions.arrivals

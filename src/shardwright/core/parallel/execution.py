@@ -166,7 +166,9 @@ class Execution(Recapture):
         leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
-        specialization = self._call_state_key(spec, [argument_key(leaf) for leaf in global_leaves])
+        specialization = self._make_call_state_key(
+            spec, [argument_key(leaf) for leaf in global_leaves]
+        )
         inputs = self._leaves.on_device(leaves, planned_indices)
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *specialization)
         # Before capture, which is local: ranks with different calls would run different programs,
@@ -229,7 +231,7 @@ class Execution(Recapture):
         if self.module.training:
             self.random_step += 1
         seed = self.random_seed + self.random_step
-        with self._guard.explaining_errors(), self._autocast_of_caller.disabled():
+        with self._guard.explaining_errors(), self._caller_autocast.disabled():
             outputs, updates = bound.program(shards, buffers, inputs, seed)
         if is_distributed:
             before_backward(outputs, [*checks, self._guard.check_step])
@@ -246,7 +248,7 @@ class Execution(Recapture):
         return returned, result
 
     @property
-    def _contains_hooks_of_root(self) -> bool:
+    def _contains_root_hooks(self) -> bool:
         return any(forward_hooks(self.captured_hooks))
 
     def train_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -281,7 +283,7 @@ class Execution(Recapture):
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
         self.random_step += 1
-        with self._guard.explaining_errors(), self._autocast_of_caller.disabled():
+        with self._guard.explaining_errors(), self._caller_autocast.disabled():
             seed = self.random_seed + self.random_step
             # Detached shards: a step runs its own backward passes and adds the gradients once,
             # without DTensor's autograd functions in between.
@@ -384,11 +386,11 @@ class Execution(Recapture):
         module = self.module
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
-            key: replace(b, tensors=self._module_tensors_of_graph(b.graph))
+            key: replace(b, tensors=self._collect_graph_tensors(b.graph))
             for key, b in self._forwards.items()
         }
         self._train_steps = {
-            key: replace(b, tensors=self._module_tensors_of_step(b.step.partitioned))
+            key: replace(b, tensors=self._collect_step_tensors(b.step.partitioned))
             for key, b in self._train_steps.items()
         }
 
@@ -402,9 +404,9 @@ class Execution(Recapture):
 
     def _bind_program(self, partitioned: Partitioned) -> BoundProgram:
         graph, (chunk,) = partitioned.graph, partitioned.chunks
-        tensors = self._module_tensors_of_graph(graph)
+        tensors = self._collect_graph_tensors(graph)
         recomputes = bool(partitioned.decisions.recompute)
-        devices = self._devices_of_program(partitioned)
+        devices = self._make_program_devices(partitioned)
         current = graph.python.current if graph.python is not None else frozenset()
         draws, program = bool(random_operators(graph)), lower(chunk, devices, current=current)
         # The gradients of local outputs are scaled, so the returned tensor is not the one from
@@ -414,7 +416,7 @@ class Execution(Recapture):
         counts = {name: partitioned.mesh.size(chain(*axes)) for name, axes in local.items()}
         return BoundProgram(graph, program, tensors, recomputes, draws, devices, off_path, counts)
 
-    def _module_tensors_of_graph(self, graph: Graph) -> ModuleTensors:
+    def _collect_graph_tensors(self, graph: Graph) -> ModuleTensors:
         return ModuleTensors.of(self.module, graph.parameters, graph.module_buffers)
 
     def _compile_program(self, bound: BoundProgram) -> BoundProgram:
@@ -440,7 +442,7 @@ class Execution(Recapture):
         )
         # A step runs the program of one micro-batch; the number of micro-batches is part of the key
         # because the schedule depends on it.
-        specialization = self._call_state_key(
+        specialization = self._make_call_state_key(
             spec, [argument_key(leaf) for leaf in micro_batch_leaves]
         )
         key = (*specialization, micro_batches)
@@ -464,15 +466,15 @@ class Execution(Recapture):
         step = self._make_train_step(partitioned)
         if self._compiler is not None:
             step.compile(self._compiler)
-        return BoundStep(step, self._module_tensors_of_step(partitioned))
+        return BoundStep(step, self._collect_step_tensors(partitioned))
 
-    def _module_tensors_of_step(self, partitioned: Partitioned) -> ModuleTensors:
+    def _collect_step_tensors(self, partitioned: Partitioned) -> ModuleTensors:
         return ModuleTensors.of(self.module, *partitioned.tensors_of(self.devices.stage))
 
     def _make_train_step(self, partitioned: Partitioned) -> TrainStep:
-        return GradientAccumulation(partitioned, self._devices_of_program(partitioned))
+        return GradientAccumulation(partitioned, self._make_program_devices(partitioned))
 
-    def _devices_of_program(self, partitioned: Partitioned) -> Devices:
+    def _make_program_devices(self, partitioned: Partitioned) -> Devices:
         return self.devices.with_matrix(partitioned.mesh, dtensor_axes(partitioned))
 
     def _evict_least_recently_used(self, bound: dict[tuple[Any, ...], Any]) -> None:

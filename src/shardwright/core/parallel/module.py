@@ -224,8 +224,8 @@ def parallel_module(
     _check_reserved_names(module)
     if caching_configs(module):
         log.info("%s is captured with config.use_cache=False", type(module).__name__)
-    other_stages = _tensors_of_other_stages(module, partitioned, devices)
-    initialization = Initialization(devices, _names_of_uninitialized_tensors(module, devices))
+    other_stages = _find_other_stage_tensors(module, partitioned, devices)
+    initialization = Initialization(devices, _find_uninitialized_names(module, devices))
     refuse_lost_writes()
     # These change functions for the DTensors of this process; further calls do nothing.
     compute_unsupported_operators()
@@ -377,7 +377,7 @@ def _check_reserved_names(module: nn.Module) -> None:
             )
 
 
-def _names_of_uninitialized_tensors(module: nn.Module, devices: Devices) -> set[str]:
+def _find_uninitialized_names(module: nn.Module, devices: Devices) -> set[str]:
     """Return the names of parameters and buffers on the meta device without a recorded
     initialization."""
     if devices.device.type == "meta":
@@ -386,7 +386,7 @@ def _names_of_uninitialized_tensors(module: nn.Module, devices: Devices) -> set[
     return {name for name, t in tensors if t.is_meta and not isinstance(t, Deferred)}
 
 
-def _tensors_of_other_stages(
+def _find_other_stage_tensors(
     module: nn.Module, partitioned: Partitioned, devices: Devices
 ) -> dict[str, Tensor]:
     """Return the parameters and buffers that this rank's pipeline stage does not own, by name."""

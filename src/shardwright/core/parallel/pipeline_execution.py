@@ -81,7 +81,7 @@ class PipelineExecution(Execution):
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
         outputs = [
-            self._output_of_local_batch(stages, leaf, local_outputs)
+            self._assemble_local_output(stages, leaf, local_outputs)
             if isinstance(leaf, Value)
             else leaf
             for leaf in graph.outputs
@@ -118,8 +118,8 @@ class PipelineExecution(Execution):
         assert isinstance(stages, RankStages)
         return stages
 
-    def _module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
-        state = super()._module_state_key()
+    def _make_module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
+        state = super()._make_module_state_key()
         if self._state.changed_buffers:
             raise PlanError(
                 f"buffer {self._state.changed_buffers[0]!r}, on whose values shapes or branches of "
@@ -143,7 +143,7 @@ class PipelineExecution(Execution):
                         f" (training={self.module.training}), but does not own it\nplan the model"
                         " in this mode, or with one stage"
                     )
-        return RankStages(partitioned, self._devices_of_program(partitioned))
+        return RankStages(partitioned, self._make_program_devices(partitioned))
 
     def _capture_specialization(
         self,
@@ -161,14 +161,14 @@ class PipelineExecution(Execution):
                 )
         return super()._capture_specialization(args, kwargs, micro_batches, batch_dims)
 
-    def _pipeline_of_graph(self, graph: Graph) -> PipelineSpec:
+    def _adapt_pipeline_to_graph(self, graph: Graph) -> PipelineSpec:
         pipeline = self.partitioned.pipeline
         planned = pipeline.chunk_of
         chunk_of = {op.name: planned[op.name] for op in graph.ops if op.name in planned}
         # Operators that the planned graph lacks go to the chunk of their neighbors.
         return replace(pipeline, chunk_of=assign_neighbors(graph, chunk_of))
 
-    def _output_of_local_batch(
+    def _assemble_local_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
         """Return an output for the local batch of this rank or, if ranks pass the global batch, for
@@ -178,14 +178,14 @@ class PipelineExecution(Execution):
             value: an output of the model's graph.
             local_outputs: this rank's tensors of all micro-batches, by name of the output.
         """
-        output = self._output_of_global_batch(stages, value, local_outputs)
+        output = self._assemble_global_output(stages, value, local_outputs)
         axes = stages.partitioned.local_outputs.get(value.name)
         if axes is None:
             return output
         layout = TensorLayout(self.devices.matrix, axes)
         return output[layout.slices(self.devices.rank, tuple(output.shape))]
 
-    def _output_of_global_batch(
+    def _assemble_global_output(
         self, stages: RankStages, value: Value, local_outputs: Mapping[str, list[Tensor]]
     ) -> Tensor:
         """Return an output for the global batch, as a full tensor on every rank.

@@ -218,7 +218,7 @@ class RankStages:
     def train(self, inputs: StepInputs) -> StepResults:
         step = self._make_step_context(inputs)
         if self._train_schedule is None:
-            self._train_schedule = self._make_pipeline_schedule(self._weight_loss_of_micro_batch)
+            self._train_schedule = self._make_pipeline_schedule(self._multiply_by_loss_weight)
         losses: list[Tensor] = []
         # The schedule chunks its arguments on dimension 0: each micro-batch gets its index.
         indices = torch.arange(self.micro_batches)
@@ -288,7 +288,7 @@ class RankStages:
         is_joined = value.shape and sizes and value.shape[0] == sizes[0]
         return 0 if is_joined and not self.pipeline.batch_dims else None
 
-    def _weight_loss_of_micro_batch(self, loss: Tensor, index: Tensor | int) -> Tensor:
+    def _multiply_by_loss_weight(self, loss: Tensor, index: Tensor | int) -> Tensor:
         return loss * self._loss_weight
 
     def _make_step_context(self, inputs: StepInputs) -> StepContext:
@@ -321,11 +321,10 @@ class RankStages:
     def _make_pipeline_stage(self, module: StageModule) -> PipelineStageBase:
         chunk, decisions = module.chunk, module.chunk.decisions
         arriving = tuple(
-            _meta_tensor_between_stages(v, decisions.arrivals[v.name], chunk)
-            for v in chunk.arriving
+            _make_boundary_meta_tensor(v, decisions.arrivals[v.name], chunk) for v in chunk.arriving
         )
         leaving = tuple(
-            _meta_tensor_between_stages(v, decisions.departures[v.name], chunk)
+            _make_boundary_meta_tensor(v, decisions.departures[v.name], chunk)
             for v in chunk.leaving
         )
         # The last stage sends nothing, but PyTorch wants to know the shape of its output.
@@ -400,7 +399,7 @@ def groups_of(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
     return devices.groups
 
 
-def _meta_tensor_between_stages(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
+def _make_boundary_meta_tensor(value: Value, axes: CutAxes, chunk: Chunk) -> Tensor:
     """Return a meta tensor with the local shape of `value`, sent between stages in the layout
     `axes`."""
     shape = TensorLayout(chunk.mesh, axes).shard_shape(value.shape)

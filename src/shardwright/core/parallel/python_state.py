@@ -221,7 +221,7 @@ class PythonState:
         """Copy attributes, training modes and buffers to `template` before a capture, and delete
         hooks from it that the user has removed."""
         copies = dict(template.named_modules())
-        memo = self._template_copies_by_id(template)
+        memo = self._map_ids_to_template_copies(template)
         of_modules = (p for p in self._names if not p[0].startswith((GLOBALS, BUFFERS)))
         for path, name in of_modules:
             attributes, other = self._by_path[path].__dict__, copies[path].__dict__
@@ -239,7 +239,7 @@ class PythonState:
             # Shapes and branches may depend on their values.
             own_buffers(child).update({n: b for n, b in buffers.items() if b is not None})
 
-    def _template_copies_by_id(self, template: nn.Module) -> dict[int, Any]:
+    def _map_ids_to_template_copies(self, template: nn.Module) -> dict[int, Any]:
         """Return the modules and parameters of `template`, by the `id()` of the corresponding
         modules and parameters of the planned model."""
         model, result = self._by_path[""], dict[int, Any]()

@@ -113,7 +113,7 @@ class Recapture:
             setattr(user_class, name, vars(planned)[name])
             delattr(planned, name)
 
-    def _call_state_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
+    def _make_call_state_key(self, spec: pytree.TreeSpec, leaves: list[Any]) -> tuple[Any, ...]:
         """Return the cache key of the current specialization.
 
         Args:
@@ -127,20 +127,20 @@ class Recapture:
             self.original.check(self.module)
         if len(vars(type(self.module))) != len(self.class_names):
             self._move_attributes_to_user_class()
-        return *self._module_state_key(), spec, tuple(leaves)
+        return *self._make_module_state_key(), spec, tuple(leaves)
 
-    def _module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
+    def _make_module_state_key(self) -> tuple[Hashable, Hashable, Hashable]:
         """Return the cache key (Python state, parameters frozen or unfrozen since planning,
         (autocast dtype, default dtype))."""
         frozen = self._parameters_as_planned.frozen_or_unfrozen()
         return (
             self._state.key(),
             frozen,
-            (self._autocast_of_caller.dtype, torch.get_default_dtype()),
+            (self._caller_autocast.dtype, torch.get_default_dtype()),
         )
 
     @property
-    def _autocast_of_caller(self) -> Autocast:
+    def _caller_autocast(self) -> Autocast:
         """Autocast region of the caller. Programs run outside of the region, and contain the casts
         of the region as operators."""
         return Autocast.around(self.devices.device)
@@ -166,7 +166,7 @@ class Recapture:
                 micro-batches.
         """
         planned, template = self.partitioned, self.template
-        call = CapturedCall.of(template, args, kwargs, self._autocast_of_caller, self.module)
+        call = CapturedCall.of(template, args, kwargs, self._caller_autocast, self.module)
         self._planned_call.check(args, kwargs)
         # The template still has the state of planning time.
         self._state.copy_to(template)
@@ -178,7 +178,7 @@ class Recapture:
             batch = pytree.tree_unflatten(empty_full_batch(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
             return self._capture_with_or_without_guards(
-                CapturedCall.of(template, of_args, of_kwargs, self._autocast_of_caller, self.module)
+                CapturedCall.of(template, of_args, of_kwargs, self._caller_autocast, self.module)
             )
 
         graph = self._capture_with_or_without_guards(call)
@@ -196,7 +196,7 @@ class Recapture:
         # over those prime factors of the axis that do.
         mesh, decisions = split_axes(planned.mesh, planned.decisions)
         decisions = adapt_decisions(decisions, graph, mesh)
-        pipeline = replace(self._pipeline_of_graph(graph), micro_batches=micro_batches)
+        pipeline = replace(self._adapt_pipeline_to_graph(graph), micro_batches=micro_batches)
         partitioned = Partitioned(graph, mesh, decisions, pipeline)
         return fold_axes(partitioned, unjoined_mesh=planned.mesh)
 
@@ -210,7 +210,7 @@ class Recapture:
             if self._reachable.version and (guarded := self._capture_with_guards(call)) is not None:
                 return guarded
             if graph.python is None:
-                state = self._module_state_key(), self._reachable.version
+                state = self._make_module_state_key(), self._reachable.version
                 graph = self._captures.graph(call, graph.compute_dtype, state)
                 if self._reachable.version:
                     inputs = tuple(argument_key(leaf) for leaf in graph.inputs)
@@ -227,7 +227,7 @@ class Recapture:
         A model with micro-batches or stages is not captured with guards, as its Python would run
         several times per step.
         """
-        if self._has_micro_batches_or_stages or self._contains_hooks_of_root:
+        if self._has_micro_batches_or_stages or self._contains_root_hooks:
             return None
         dtype = self.partitioned.graph.compute_dtype
         # Guards would see the attributes that `explain_calls_of_parts` sets.
@@ -241,7 +241,7 @@ class Recapture:
         return graph
 
     @property
-    def _contains_hooks_of_root(self) -> bool:
+    def _contains_root_hooks(self) -> bool:
         """Whether programs contain the forward hooks of the model itself, which guards and bytecode
         do not see."""
         return False
@@ -255,9 +255,9 @@ class Recapture:
                 hooks of the model itself.
             CaptureError: if the model cannot be captured with guards.
         """
-        if self._has_micro_batches_or_stages or self._contains_hooks_of_root:
+        if self._has_micro_batches_or_stages or self._contains_root_hooks:
             cause = "plan with micro_batches=1 and stages=1"
-            if self._contains_hooks_of_root:
+            if self._contains_root_hooks:
                 cause = "move the hook of the model itself to a submodule"
             raise PlanError(
                 "a forward hook was registered on a submodule after planning\n"
@@ -274,7 +274,7 @@ class Recapture:
         graph = bind_modules(partitioned.graph, self._user_module)
         return partitioned if graph is partitioned.graph else replace(partitioned, graph=graph)
 
-    def _pipeline_of_graph(self, graph: Graph) -> PipelineSpec:
+    def _adapt_pipeline_to_graph(self, graph: Graph) -> PipelineSpec:
         """Return the pipeline for `graph`, a later capture, with operators assigned to their
         planned stages."""
         return self.partitioned.pipeline

@@ -93,7 +93,7 @@ class _ChunkSequence:
         runs = [self._run_forward_of_all_chunks(number) for number in range(count)]
         losses = []
         for run in runs:
-            # As the loss function of a schedule (`RankStages._weight_loss_of_micro_batch`).
+            # As the loss function of a schedule (`RankStages._multiply_by_loss_weight`).
             loss = run[-1].outputs[0] * weight
             losses.append(loss.detach())
             self._run_backward_of_all_chunks(run, loss)
@@ -113,7 +113,7 @@ class _ChunkSequence:
             )
             # Consecutive chunks may be on one stage, as at the turn of a V-shaped schedule.
             if module.chunk.leaving and self._is_followed_by_other_stage(module.chunk.number):
-                self.sent[module.chunk.stage][0] += _num_bytes(runs[-1].outputs)
+                self.sent[module.chunk.stage][0] += _count_bytes(runs[-1].outputs)
         return runs
 
     def _run_backward_of_all_chunks(self, runs: list[_ForwardPassOfChunk], loss: Tensor) -> None:
@@ -127,7 +127,7 @@ class _ChunkSequence:
                     torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
             trained = [tensor for tensor in run.received if tensor.requires_grad]
             if module.chunk.number and self._is_followed_by_other_stage(module.chunk.number - 1):
-                self.sent[module.chunk.stage][1] += _num_bytes(trained)
+                self.sent[module.chunk.stage][1] += _count_bytes(trained)
             # Real stages send zeros for a missing gradient, as the previous stage waits for one.
             gradients = tuple(
                 torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
@@ -147,7 +147,7 @@ class _ChunkSequence:
             if name in total and len(stages) > 1:
                 # The stages of a shared parameter all-reduce its gradient.
                 for stage in stages:
-                    sent = 2 * (len(stages) - 1) * _num_bytes([total[name]])
+                    sent = 2 * (len(stages) - 1) * _count_bytes([total[name]])
                     self.sent[stage][1] += -(-sent // len(stages))
         return total
 
@@ -169,5 +169,5 @@ class _ChunkSequence:
         self.sent[chunk.stage][direction] += counter.sent
 
 
-def _num_bytes(tensors: Sequence[Tensor]) -> int:
+def _count_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -145,13 +145,13 @@ class Ranks:
         """
         graph = self.partitioned.graph
         shards = {
-            v.name: self._shard_tensor_of_value(parameters[v.name], v) for v in graph.parameters
+            v.name: self._shard_in_initial_layout(parameters[v.name], v) for v in graph.parameters
         }
         state = {
-            v.name: self._shard_tensor_of_value(buffers[v.name], v) for v in graph.module_buffers
+            v.name: self._shard_in_initial_layout(buffers[v.name], v) for v in graph.module_buffers
         }
         leaves = [
-            self._shard_tensor_of_value(leaf, value).requires_grad_(value.differentiable)
+            self._shard_in_initial_layout(leaf, value).requires_grad_(value.differentiable)
             if isinstance(value, Value)
             else leaf
             for value, leaf in zip(graph.inputs, inputs, strict=True)
@@ -192,7 +192,7 @@ class Ranks:
         def assemble_all(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {
                 name: self.assemble(
-                    t.detach(), self._initial_layout(by_name[name]), by_name[name].shape
+                    t.detach(), self._get_initial_layout(by_name[name]), by_name[name].shape
                 )
                 for name, t in tensors.items()
             }
@@ -200,10 +200,10 @@ class Ranks:
         collected = assemble_all(gradients), assemble_all(updates)
         return Outcome(outputs, *collected, self.replica_difference, tuple(stage_bytes))
 
-    def _shard_tensor_of_value(self, tensor: Tensor, value: Value) -> Tensor:
-        return self.shard(tensor, self._initial_layout(value))
+    def _shard_in_initial_layout(self, tensor: Tensor, value: Value) -> Tensor:
+        return self.shard(tensor, self._get_initial_layout(value))
 
-    def _initial_layout(self, value: Value) -> TensorLayout:
+    def _get_initial_layout(self, value: Value) -> TensorLayout:
         return initial_layout(value, self.partitioned.mesh, self.partitioned.decisions)
 
 
@@ -240,7 +240,7 @@ def simulate(
     """
     # Outside of the simulation, in which `torch.ones` would make one tensor per rank.
     root_gradients = (
-        _loss_gradients(partitioned.graph) if output_gradients is None else output_gradients
+        _make_loss_gradients(partitioned.graph) if output_gradients is None else output_gradients
     )
     with simulated_ranks(partitioned) as ranks:
         graph, (chunk,) = ranks.partitioned.graph, ranks.partitioned.chunks
@@ -250,7 +250,7 @@ def simulate(
             shards[value.name].requires_grad_(value.differentiable)
         with ByteCounter() as forward:  # type: ignore[no-untyped-call]
             results, updates = program(shards, state, leaves, seed)
-        starts = _outputs_with_gradients(ranks, communication, results, root_gradients)
+        starts = _pair_outputs_with_gradients(ranks, communication, results, root_gradients)
         trained = [start for start in starts if start.value in graph.trained]
         # The plan predicts the communication of the loss's gradients. Gradients of other outputs
         # need a second backward pass, which starts from all outputs.
@@ -349,7 +349,7 @@ def rank_at(layout: DeviceMatrix, coordinates: tuple[int, ...]) -> int:
     return layout.ranks[index]
 
 
-def _loss_gradients(graph: Graph) -> list[Tensor | None]:
+def _make_loss_gradients(graph: Graph) -> list[Tensor | None]:
     """Return the gradient of each output: 1 for the first occurrence of the loss, else None."""
     outputs = graph.output_values
     loss_index = outputs.index(graph.loss) if graph.loss is not None else None
@@ -368,7 +368,7 @@ class _OutputWithGradient:
     gradient: Tensor
 
 
-def _outputs_with_gradients(
+def _pair_outputs_with_gradients(
     ranks: Ranks,
     communication: Communication,
     outputs: Sequence[Any],
@@ -449,7 +449,7 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
     if collective == "reduce_scatter_tensor":
         return -(-int(args[2] - 1) * local // int(args[2]))
     if collective in ("all_reduce", "all_reduce_"):
-        size = _size_of_process_group(args[2])
+        size = _get_group_size(args[2])
         return -(-2 * (size - 1) * local // size)
     assert collective == "all_to_all_single", collective
     size = len(args[2])
@@ -459,5 +459,5 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
     return -(-(size - 1) * local // size) if equal else local
 
 
-def _size_of_process_group(name: str) -> int:
+def _get_group_size(name: str) -> int:
     return int(group_named(name).size())

@@ -160,7 +160,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
         DeferredError: for a deferred tensor that cannot be initialized; `module` is then unchanged.
     """
     _install_dtensor_extensions()
-    tensors = _parameters_and_buffers(module)
+    tensors = _collect_parameters_and_buffers(module)
     # Before parameters are replaced: `adopt` finds new parameters by the origins of the old ones.
     origins, parameters = mark_origins(module, module), _pop_unreplaced_tensors(tensors, plan)
     references = _ReferencesToTensors(module, tensors)
@@ -187,7 +187,7 @@ def stored_copy(module: nn.Module, plan: StoragePlan) -> nn.Module:
         DeferredError: for a deferred tensor that cannot be initialized.
     """
     _install_dtensor_extensions()
-    tensors = _parameters_and_buffers(module)
+    tensors = _collect_parameters_and_buffers(module)
     memo: dict[int, Any] = {**copies_of_attributes(module), **memo_of_process_groups(module)}
     parameters: dict[str, nn.Parameter] = {}
     for name, shard in plan.shards(dict(tensors)):
@@ -265,7 +265,7 @@ def _install_dtensor_extensions() -> None:
     orthogonalize_full_matrices()
 
 
-def _parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
+def _collect_parameters_and_buffers(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 

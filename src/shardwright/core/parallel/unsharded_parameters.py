@@ -81,7 +81,7 @@ class UnshardedParameters:
             for bound in (*self._reduced_once, *self._gathered_once):
                 if bound.bucket.gathers:
                     self._pending_gathers[bound.bucket.number] = bound.start_gather(
-                        self._local_shards_of_bucket(bound)
+                        self._detach_local_shards(bound)
                     )
 
     def tensors(self) -> dict[str, Any]:
@@ -94,11 +94,11 @@ class UnshardedParameters:
             self._casts = {cast_key(v): prioritize_gradient(cast) for v, cast in casts}
         by_name: dict[str, Any] = {**self._leaves, **self._casts}
         for bound in self._reduced_once:
-            tensors: Sequence[Tensor] = self._unsharded_members(bound)
+            tensors: Sequence[Tensor] = self._gather_unsharded_members(bound)
             if bound.dtype != bound.stored_dtype:
                 # One autograd node per parameter: a split backward pass runs the node of one
                 # parameter by itself.
-                accumulators = zip(tensors, self._gradient_accumulators_of(bound), strict=True)
+                accumulators = zip(tensors, self._make_gradient_accumulators(bound), strict=True)
                 tensors = [
                     prioritize_gradient(_AccumulateInStoredDtype.apply(tensor, accumulator))  # type: ignore[no-untyped-call]
                     for tensor, accumulator in accumulators
@@ -106,7 +106,7 @@ class UnshardedParameters:
             for member, tensor in zip(bound.bucket.members, tensors, strict=True):
                 by_name[used_member_key(member)] = tensor
         for bound in self._gathered_once:
-            by_name[gathered_bucket_key(bound.bucket)] = self._unsharded_members(bound)
+            by_name[gathered_bucket_key(bound.bucket)] = self._gather_unsharded_members(bound)
         return by_name
 
     def leaves(self) -> list[Tensor]:
@@ -144,10 +144,10 @@ class UnshardedParameters:
         self._gathered, self._accumulators, self._pending_gathers = {}, {}, {}
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
-    def _local_shards_of_bucket(self, bound: BoundBucket) -> list[Tensor]:
+    def _detach_local_shards(self, bound: BoundBucket) -> list[Tensor]:
         return [self._leaves[member.value.name].detach() for member in bound.bucket.members]
 
-    def _unsharded_members(self, bound: BoundBucket) -> list[Tensor]:
+    def _gather_unsharded_members(self, bound: BoundBucket) -> list[Tensor]:
         """Return the unsharded members of a bucket; the first call in a step waits for the gather.
 
         The members are autograd leaves if their gradients accumulate over micro-batches.
@@ -158,7 +158,7 @@ class UnshardedParameters:
                 if bound.bucket.gathers:
                     tensors = bound.finish_gather(self._pending_gathers.pop(number))
                 else:
-                    tensors = bound.unsharded(self._local_shards_of_bucket(bound))
+                    tensors = bound.unsharded(self._detach_local_shards(bound))
             leaves = bound.bucket.reduces_once and bound.dtype == bound.stored_dtype
             self._gathered[number] = [
                 tensor.detach().requires_grad_(leaves and member.value.requires_grad)
@@ -166,7 +166,7 @@ class UnshardedParameters:
             ]
         return self._gathered[number]
 
-    def _gradient_accumulators_of(self, bound: BoundBucket) -> list[Tensor]:
+    def _make_gradient_accumulators(self, bound: BoundBucket) -> list[Tensor]:
         """Return leaf tensors that take no memory, whose `grad` accumulates in the stored dtype.
 
         Accumulation in bfloat16 loses small gradients, and autograd requires that a leaf and its

@@ -28,13 +28,13 @@ Buffers = dict[str, Tensor]
 
 
 def batch_reduction(graph: Graph) -> WholeBatch:
-    """Return the analysis by which losses of micro-batches combine into the loss of the batch; a
+    """Return the `WholeBatch` that combines losses of micro-batches into the loss of the batch; a
     mean if the graph was not analyzed."""
     return graph.whole_batch if isinstance(graph.whole_batch, WholeBatch) else WholeBatch()
 
 
 class GlobalBatchValues:
-    """Computation of the prologue's outputs, on each rank that reads these outputs.
+    """Computation of the global-batch values that micro-batches read, on each rank that reads them.
 
     Args:
         partitioned: the model with all its stages, for one micro-batch.
@@ -52,7 +52,7 @@ class GlobalBatchValues:
         names = whole_batch.names if read is None else {value.name for value in read}
         self._prologue = whole_batch.prologue if names & whole_batch.names else None
         self._values = whole_batch.values
-        self._inputs = () if self._prologue is None else _prologue_inputs(self._prologue)
+        self._inputs = () if self._prologue is None else _find_prologue_inputs(self._prologue)
         self._num_local_batches = (
             count_local_batches(partitioned) if self._prologue is not None else 1
         )
@@ -82,17 +82,16 @@ class GlobalBatchValues:
     ) -> list[Tensor]:
         device = self._devices.device
         tensors = {
-            value: self._global_tensor_of_input(value, leaves[index])
-            for index, value in self._inputs
+            value: self._gather_global_input(value, leaves[index]) for index, value in self._inputs
         }
-        tensors |= {v: _full_tensor_of_buffer(v, buffers) for v in graph.buffers}
+        tensors |= {v: _get_full_buffer(v, buffers) for v in graph.buffers}
         tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
         tensors |= {v: t.to(device) for v, t in graph.constants.items()}
         for op in graph.ops:
             tensors.update(zip(op.outputs, run(op, tensors, device), strict=True))
         return [tensors[value] for value in graph.output_values]
 
-    def _global_tensor_of_input(self, value: Value, leaf: Tensor) -> Tensor:
+    def _gather_global_input(self, value: Value, leaf: Tensor) -> Tensor:
         """Return input `value` for the global batch, gathered if `leaf` is this rank's shard."""
         for dim, axes in enumerate(self._arrivals.get(value.name, ())):
             if axes:
@@ -147,14 +146,14 @@ def micro_batches_of_ranks(
     return [[each[number] for each in leaf_values] for number in range(count)]
 
 
-def _prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
-    """Return the inputs that a prologue reads, each with its index among the leaves of a call."""
+def _find_prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
+    """Return (index among the leaves of a call, input) of each input that `prologue` reads."""
     read = {value for op in prologue.ops for value in op.inputs} | set(prologue.output_values)
     leaves = enumerate(prologue.inputs)
     return tuple((n, leaf) for n, leaf in leaves if isinstance(leaf, Value) and leaf in read)
 
 
-def _full_tensor_of_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
+def _get_full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
     """Return the buffer `value` as a full tensor.
 
     Raises:
@@ -177,14 +176,16 @@ def count_local_batches(partitioned: Partitioned) -> int:
 
 
 def prologue_axes(partitioned: Partitioned) -> tuple[tuple[int, ...], ...]:
-    """Return the sets of mesh axes over which inputs of the prologue are gathered."""
-    axes = (of_dim for cut, _ in _inputs_arriving_sharded(partitioned) for of_dim in cut if of_dim)
+    """Return the sets of mesh axes over which inputs of a step's prologue are gathered."""
+    axes = (
+        of_dim for cut, _ in _find_sharded_prologue_inputs(partitioned) for of_dim in cut if of_dim
+    )
     return tuple(dict.fromkeys(axes))
 
 
 def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
-    """Return the communication volume per device and step for gathering the inputs of the prologue
-    on `stage`.
+    """Return the bytes that one device of `stage` sends per step to gather the inputs of the step's
+    prologue.
 
     The communication volume of a plan does not include these bytes.
     """
@@ -192,16 +193,16 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
     if read.isdisjoint(batch_reduction(partitioned.graph).names):
         return 0
-    for cut, value in _inputs_arriving_sharded(partitioned):
+    for cut, value in _find_sharded_prologue_inputs(partitioned):
         shards = mesh.size(tuple(axis for axes in cut for axis in axes))
         total += value.numel * value.stored_dtype.itemsize * (shards - 1) // shards
     return total
 
 
-def _inputs_arriving_sharded(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
+def _find_sharded_prologue_inputs(partitioned: Partitioned) -> list[tuple[CutAxes, Value]]:
     prologue = batch_reduction(partitioned.graph).prologue
     pipeline, arrivals = partitioned.pipeline, partitioned.decisions.arrivals
     if prologue is None or pipeline.micro_batches == 1:
         return []
-    pairs = ((arrivals.get(value.name, ()), value) for _, value in _prologue_inputs(prologue))
+    pairs = ((arrivals.get(value.name, ()), value) for _, value in _find_prologue_inputs(prologue))
     return [(cut, value) for cut, value in pairs if any(cut)]
