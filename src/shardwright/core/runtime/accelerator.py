@@ -85,7 +85,7 @@ def device_of_rank(local_rank: int, local_size: int) -> torch.device:
     if count >= local_size:
         return torch.device(accelerator.type, local_rank)
     # Some launchers make only its own device visible to each process, which is then number 0.
-    if count == 1 and _visible_devices_of_environment():
+    if count == 1 and _read_visible_devices():
         return torch.device(accelerator.type, 0)
     raise ConfigError(
         f"{local_size} ranks were started on this machine, which has {count} {accelerator.type}"
@@ -99,11 +99,7 @@ def hardware_of(device: torch.device) -> str | None:
 
     Return None for the CPU, which processes may share.
     """
-    return (
-        None
-        if device.type == "cpu"
-        else f"{device} of {_visible_devices_of_environment() or 'all'}"
-    )
+    return None if device.type == "cpu" else f"{device} of {_read_visible_devices() or 'all'}"
 
 
 def device_of_group() -> torch.device:
@@ -321,5 +317,5 @@ def _has_communication_backend(accelerator: torch.device) -> bool:
         return False
 
 
-def _visible_devices_of_environment() -> str:
+def _read_visible_devices() -> str:
     return ",".join(os.environ[name] for name in VISIBLE_DEVICES_VARIABLES if name in os.environ)

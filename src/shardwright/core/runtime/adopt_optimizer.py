@@ -46,7 +46,7 @@ class ParameterOrigin:
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)
-            if isinstance(parameter, nn.Parameter) and _origin_of_parameter(parameter) is self:
+            if isinstance(parameter, nn.Parameter) and _get_parameter_origin(parameter) is self:
                 yield parameter
 
 
@@ -64,7 +64,7 @@ def mark_origins(module: nn.Module, planned: nn.Module) -> dict[str, ParameterOr
     for name, parameter in module.named_parameters():
         # A model that was planned before, with `copy=True`, keeps its origins, which all copies
         # share.
-        origins[name] = parameter.origin = _origin_of_parameter(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
+        origins[name] = parameter.origin = _get_parameter_origin(parameter) or ParameterOrigin(name)  # type: ignore[attr-defined]
         origins[name].models.update((module, planned))
     return origins
 
@@ -108,7 +108,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
             "optimizer before its first step, or create it from the parameters of the planned model"
         )
     planned = list(net.parameters())
-    planned_by_origin = {_origin_of_parameter(parameter): parameter for parameter in planned}
+    planned_by_origin = {_get_parameter_origin(parameter): parameter for parameter in planned}
     # Parameters that were registered after planning have no origin.
     planned_by_origin.pop(None, None)
     # Origins of all stages: parameters of other stages are removed, unknown parameters rejected.
@@ -119,7 +119,7 @@ def adopt(optimizer: AnyOptimizer, net: nn.Module) -> AnyOptimizer:
     for number, group in enumerate(optimizer.param_groups):
         parameters = []
         for index, parameter in enumerate(group["params"]):
-            origin = _origin_of_parameter(parameter)
+            origin = _get_parameter_origin(parameter)
             if origin not in model_origins:
                 raise PlanError(
                     f"parameter {index} of group {number} of the optimizer, of shape "
@@ -147,7 +147,7 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
         optimizer: optimizer over parameters of models, before its first step.
         net: a planned model.
     """
-    planned = {_origin_of_parameter(parameter): parameter for parameter in net.parameters()}
+    planned = {_get_parameter_origin(parameter): parameter for parameter in net.parameters()}
     planned.pop(None, None)
     model_origins = frozenset[ParameterOrigin]().union(
         *(getattr(parameter, "model_origins", ()) for parameter in net.parameters())
@@ -155,7 +155,7 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
     for group in optimizer.param_groups:
         parameters = []
         for parameter in group["params"]:
-            origin = _origin_of_parameter(parameter)
+            origin = _get_parameter_origin(parameter)
             new = planned.get(origin) if origin in model_origins else parameter
             if new is not parameter and parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)
@@ -167,13 +167,13 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
         group["params"] = parameters
 
 
-def _origin_of_parameter(parameter: Tensor) -> ParameterOrigin | None:
+def _get_parameter_origin(parameter: Tensor) -> ParameterOrigin | None:
     return getattr(parameter, "origin", None)
 
 
 def is_trained_in_original(parameter: Tensor) -> bool:
     """Whether a parameter of the original model has a gradient, or was trained by an optimizer."""
-    origin = _origin_of_parameter(parameter)
+    origin = _get_parameter_origin(parameter)
     return parameter.grad is not None or (origin is not None and origin.trained_in_original)
 
 
@@ -195,7 +195,7 @@ def _refuse_steps_without_gradients() -> None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         first = next(parameters, None)
         # The hook runs for every optimizer of the process, also for those of other models.
-        if closure is not None or first is None or _origin_of_parameter(first) is None:
+        if closure is not None or first is None or _get_parameter_origin(first) is None:
             return
         _check_parameters_have_gradients(type(optimizer).__name__, [first, *parameters])
 
@@ -204,7 +204,7 @@ def _refuse_steps_without_gradients() -> None:
 
 def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor]) -> None:
     parameters_with_origin = [
-        (p, origin) for p in parameters if (origin := _origin_of_parameter(p))
+        (p, origin) for p in parameters if (origin := _get_parameter_origin(p))
     ]
     is_planned = _is_planned_parameter(parameters_with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.
@@ -217,10 +217,10 @@ def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor
             p for p in origin.parameters_of_models() if _is_planned_parameter(p) != is_planned
         )
         if any(parameter.grad is not None for parameter in counterparts):
-            raise PlanError(_no_gradients_message(optimizer, origin.name, is_planned))
+            raise PlanError(_make_missing_gradients_message(optimizer, origin.name, is_planned))
 
 
-def _no_gradients_message(optimizer: str, name: str, is_planned: bool) -> str:
+def _make_missing_gradients_message(optimizer: str, name: str, is_planned: bool) -> str:
     if is_planned:
         return (
             f"no parameter of this {optimizer}, which was created from the planned model, has a "

@@ -149,8 +149,8 @@ class _EnterBucketFunction(torch.autograd.Function):
 
 
 class _StartGatherFunction(torch.autograd.Function):
-    """Return the token of a bucket; in the backward pass, wait for the reduce-scatter of the
-    gradients and start their all-reduce over replicas."""
+    """Return the `token` of a bucket unchanged; in the backward pass, wait for the reduce-scatter
+    of the gradients and start their all-reduce over replicas."""
 
     @staticmethod
     def forward(ctx: Any, bound: BoundBucket, token: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class BoundBucket:
             self.sizes,
             self.dtype,
             self.stored_dtype,
-            self._num_blocks_of_gathers,
+            self._gather_group_sizes,
             self._is_flat_buffer_a_member,
         )
 
@@ -113,9 +113,9 @@ class BoundBucket:
                 blocks = out.chunk(gather.group.size)
                 out = torch.cat([blocks[position] for position in gather.group.order])
         if self._is_flat_buffer_a_member:
-            return [out.view(self._unsharded_shape_of_member(0))]
-        split = torch.split(out.view(*self._num_blocks_of_gathers, self.numel), self.sizes, -1)
-        return [self._join_blocks_of_member(number, piece) for number, piece in enumerate(split)]
+            return [out.view(self._get_unsharded_member_shape(0))]
+        split = torch.split(out.view(*self._gather_group_sizes, self.numel), self.sizes, -1)
+        return [self._join_member_blocks(number, piece) for number, piece in enumerate(split)]
 
     def unsharded(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters of a bucket that needs no all-gather: the local `shards`, cast to
@@ -197,7 +197,7 @@ class BoundBucket:
         return any(gather.reduces for gather in self.gathers)
 
     @cached_property
-    def _num_blocks_of_gathers(self) -> tuple[int, ...]:
+    def _gather_group_sizes(self) -> tuple[int, ...]:
         """Number of shards that each all-gather concatenates, the last all-gather first."""
         return tuple(gather.group.size for gather in reversed(self.gathers))
 
@@ -222,17 +222,17 @@ class BoundBucket:
         order = self._block_dim_permutations[0]
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
-    def _unsharded_shape_of_member(self, number: int) -> tuple[int, ...]:
+    def _get_unsharded_member_shape(self, number: int) -> tuple[int, ...]:
         member = self.bucket.members[number]
         return member.used_layout.shard_shape(member.value.shape)
 
-    def _join_blocks_of_member(self, number: int, piece: Tensor) -> Tensor:
+    def _join_member_blocks(self, number: int, piece: Tensor) -> Tensor:
         """Return member `number` of the bucket, contiguous, from its gathered shards in `piece`, a
         range of the flat buffer."""
         blocks = _unflatten_last_dim(piece, self.shapes[number])
         return (
             blocks.permute(self._block_dim_permutations[number])
-            .reshape(self._unsharded_shape_of_member(number))
+            .reshape(self._get_unsharded_member_shape(number))
             .contiguous()
         )
 
@@ -247,7 +247,7 @@ class BoundBucket:
             )
         # One copy per gradient, directly into its blocks of the buffer; permuting and concatenating
         # would copy twice.
-        flat = example.new_empty(*self._num_blocks_of_gathers, self.numel)
+        flat = example.new_empty(*self._gather_group_sizes, self.numel)
         for number, piece in enumerate(torch.split(flat, self.sizes, -1)):
             gradient, order, shape = (
                 gradients[number],
@@ -257,7 +257,7 @@ class BoundBucket:
             if gradient is None:
                 piece.zero_()
                 continue
-            sizes = (*self._num_blocks_of_gathers, *shape)
+            sizes = (*self._gather_group_sizes, *shape)
             blocks = gradient.reshape([sizes[dim] for dim in order])
             inverse = [order.index(dim) for dim in range(len(order))]
             _unflatten_last_dim(piece, shape).copy_(blocks.permute(inverse))

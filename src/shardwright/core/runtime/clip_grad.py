@@ -73,7 +73,7 @@ def norm_over_devices(
         if math.isinf(norm_type):
             total = norms.max()
         else:
-            replicas = [_num_replicas(tensor) for tensor in tensors]
+            replicas = [_count_replicas(tensor) for tensor in tensors]
             weights = torch.tensor(replicas, dtype=torch.float64, device=norms.device)
             total = (norms**norm_type / weights).sum()
     if devices.is_distributed:
@@ -84,7 +84,7 @@ def norm_over_devices(
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
-def _num_replicas(gradient: Tensor) -> int:
+def _count_replicas(gradient: Tensor) -> int:
     """Return the number of devices of the stage that have the same shard of `gradient`."""
     if not isinstance(gradient, DTensor):
         return 1

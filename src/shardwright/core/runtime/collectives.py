@@ -253,7 +253,7 @@ def bind(step: RedistributionStep, devices: Devices) -> BoundCollective:
 def _bind_slice(step: RedistributionStep, devices: Devices) -> BoundCollective:
     group = devices.group(step.axes)
     return BoundCollective(
-        _bind_local_block_slice(step, devices), all_gather(_sharded_dim_of_step(step), group)
+        _bind_local_block_slice(step, devices), all_gather(_get_sharded_dim(step), group)
     )
 
 
@@ -266,19 +266,19 @@ def _bind_all_reduce(step: RedistributionStep, devices: Devices) -> BoundCollect
 
 
 def _bind_reduce_scatter(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim = devices.group(step.axes), _sharded_dim_of_step(step)
+    group, dim = devices.group(step.axes), _get_sharded_dim(step)
     return BoundCollective(reduce_scatter(dim, group), all_gather(dim, group))
 
 
 def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim = devices.group(step.axes), _sharded_dim_of_step(step)
+    group, dim = devices.group(step.axes), _get_sharded_dim(step)
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
     return BoundCollective(all_gather(dim, group), _bind_local_block_slice(step, devices))
 
 
 def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollective:
-    group, dim, to_dim = devices.group(step.axes), _sharded_dim_of_step(step), step.to_dim
+    group, dim, to_dim = devices.group(step.axes), _get_sharded_dim(step), step.to_dim
     assert to_dim is not None
     return BoundCollective(all_to_all(dim, to_dim, group), all_to_all(to_dim, dim, group))
 
@@ -286,14 +286,14 @@ def _bind_all_to_all(step: RedistributionStep, devices: Devices) -> BoundCollect
 def _bind_local_block_slice(step: RedistributionStep, devices: Devices) -> Collective:
     """Return a collective that keeps this rank's shard along the sharded dimension of `step`."""
     dim, count, index = (
-        _sharded_dim_of_step(step),
+        _get_sharded_dim(step),
         devices.matrix.size(step.axes),
         devices.index(step.axes),
     )
     return blocking(lambda x: slice_block(x, dim, index, count))
 
 
-def _sharded_dim_of_step(step: RedistributionStep) -> int:
+def _get_sharded_dim(step: RedistributionStep) -> int:
     assert step.dim is not None
     return step.dim
 
@@ -332,8 +332,8 @@ def _send_and_receive_counts(
     group = devices.group(tuple(sorted(axes)))
     # The collective's splits are numbers of rows: 1 for the one partner, 0 for other ranks.
     sources = [to.index(position) for position in range(group.size)]
-    send = [_one_on_rank_at_position(devices, group, source) for source in sources]
-    return group, send, [_one_on_rank_at_position(devices, group, target) for target in to]
+    send = [_make_position_indicator(devices, group, source) for source in sources]
+    return group, send, [_make_position_indicator(devices, group, target) for target in to]
 
 
 def _bind_all_to_all_v(step: RedistributionStep, devices: Devices) -> BoundCollective:
@@ -374,7 +374,7 @@ def _bind_cell_exchange(exchange: CellExchange, group: Group, devices: Devices) 
     return exchange_cells
 
 
-def _one_on_rank_at_position(devices: Devices, group: Group, position: int) -> Index:
+def _make_position_indicator(devices: Devices, group: Group, position: int) -> Index:
     """Return 1 on the rank at `position` of the group, 0 on other ranks."""
     sizes = devices.matrix.device_matrix
     return devices.per_rank(

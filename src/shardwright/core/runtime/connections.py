@@ -31,11 +31,11 @@ def close_connections(store: Store) -> None:
         store = store.underlying_store
     server_port = getattr(store, "port", None)
     with _duplicate_sockets_of_process() as sockets:
-        listening = {
-            _local_port_of_socket(each) for each in sockets if _is_listening_socket(each)
-        } - {server_port}
+        listening = {_get_local_port(each) for each in sockets if _is_listening_socket(each)} - {
+            server_port
+        }
         for each in sockets:
-            if not _is_listening_socket(each) and _local_port_of_socket(each) in listening:
+            if not _is_listening_socket(each) and _get_local_port(each) in listening:
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
     if dist.get_backend() != HOST_BACKEND and dist.group.WORLD is not None:
@@ -60,5 +60,5 @@ def _is_listening_socket(each: socket.socket) -> bool:
     return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _local_port_of_socket(each: socket.socket) -> int:
+def _get_local_port(each: socket.socket) -> int:
     return int(each.getsockname()[1])

@@ -40,14 +40,14 @@ DRAWS_FROM_VALUES = (
 def correct_dtensor_results() -> None:
     """Correct `item()` of partial sums, and random numbers on CPUs, for all DTensors of this
     process."""
-    set_operator_handler(aten._local_scalar_dense.default, _item_of_full_tensor)
+    set_operator_handler(aten._local_scalar_dense.default, _gather_and_read_item)
     for operator in RANDOM_OPERATORS:
         set_operator_handler(operator, partial(_draw_full_tensor, operator))
     for operator in DRAWS_FROM_VALUES:
         set_operator_handler(operator, partial(_draw_from_full_tensor, operator))
 
 
-def _item_of_full_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gather_and_read_item(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return `item()` of the full tensor; for a partial sum, PyTorch returns this rank's local
     value."""
     return args[0].full_tensor().item()

@@ -16,11 +16,11 @@ from shardwright.core.torch_internals.local_tensors import tensors_by_rank
 from shardwright.errors import CaptureError
 
 TOLERANCE = 1e-4
-"""Maximum difference between the sums of two ranks, as a fraction of the sum of absolute values.
+"""Maximum difference between two ranks' sums of a result, relative to its sum of absolute values.
 Atomic additions on an accelerator reorder sums, which changes them by less."""
 
 _SAMPLE = 1 << 16
-"""Number of leading elements that are summed with weights, to detect permutations."""
+"""Number of leading elements of a result in its weighted sum, which detects permutations."""
 
 
 @dataclass
@@ -72,8 +72,8 @@ class EqualReplicas:
 
 
 def result_digest(result: Tensor) -> Tensor:
-    """Return the sum, the sum of absolute values, and a sum of the first `_SAMPLE` elements
-    weighted by position; shape (3,), float64."""
+    """Return three sums of `result`: of elements, of absolute values, and of the first `_SAMPLE`
+    elements weighted by position; shape (3,), float64."""
     values = torch.view_as_real(result) if result.is_complex() else result
     # NaN would compare unequal, and one-byte integers would overflow their sum.
     values = values.nan_to_num() if values.is_floating_point() else values.long()

@@ -89,11 +89,11 @@ def _have_equal_layouts(arguments: Sequence[Any]) -> bool:
         # The indices of `index_put_`: they belong to the tensor itself.
         return _have_combinable_layouts([*arguments, *(leaf for each in lists for leaf in each)])
     return _have_combinable_layouts(arguments) and all(
-        map(_have_combinable_layouts, _tensors_by_position(lists))
+        map(_have_combinable_layouts, _iterate_tensors_by_position(lists))
     )
 
 
-def _tensors_by_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
+def _iterate_tensors_by_position(lists: Sequence[Sequence[Any]]) -> Iterator[list[Any]]:
     for index in range(max(map(len, lists), default=0)):
         yield [each[index] for each in lists if index < len(each)]
 

@@ -1,4 +1,4 @@
-"""Gradients at the borders of a model whose ranks pass local batches.
+"""Scale gradients at inputs and outputs of a model whose ranks pass local batches.
 
 Inside the model gradients are those of the loss of the global batch. Outside, each rank computes
 the loss of its local batch, and trains the mean of these losses over all ranks, as under

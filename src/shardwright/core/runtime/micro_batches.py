@@ -97,7 +97,7 @@ def num_micro_batches_of_call(
 ) -> int:
     """Return the number of micro-batches of a call: the largest number, up to the planned one, that
     divides the batch size and that the schedule supports."""
-    rows = _batch_size(leaves, dims)
+    rows = _get_batch_size(leaves, dims)
     return next(
         count
         # Ends at the latest at 1, which every schedule supports.
@@ -108,10 +108,10 @@ def num_micro_batches_of_call(
 
 def valid_num_micro_batches(leaves: Sequence[Any], dims: SampleDims | None = None) -> list[int]:
     """Return the valid numbers of micro-batches of a call: the divisors of its batch size."""
-    return _divisors(_batch_size(leaves, dims))
+    return _divisors(_get_batch_size(leaves, dims))
 
 
-def _batch_size(leaves: Sequence[Any], dims: SampleDims | None = None) -> int:
+def _get_batch_size(leaves: Sequence[Any], dims: SampleDims | None = None) -> int:
     """Return the batch size; 1 if no leaf has a batch dimension."""
     pairs = zip(leaves, dims or first_dims(leaves), strict=True)
     return next((leaf.shape[dim] for leaf, dim in pairs if dim is not None), 1)

@@ -43,7 +43,7 @@ def orthogonalize_full_matrices() -> None:
 
 
 @dataclass(frozen=True)
-class _RanksOfMatrix:
+class _MatrixRanks:
     """The ranks over which a matrix is sharded.
 
     Args:
@@ -82,13 +82,13 @@ def _step_on_full_matrices(
 
 def _are_shards_of_matrix(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and any(
-        _is_shard_placement(placement) for placement in _placements_of_tensor(matrix[0])
+        _is_shard_placement(placement) for placement in _get_placements(matrix[0])
     )
 
 
 def _are_replicated_dtensors(*matrix: Tensor) -> bool:
     return _have_equal_placements(matrix) and all(
-        placement.is_replicate() for placement in _placements_of_tensor(matrix[0])
+        placement.is_replicate() for placement in _get_placements(matrix[0])
     )
 
 
@@ -96,12 +96,12 @@ def _have_equal_placements(matrix: Sequence[Tensor]) -> bool:
     """Whether a parameter, its gradient and its momentum are DTensors of real ranks with equal
     shards."""
     return all(isinstance(x, DTensor) and type(detached_local(x)) is Tensor for x in matrix) and (
-        len({_placements_of_tensor(tensor) for tensor in matrix}) == 1
-        and not any(placement.is_partial() for placement in _placements_of_tensor(matrix[0]))
+        len({_get_placements(tensor) for tensor in matrix}) == 1
+        and not any(placement.is_partial() for placement in _get_placements(matrix[0]))
     )
 
 
-def _placements_of_tensor(tensor: Tensor) -> tuple[Placement, ...]:
+def _get_placements(tensor: Tensor) -> tuple[Placement, ...]:
     assert isinstance(tensor, DTensor)
     return tuple(tensor.placements)
 
@@ -124,14 +124,14 @@ def _update_shards_of_matrices(
     **_: Any,
 ) -> None:
     rate = float(lr)
-    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _RanksOfMatrix]]] = {}
+    by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _MatrixRanks]]] = {}
     for param, grad, buffer in matrices:
         local_grad, local_buffer = detached_local(grad), detached_local(buffer)
         local_buffer.lerp_(local_grad, 1 - momentum)
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
         owners = _find_ranks_of_matrix(
-            param.device_mesh, _placements_of_tensor(param), tuple(param.shape)
+            param.device_mesh, _get_placements(param), tuple(param.shape)
         )
         by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
     for group, group_matrices in by_group.items():
@@ -151,7 +151,7 @@ def _update_shards_of_matrices(
 
 
 def _orthogonalize_shards(
-    matrices: Sequence[tuple[Tensor, _RanksOfMatrix]], options: tuple[Any, ...]
+    matrices: Sequence[tuple[Tensor, _MatrixRanks]], options: tuple[Any, ...]
 ) -> list[Tensor]:
     """Return this rank's shards of orthogonalized matrices; each rank orthogonalizes one matrix.
 
@@ -175,7 +175,7 @@ def _orthogonalize_shards(
 
 
 def _orthogonalize_blocks(
-    blocks: Tensor, shard: Tensor, owners: _RanksOfMatrix, options: tuple[Any, ...]
+    blocks: Tensor, shard: Tensor, owners: _MatrixRanks, options: tuple[Any, ...]
 ) -> Tensor:
     """Orthogonalize a matrix given as its shards in the order of ranks; return the shards of the
     result."""
@@ -206,7 +206,7 @@ def _exchange_elements(
 @cache
 def _find_ranks_of_matrix(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
-) -> _RanksOfMatrix:
+) -> _MatrixRanks:
     """Return the ranks over which a matrix is sharded. Collective for these ranks at the first
     call."""
     sizes = tuple(mesh.shape)
@@ -226,7 +226,7 @@ def _find_ranks_of_matrix(
     slices = tuple(layout.slices(position, shape) for position in positions)
     dims = [dim for dim, placement in enumerate(placements) if _is_shard_placement(placement)]
     group = mesh.get_group(dims[0]) if len(dims) == 1 else _create_process_group(ranks)
-    return _RanksOfMatrix(group, dist.get_group_rank(group, dist.get_rank()), slices)
+    return _MatrixRanks(group, dist.get_group_rank(group, dist.get_rank()), slices)
 
 
 @cache

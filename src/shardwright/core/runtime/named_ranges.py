@@ -166,46 +166,48 @@ class RangedBucket(BoundBucket):
 
     @cached_property
     def _all_gather_range(self) -> CollectiveRange:
-        return self._collective_range("all_gather", [gather.group.axes for gather in self.gathers])
+        return self._make_collective_range(
+            "all_gather", [gather.group.axes for gather in self.gathers]
+        )
 
     @cached_property
     def _reduce_scatter_range(self) -> CollectiveRange:
         axes = [gather.group.axes for gather in self.gathers if gather.reduces]
-        return self._collective_range("reduce_scatter", axes)
+        return self._make_collective_range("reduce_scatter", axes)
 
     @cached_property
     def _all_reduce_range(self) -> CollectiveRange:
         assert self.replicas is not None
-        return self._collective_range("all_reduce", [self.replicas.axes])
+        return self._make_collective_range("all_reduce", [self.replicas.axes])
 
-    def _collective_range(self, name: str, axes: Sequence[Axes]) -> CollectiveRange:
+    def _make_collective_range(self, name: str, axes: Sequence[Axes]) -> CollectiveRange:
         return CollectiveRange.of(name, tuple({a for each in axes for a in each}), self.matrix)
 
     @property
-    def _num_bytes_of_shards(self) -> int:
+    def _shard_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     @property
-    def _range_of_bucket(self) -> record_function:
+    def _bucket_range(self) -> record_function:
         return record_function(f"bucket {self.bucket.number}")
 
     def start_gather(self, shards: Sequence[Tensor]) -> Tensor:
-        with self._range_of_bucket, self._all_gather_range.send(self._num_bytes_of_shards):
+        with self._bucket_range, self._all_gather_range.send(self._shard_bytes):
             return super().start_gather(shards)
 
     def finish_gather(self, pending: Tensor) -> list[Tensor]:
-        with self._range_of_bucket, self._all_gather_range.wait():
+        with self._bucket_range, self._all_gather_range.wait():
             return super().finish_gather(pending)
 
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        with self._range_of_bucket:
+        with self._bucket_range:
             if self._has_reduce_scatter:
                 with self._reduce_scatter_range.send(
-                    self._num_bytes_of_shards * self._reduce_scatter_range.size
+                    self._shard_bytes * self._reduce_scatter_range.size
                 ):
                     return super().reduce(gradients)
             if self.replicas is not None:
-                with self._all_reduce_range.send(self._num_bytes_of_shards):
+                with self._all_reduce_range.send(self._shard_bytes):
                     return super().reduce(gradients)
             return super().reduce(gradients)
 
@@ -213,7 +215,7 @@ class RangedBucket(BoundBucket):
         if not self._has_reduce_scatter:
             return super().sum_replicas(flat)
         # Wait here, so that the range covers only the wait; the wait in `super()` returns at once.
-        with self._range_of_bucket:
+        with self._bucket_range:
             with self._reduce_scatter_range.wait():
                 flat = self._wait_for_collective(flat)
             if self.replicas is None:
@@ -224,5 +226,5 @@ class RangedBucket(BoundBucket):
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
         if self.replicas is None:
             return super().shard_gradients(flat)
-        with self._range_of_bucket, self._all_reduce_range.wait():
+        with self._bucket_range, self._all_reduce_range.wait():
             return super().shard_gradients(flat)

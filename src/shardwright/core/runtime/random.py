@@ -35,7 +35,7 @@ def stream_number(name: str) -> int:
 
 
 def micro_batch_seed(step: int, micro_batch: int) -> int:
-    """Return the seed of a micro-batch.
+    """Return the random seed of a micro-batch.
 
     Args:
         step: seed of the training step.

@@ -73,10 +73,10 @@ ERROR_DELAY = 4 * POLL_INTERVAL
 """Seconds for which a rank delays raising the common error, so that other ranks can read it."""
 
 MAX_CALLS = 64
-"""Maximum number of recent calls in the state of a rank."""
+"""Maximum number of recent collective calls in a rank's state in the store."""
 
 BACKWARD = "backward pass"
-"""Name under which a backward pass through a model is counted as a call."""
+"""Name under which a backward pass through a model is counted as a collective call."""
 
 
 class RankCalls:
@@ -104,8 +104,8 @@ class RankCalls:
         self._expected = ExpectedCalls()
         self._last_barrier = ""
         self._has_differed = self._is_retry = False
-        """Whether the last call, and the call before it, raised an error on this rank while other
-        ranks may still wait in it."""
+        """Whether the last collective call, and the one before it, raised a `DataError` on this
+        rank while other ranks may still wait in that call."""
         self._written, self._seen_changes = "", 0
         self._request = 0
         """Number of rank 0's latest request for current states of all ranks; 0 without a
@@ -126,7 +126,7 @@ class RankCalls:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
             if not self.error:
                 state = replace(
-                    self._state_of_this_rank(), is_inside=False, exception=last_exception()
+                    self._make_rank_state(), is_inside=False, exception=last_exception()
                 )
                 self._store.set(f"ended {self._rank}", state.to_json())
                 self._store.set("a rank has ended", "")
@@ -180,7 +180,7 @@ class RankCalls:
             self._in_backward = is_within_another
 
     def begin_backward(self) -> None:
-        """Count the running backward pass, unless it is nested in a call or already counted."""
+        """Count the running backward pass, unless within a counted call or already counted."""
         if not self._depth:
             is_expected = self._count_call(BACKWARD)
             self._in_backward = True
@@ -188,11 +188,11 @@ class RankCalls:
                 self._wait_until_all_begin_call()
 
     def number_of(self, name: str) -> int:
-        """Return how many calls named `name` have begun."""
+        """Return the number of collective calls named `name` that this rank has begun."""
         return self._counts[name]
 
     def _count_call(self, name: str) -> bool:
-        """Count a call, and return whether the call history predicted it."""
+        """Count a collective call; return whether `ExpectedCalls` predicted it."""
         if self.error:
             raise self._make_exception_from_error()
         self._counts[name] += 1
@@ -202,7 +202,7 @@ class RankCalls:
         return self._expected.begin(name) and not self._is_retry
 
     def _remove_last_call(self, name: str, error: BaseException) -> None:
-        """Remove the last call, which raised `error`, from the counts."""
+        """Remove the last collective call, which raised `error`, from the counts."""
         self._count, self._counts[name] = self._count - 1, self._counts[name] - 1
         self._calls.pop()
         self._expected.undo()
@@ -272,9 +272,9 @@ class RankCalls:
                     self._read_or_set_common_error()
                 self._ended.wait(POLL_INTERVAL / 8)
             if not self.error and isinstance(error, dist.DistNetworkError):
-                raise CommunicationError(store_has_ended(self._state_of_this_rank())) from error
+                raise CommunicationError(store_has_ended(self._make_rank_state())) from error
             if not self.error:
-                with naming_redistributions(self._state_of_this_rank().call_with_line):
+                with naming_redistributions(self._make_rank_state().call_with_line):
                     raise
             time.sleep(ERROR_DELAY)
             raise self._make_exception_from_error() from error
@@ -290,7 +290,7 @@ class RankCalls:
                 self._barrier_store.get(key) for key in keys if self._barrier_store.check([key])
             ]
             states = [RankState.from_json(content.decode()) for content in ended]
-            self.error = exited_too_early(self._state_of_this_rank(), states)
+            self.error = exited_too_early(self._make_rank_state(), states)
             if self.error:
                 self._barrier_store.set("error", self.error)
 
@@ -305,7 +305,7 @@ class RankCalls:
         """Write the state of an idle rank to the store, and read the common error of all ranks."""
         is_idle = time.monotonic() - self._changed > IDLE_SECONDS
         request = self._store.add("requests", 0) if is_idle else 0
-        content = f"{request} {self._state_of_this_rank().to_json()}" if is_idle else ""
+        content = f"{request} {self._make_rank_state().to_json()}" if is_idle else ""
         if content != self._written:
             self._store.set(f"rank {self._rank}", content)
             self._store.add("changes", 1)
@@ -339,7 +339,7 @@ class RankCalls:
         elif all(int(request) >= self._request for request, _, _ in answers):
             self._store.set("error", error)
 
-    def _state_of_this_rank(self) -> RankState:
+    def _make_rank_state(self) -> RankState:
         frame = sys._current_frames().get(self._thread_id)
         waits_in, line = waiting_call_and_line(frame)
         is_inside = self._depth > 0
@@ -351,7 +351,7 @@ class RankCalls:
 
 @cache
 def _calls_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
-    """Install the hooks that count calls; return this rank's calls by default process group."""
+    """Hook the counting into collectives; return this rank's counters by default process group."""
     around_backward(_count_backward_passes)
     around_world_collectives(_count_world_collective)
     around_redistributions(_count_redistribution)
@@ -359,12 +359,12 @@ def _calls_by_group() -> WeakKeyDictionary[dist.ProcessGroup, RankCalls]:
 
 
 @cache
-def _numbers_of_default_groups() -> Iterator[int]:
+def _get_default_group_counter() -> Iterator[int]:
     return count()
 
 
 def rank_calls() -> RankCalls | None:
-    """Return the calls of this rank, counted from the first use on; None without other ranks.
+    """Return the counter of this rank's collective calls; None without other ranks.
 
     Every rank must call this function first at the same point of its program.
     """
@@ -373,7 +373,7 @@ def rank_calls() -> RankCalls | None:
     groups, world = _calls_by_group(), dist.group.WORLD
     assert world is not None
     if world not in groups:
-        groups[world] = RankCalls(world, next(_numbers_of_default_groups()))
+        groups[world] = RankCalls(world, next(_get_default_group_counter()))
     return groups[world]
 
 
@@ -395,7 +395,7 @@ def collective_call(name: str, devices: Devices | None = None) -> AbstractContex
 def by_all_ranks(
     name: str,
 ) -> Callable[[Callable[Params, CallResult]], Callable[Params, CallResult]]:
-    """Make every call of the decorated function a `collective_call`."""
+    """Return a decorator that runs each call of a function in `collective_call(name)`."""
 
     def decorate(function: Callable[Params, CallResult]) -> Callable[Params, CallResult]:
         @wraps(function)
@@ -409,7 +409,7 @@ def by_all_ranks(
 
 
 def model_call(name: str, devices: Devices) -> AbstractContextManager[None]:
-    """Return the context of a call of a model. Waits for all ranks unless the call was expected.
+    """Return the context of a model's call; waits for all ranks unless the call was predicted.
 
     Raises:
         DataError: on all ranks, if they wait for each other in different calls.
@@ -421,7 +421,7 @@ def model_call(name: str, devices: Devices) -> AbstractContextManager[None]:
 
 
 def begin_backward() -> None:
-    """Count the running backward pass, through a model on several devices, as a call."""
+    """Count the running backward pass of a model on several devices as a collective call."""
     calls = rank_calls()
     if calls is not None:
         calls.begin_backward()

@@ -65,17 +65,17 @@ class StageParameters:
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
     def counted_memory(self) -> dict[Hashable, bool]:
-        """Return whether this stage includes each parameter and gradient in norms, by key of its
-        memory.
+        """Return, for each parameter and gradient of this stage, whether the stage includes it in
+        norms; by `_make_memory_key`.
 
         The first of the stages that own a parameter includes it.
         """
         result: dict[Hashable, bool] = {}
         for name, parameter in self.parameters.items():
             counts = min(self.stages[name]) == self.devices.stage
-            result[_memory_key_of_tensor(parameter)] = counts
+            result[_make_memory_key(parameter)] = counts
             if parameter.grad is not None:
-                result[_memory_key_of_tensor(parameter.grad)] = counts
+                result[_make_memory_key(parameter.grad)] = counts
         return result
 
     def stages_below(self, path: str) -> set[int]:
@@ -127,7 +127,7 @@ class TotalNorms:
         Raises:
             PlanError: if the order is not positive, or a tensor is a local shard of a stage.
         """
-        models = _models_in_norm_call(listed, source)
+        models = _find_models_in_norm_call(listed, source)
         groups = self.groups(measured)
         if not models and len(groups) < 2:
             return None
@@ -138,7 +138,7 @@ class TotalNorms:
                 "`math.inf`"
             )
         counts = {key: n for model in models for key, n in model.counted_memory().items()}
-        stage_tensors = [tensor for tensor in measured if _memory_key_of_tensor(tensor) in counts]
+        stage_tensors = [tensor for tensor in measured if _make_memory_key(tensor) in counts]
         for tensor in stage_tensors:
             if models[0].devices.mesh is not None and not isinstance(tensor, DTensor):
                 raise PlanError(
@@ -146,15 +146,11 @@ class TotalNorms:
                     " pipeline stages\npass the DTensors of parameters or gradients, whose norm is"
                     " computed over all devices and stages"
                 )
-        other_tensors = [
-            tensor for tensor in measured if _memory_key_of_tensor(tensor) not in counts
-        ]
-        norms = [
-            _norm_of_tensors_on_one_mesh(group, norm_type) for group in self.groups(other_tensors)
-        ]
+        other_tensors = [tensor for tensor in measured if _make_memory_key(tensor) not in counts]
+        norms = [_compute_norm_on_mesh(group, norm_type) for group in self.groups(other_tensors)]
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
-            counted = [tensor for tensor in stage_tensors if counts[_memory_key_of_tensor(tensor)]]
+            counted = [tensor for tensor in stage_tensors if counts[_make_memory_key(tensor)]]
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
         stacked_norms = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
         norm: Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
@@ -169,7 +165,7 @@ class TotalNorms:
         return list(groups.values())
 
 
-def _models_in_norm_call(
+def _find_models_in_norm_call(
     listed: Sequence[Tensor], source: nn.Module | None
 ) -> list[StageParameters]:
     """Return the models over whose stages the norm of a call is computed.
@@ -188,17 +184,17 @@ def _models_in_norm_call(
         return [model for module, model in models.items() if module in inside]
     if not listed:
         return list(models.values())[:1]
-    memory = {_memory_key_of_tensor(tensor) for tensor in listed}
+    memory = {_make_memory_key(tensor) for tensor in listed}
     return [model for model in models.values() if not memory.isdisjoint(model.counted_memory())]
 
 
-def _norm_of_tensors_on_one_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
+def _compute_norm_on_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
     norm = nn.utils.get_total_norm(tensors, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def _memory_key_of_tensor(tensor: Tensor) -> Hashable:
-    """Return a key that is equal for tensors with the same memory."""
+def _make_memory_key(tensor: Tensor) -> Hashable:
+    """Return (storage, offset, size) of the local shard; the `id` of a sparse tensor."""
     local = detached_local(tensor)
     if local.layout is not torch.strided:
         return id(tensor)

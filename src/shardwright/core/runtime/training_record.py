@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwright.core.runtime.devices import stages_of_plan
 
 NUM_COLUMNS = 4
-"""Number of 64-bit integers of a record; see `unpack`."""
+"""Number of 64-bit integers into which a `TrainingRecord` is packed."""
 
 _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
 
@@ -56,34 +56,34 @@ class TrainingRecord:
             groups: the optimizer's parameter groups with planned parameters.
         """
         self.steps += 1
-        self.learning_rate += _checksum_of(groups[0].get("lr"))
+        self.learning_rate += _compute_checksum(groups[0].get("lr"))
         for weight, group in enumerate(groups, 1):
-            self.options += weight * _checksum_of_options(group)
+            self.options += weight * _compute_group_checksum(group)
 
 
-def _checksum_of_options(group: Mapping[str, Any]) -> float:
+def _compute_group_checksum(group: Mapping[str, Any]) -> float:
     total, weight = 0.0, 1
     for name, value in group.items():
         if name != "params" and value is not None:
-            total += weight * _checksum_of(value)
+            total += weight * _compute_checksum(value)
             weight += 1
     return total
 
 
-def _checksum_of(option: Any) -> float:
+def _compute_checksum(option: Any) -> float:
     """Return a checksum of the finite numbers in an option of an optimizer."""
     if isinstance(option, int | float):
         return float(option) if math.isfinite(option) else 0.0
     if isinstance(option, list | tuple):
-        return sum(weight * _checksum_of(value) for weight, value in enumerate(option, 1))
+        return sum(weight * _compute_checksum(value) for weight, value in enumerate(option, 1))
     # On an accelerator, reading a number would wait for the device.
     if isinstance(option, Tensor) and option.numel() == 1 and option.device.type == "cpu":
-        return _checksum_of(option.item())
+        return _compute_checksum(option.item())
     return 0.0
 
 
 def unpack(columns: Sequence[int]) -> TrainingRecord:
-    """Return the record packed into integers by `TrainingRecord.take`."""
+    """Return the `TrainingRecord` that `TrainingRecord.take` packed into integers."""
     steps, *numbers = columns
     rate, options, max_norm = _NUMBERS.unpack(_INTEGERS.pack(*numbers))
     return TrainingRecord(steps, rate, options, max_norm)

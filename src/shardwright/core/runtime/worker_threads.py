@@ -17,7 +17,7 @@ from shardwright.core.torch_internals.distributed import functional_collectives
 
 
 def apply_workarounds() -> None:
-    """Apply both workarounds to this process; repeated calls have no effect."""
+    """Work around two crashes of gloo's worker threads in this process; idempotent."""
     _wait_for_threads_at_exit()
     _replace_cpu_all_gather_kernels()
 
