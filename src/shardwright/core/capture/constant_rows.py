@@ -7,6 +7,7 @@ that compute it are run on random experts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwright.core.capture.fx_nodes import is_tensor, node_shape, tensor
+from shardwright.core.capture.fx_nodes import is_tensor, node_arguments, node_shape, tensor
 from shardwright.core.torch_internals import pytree
 
 aten = torch.ops.aten
@@ -32,17 +33,27 @@ _LIKE = (
 )
 """Operators that read only the shape and dtype of their input."""
 
+_CHOICES = (
+    *(aten.topk.default, aten.max.dim, aten.min.dim, aten.sort.default),
+    *(aten.argmax.default, aten.argmin.default, aten.argsort.default),
+)
+"""Operators whose indices are experts, chosen by the largest or smallest scores."""
+
+_CHOICE_VIEWS = (
+    *(aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.permute.default),
+    *(aten.to.dtype, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints),
+    *(aten.view.default, aten.clone.default, aten.detach.default, aten.transpose.int),
+)
+"""Operators that keep, select or cast the experts of tokens."""
+
 
 def row_numbers(node: fx.Node) -> Tensor | None:
     """Return the value of a vector that is computed from constants alone; None for others."""
 
-    def unknown(_: fx.Node) -> Tensor:
-        raise _UnknownNumbersError
-
     if len(node_shape(node)) != 1:
         return None
     try:
-        value: Tensor = _Formula([node], set()).run({}, unknown)[0]
+        value: Tensor = _Formula([node], set()).run({}, _refuse_unknown)[0]
     except _UnknownNumbersError:
         return None
     return value
@@ -56,6 +67,47 @@ def repeats_of_rows(numbers: Tensor | None, count: int) -> int | None:
     repeats = len(numbers) // count
     expected = torch.arange(count).repeat_interleave(repeats)
     return repeats if torch.equal(numbers.to(torch.int64), expected) else None
+
+
+class MaskTrials:
+    """Values of masks of the rows of each expert, computed from drawn experts.
+
+    Args:
+        root: the experts of each token, `[tokens, top_k]` or `[tokens]`.
+        masks: masks that are computed from `root`.
+    """
+
+    def __init__(self, root: fx.Node, masks: Sequence[fx.Node]) -> None:
+        self.draws: list[tuple[Tensor, list[Tensor]]] = []
+        """(drawn experts, values of the masks) of each trial; empty if a mask cannot be
+        computed."""
+        generator = torch.Generator().manual_seed(0)
+        formula = _Formula(masks, {root})
+        num_experts = find_num_choices(root) or len(masks)
+        for drawn in _draw_experts(root, num_experts, generator):
+            try:
+                values = formula.run({root: drawn}, _refuse_unknown)
+            except (_UnknownNumbersError, RuntimeError, IndexError):
+                self.draws.clear()
+                return
+            self.draws.append((drawn, values))
+
+
+def find_num_choices(root: fx.Node) -> int | None:
+    """Return the number of elements among which `root` is the index of the largest; None for other
+    integers."""
+    while root.target in _CHOICE_VIEWS:
+        root = root.args[0]  # type: ignore[assignment]
+    source = root.args[0] if root.target is operator.getitem else root
+    if not isinstance(source, fx.Node) or source.target not in _CHOICES:
+        return None
+    arguments = node_arguments(source)
+    sizes, dim = node_shape(arguments["self"]), arguments.get("dim")
+    return sizes[dim] if isinstance(dim, int) and sizes else None
+
+
+def _refuse_unknown(_: fx.Node) -> Tensor:
+    raise _UnknownNumbersError
 
 
 class ExpertEnds:
@@ -78,22 +130,28 @@ class ExpertEnds:
         """
         if node_shape(ends) != (experts,):
             return False
-        root = _first_integers(keys)
+        root = find_first_integers(keys)
         formula = _Formula((ends, positions, keys), {root})
-        description = f"{formula.describe()}, {experts} of {_is_topk(root)}"
+        description = f"{formula.describe()}, {experts} of {is_topk(root)}"
         if description not in self._matches:
             self._matches[description] = _matches_in_trials(formula, root, experts)
         return self._matches[description]
 
 
-def _first_integers(keys: fx.Node) -> fx.Node:
+def find_first_integers(keys: fx.Node) -> fx.Node:
     """Return the first integer tensor of those that make the keys: rows may be counted from
     another view of it."""
-    while len(keys.all_input_nodes) == 1 and is_tensor(keys.all_input_nodes[0]):
-        if tensor(keys.all_input_nodes[0]).is_floating_point():
+    return list_integers(keys)[0]
+
+
+def list_integers(keys: fx.Node) -> list[fx.Node]:
+    """Return the integer or boolean tensors that make the keys one after another, the keys last."""
+    chain = [keys]
+    while len(chain[-1].all_input_nodes) == 1 and is_tensor(chain[-1].all_input_nodes[0]):
+        if tensor(chain[-1].all_input_nodes[0]).is_floating_point():
             break
-        (keys,) = keys.all_input_nodes
-    return keys
+        chain += chain[-1].all_input_nodes
+    return chain[::-1]
 
 
 def _matches_in_trials(formula: _Formula, root: fx.Node, experts: int) -> bool:
@@ -212,7 +270,7 @@ def _run_operator(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         return target(*args, **kwargs)
 
 
-def _is_topk(root: fx.Node) -> bool:
+def is_topk(root: fx.Node) -> bool:
     source = root.args[0] if root.args else None
     return isinstance(source, fx.Node) and source.target is aten.topk.default
 
@@ -222,7 +280,7 @@ def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> It
     shows where a number of rows is limited. Each token has different experts if `topk` chooses
     them."""
     sizes, dtype = node_shape(root), tensor(root).dtype
-    if _is_topk(root):
+    if is_topk(root):
         scores = torch.rand(*sizes[:-1], experts, generator=generator)
         yield scores.topk(sizes[-1], dim=-1).indices.to(dtype)
         first = torch.arange(sizes[-1], dtype=dtype).expand(sizes)

@@ -35,13 +35,16 @@ _COLUMN_VIEWS = (
 """Operators that select columns of an up projection."""
 
 
-def routed_product(rows: Tensor, ids: Tensor, matrices: Tensor) -> Tensor:
+def routed_product(
+    rows: Tensor, ids: Tensor, matrices: Tensor, biases: Tensor | None = None
+) -> Tensor:
     """Mark the product of each row with the matrix of its expert; never run.
 
     Args:
         rows: `[rows, inner]`.
         ids: expert of each row, `[rows]`.
         matrices: `[experts, inner, columns]`.
+        biases: added to the products, `[experts, columns]`.
 
     Returns:
         `[rows, columns]`.
@@ -49,10 +52,10 @@ def routed_product(rows: Tensor, ids: Tensor, matrices: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], matrices.shape[2])
 
 
-def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence[fx.Node]) -> None:
+def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence[fx.Node]) -> bool:
     """Replace routed products by mixtures of experts, and redirect the users of `restored` to them.
 
-    Nothing changes unless all products can be replaced.
+    Nothing changes unless all products can be replaced; returns whether they are.
 
     Args:
         restored: (tensor, equal tensor computed from routed products) pairs.
@@ -65,12 +68,13 @@ def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence
             mixtures.append((down, gate))
             unfolded = [each for each in unfolded if each not in (down, *gate.ups)]
     if unfolded or not mixtures:
-        return
+        return False
     for old, new in restored.items():
         old.replace_all_uses_with(new)
     remove_dead(products[0].graph)
     for down, gate in mixtures:
         _fold_mixture(down, gate)
+    return True
 
 
 @dataclass
@@ -111,6 +115,9 @@ class _Gate:
         if not all(_computes_same(up.args[0], self.rows) for up in self.ups) or (
             self.is_joint and len(self.ups) > 1
         ):
+            return False
+        if len({len(up.args) for up in self.ups}) > 1:
+            # The operator has biases of all projections or of none.
             return False
         self.ups.sort(key=_position)
         if not self.is_joint:
@@ -267,7 +274,8 @@ def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
         scale = insert_reshape(weights, sizes, last)
     arguments = (
         *(x, id_table, scale, _insert_up_projections(gate, last)),
-        *(insert_permute(matrices, (0, 2, 1), last), None, None),
+        *(insert_permute(matrices, (0, 2, 1), last), _insert_up_biases(gate, last)),
+        *((down.args[3] if len(down.args) > 3 else None),),
         *(tuple(gate.steps), gate.interleaved),
     )
     new = insert(last, custom_ops.experts, arguments, like=down)
@@ -286,6 +294,20 @@ def _insert_up_projections(gate: _Gate, before: fx.Node) -> fx.Node:
         return insert(before, aten.unsqueeze.default, (weights[0], 1))
     pair = (columns // 2, 2) if gate.interleaved else (2, columns // 2)
     return insert_reshape(weights[0], (experts, *pair, hidden), before)
+
+
+def _insert_up_biases(gate: _Gate, before: fx.Node) -> fx.Node | None:
+    """Insert the biases of the up projections in the form of `custom_ops.experts`."""
+    if len(gate.ups[0].args) < 4:
+        return None
+    biases: list[Any] = [up.args[3] for up in gate.ups]
+    if len(biases) > 1:
+        return insert(before, aten.stack.default, (biases, 1))
+    experts, columns = node_shape(biases[0])
+    if not gate.is_joint:
+        return insert(before, aten.unsqueeze.default, (biases[0], 1))
+    pair = (columns // 2, 2) if gate.interleaved else (2, columns // 2)
+    return insert_reshape(biases[0], (experts, *pair), before)
 
 
 def _tokens(rows: fx.Node) -> fx.Node | None:

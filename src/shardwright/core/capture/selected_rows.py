@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from shardwright.core.capture.build_graph import to_builtin_containers
+from shardwright.core.capture.equal_nodes import EqualNodes
 from shardwright.core.capture.fx_nodes import (
     insert,
     is_tensor,
@@ -110,10 +111,7 @@ class SelectedRows:
         self.items: dict[fx.Node, tuple[Rows, ...]] = {}
         """The rows of each result of an operator with several results."""
         self._others: dict[tuple[Rows, int], fx.Node] = {}
-        self._first_equal: dict[fx.Node, fx.Node] = {}
-        self._by_text: dict[str, fx.Node] = {}
-        for node in graph.nodes:
-            self._find_equal(node)
+        self._equal = EqualNodes(graph)
 
     # Values of rows that are not selected
 
@@ -212,21 +210,9 @@ class SelectedRows:
 
     def same_rows(self, rows: Rows, other: Rows) -> bool:
         """Whether two masks are equal by their operators."""
-        return self._find_equal(rows.mask) is self._find_equal(other.mask) and (
+        return self._equal.first(rows.mask) is self._equal.first(other.mask) and (
             rows.repeats == other.repeats
         )
-
-    def _find_equal(self, node: fx.Node) -> fx.Node:
-        """Return the first node that computes the same as `node`."""
-        if node not in self._first_equal:
-            target = node.target
-            random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-            equal = node
-            if isinstance(target, OpOverload) and not random:
-                inputs = fx.map_arg((node.args, node.kwargs), self._find_equal)
-                equal = self._by_text.setdefault(f"{target} {inputs}", node)
-            self._first_equal[node] = equal
-        return self._first_equal[node]
 
     def keep_rows(self, node: fx.Node) -> None:
         """Determine the rows of the results of an operator that computes each row by itself."""

@@ -13,7 +13,6 @@ each mixture of experts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +30,7 @@ from shardwright.core.capture.fx_nodes import (
     tensor,
 )
 from shardwright.core.capture.routed_products import fold_routed_products, routed_product
-from shardwright.core.capture.selected_rows import operator_of
-from shardwright.core.rules import rule_of
-from shardwright.core.rules.rule import depends_on_position
+from shardwright.core.capture.row_factors import find_row_dims, find_row_factor
 from shardwright.core.torch_internals.operators import is_erased
 
 aten = torch.ops.aten
@@ -286,10 +283,10 @@ def _compute_write(order: RowOrder, node: fx.Node) -> None:
     rows, dim = order.unsorted[source]
     if dim != 0 or node_shape(rows)[1:] != sizes[1:]:
         return
-    order.restored[node] = _insert_sum_of_rows(node, base if adds else None, rows, repeats)
+    order.restored[node] = insert_sum_of_rows(node, base if adds else None, rows, repeats)
 
 
-def _insert_sum_of_rows(
+def insert_sum_of_rows(
     before: fx.Node, base: fx.Node | None, rows: fx.Node, repeats: int
 ) -> fx.Node:
     """Insert the sum of each `repeats` consecutive rows, added to `base`."""
@@ -316,42 +313,18 @@ def _is_zero(node: fx.Node) -> bool:
 
 def _compute_each_row(order: RowOrder, node: fx.Node) -> None:
     """Compute an operator whose sharding rule has a factor for the rows."""
-    outputs = node.meta["val"]
-    op = operator_of(node)
-    rule = rule_of(op)
-    if rule is None or not op.outputs:
+    dims = {sorted_rows: dim for sorted_rows, (_, dim) in order.unsorted.items()}
+    row_factor = find_row_factor(node, dims, order.num_rows)
+    if row_factor is None:
         return
-    input_nodes: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda each: input_nodes.append(each) or each)  # type: ignore[func-returns-value]
-    pairs = list(zip((each for each in input_nodes if is_tensor(each)), rule.inputs, strict=True))
-    factors = {
-        dims[order.unsorted[each][1]] if each in order.unsorted else None
-        for each, dims in pairs
-        if each in order.unsorted
-    }
-    (factor,) = factors if len(factors) == 1 else (None,)
-    if (
-        factor is None
-        or rule.capacity[factor] != order.num_rows
-        or rule.reductions(op, {factor: 2})
-        or depends_on_position(op, rule, factor)
-        or any(factor in dims and each not in order.unsorted for each, dims in pairs)
-    ):
-        return
-    dims_of_rows = _dims_of_rows(rule.outputs, factor)
+    factor, rule = row_factor
+    dims_of_rows = find_row_dims(rule.outputs, factor)
     if dims_of_rows is None and factor not in rule.reduced:
         return
     new = insert(node, node.target, *order.argument((node.args, node.kwargs)))  # type: ignore[arg-type]
     if dims_of_rows is None:
         order.restored[node] = new
-    elif isinstance(outputs, Tensor):
+    elif isinstance(node.meta["val"], Tensor):
         order.unsorted[node] = (new, dims_of_rows[0])
     else:
         order.items[node] = (new, dims_of_rows)
-
-
-def _dims_of_rows(outputs: Sequence[Sequence[str | None]], factor: str) -> tuple[int, ...] | None:
-    """Return the dimension of the rows in each output; None if an output has none."""
-    if not all(list(dims).count(factor) == 1 for dims in outputs):
-        return None
-    return tuple(list(dims).index(factor) for dims in outputs)

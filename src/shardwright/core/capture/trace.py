@@ -24,6 +24,7 @@ from shardwright.core.capture.causal_masks import fold_causal_masks
 from shardwright.core.capture.composed import decompose
 from shardwright.core.capture.ctc import keep_rows_of_targets
 from shardwright.core.capture.cumulative_averages import average_on_tensors
+from shardwright.core.capture.expert_loops import fold_expert_loops
 from shardwright.core.capture.experts import hint_of_experts
 from shardwright.core.capture.explanation import explain_export
 from shardwright.core.capture.fake_copy import (
@@ -135,9 +136,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     check_constants(module, signature.constants.values())
     keep_rows_of_targets(graph)
     hint = hint_of_experts(module)
-    # In a loop over experts, every expert would compute all tokens.
-    if not hint:
-        pad_selected_rows(graph)
+    pad_selected_rows(graph)
     decompose(graph)
     read_strides_of_elements(graph)
     calls = call_tags(graph)
@@ -151,6 +150,7 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)
+    fold_expert_loops(graph, hint)
     keep_selected_rows(graph)
     fold_causal_masks(graph)
     fold_sorted_experts(graph)

@@ -1,0 +1,248 @@
+"""Mixtures of experts that are written as a loop over the experts.
+
+    for i, expert in enumerate(self.experts):
+        rows, nth = torch.where(ids == i)
+        out.index_add_(0, rows, weights[rows, nth, None] * expert(x[rows]))
+
+After `pad_selected_rows` every expert computes all rows. If the masks select each row for one
+expert, and the experts run the same operators with different parameters, one computation of all
+rows gives the same, in which each row reads the parameters of its expert. Products become
+`routed_product`s with stacked parameters, of which `routed_products.py` makes one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwright.core.capture.constant_rows import (
+    MaskTrials,
+    find_first_integers,
+    is_topk,
+    list_integers,
+)
+from shardwright.core.capture.equal_nodes import EqualNodes
+from shardwright.core.capture.expert_template import ExpertTemplate, NoTemplateError, RowLayout
+from shardwright.core.capture.fx_nodes import is_tensor, node_shape, remove_dead
+from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.capture.routed_products import fold_routed_products
+from shardwright.errors import CaptureError
+
+aten = torch.ops.aten
+
+_ADDS = (aten.index_add.default, aten.index_put.default)
+
+
+@dataclass
+class ExpertRegion:
+    """The operators of a loop on the rows of one expert.
+
+    Args:
+        mask: mask of the expert's rows.
+        nodes: the operators, in the order of the graph.
+        ends: operators that write the rows into a tensor, or add them to one.
+        is_separate: whether no operator also reads rows of another mask.
+    """
+
+    mask: fx.Node
+    nodes: list[fx.Node] = field(default_factory=list)
+    ends: list[fx.Node] = field(default_factory=list)
+    is_separate: bool = True
+
+
+def fold_expert_loops(graph: fx.Graph, hint: str) -> None:
+    """Replace each loop over experts by one operator, in place.
+
+    Args:
+        graph: a canonical graph with marks of selected rows.
+        hint: advice for loops that cannot be replaced; empty for models without experts.
+
+    Raises:
+        CaptureError: for a loop of a model with experts that cannot be replaced, as every expert
+            would compute all tokens.
+    """
+    if not any(node.target is select_rows for node in graph.nodes):
+        return
+    equal = EqualNodes(graph)
+    for regions in _find_loops(graph, equal):
+        line = line_of(regions[0].nodes[0])
+        try:
+            _fold_loop(graph, regions, equal)
+        except NoTemplateError as error:
+            if hint:
+                raise CaptureError(
+                    f"{line}: this loop over experts {error}, so every expert would compute all"
+                    f" tokens\nlet all experts run the same operators on the rows of their tokens"
+                    f" only.{hint}"
+                ) from None
+
+
+def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
+    """Return the regions of each loop: those whose masks compare the same integers."""
+    regions: dict[fx.Node, ExpertRegion] = {}
+    owners: dict[fx.Node, ExpertRegion] = {}
+    for node in graph.nodes:
+        inputs = {id(owners[each]): owners[each] for each in node.all_input_nodes if each in owners}
+        if node.target is select_rows and not inputs:
+            mask = find_source(equal, node.args[1])
+            inputs = {0: regions.setdefault(mask, ExpertRegion(mask))}
+        if len(inputs) == 1:
+            (region,) = inputs.values()
+            if _is_end(node, region, owners, equal):
+                region.ends.append(node)
+            else:
+                region.nodes.append(node)
+                owners[node] = region
+        for region in inputs.values() if len(inputs) > 1 else ():
+            region.is_separate = False
+    loops: dict[fx.Node, list[ExpertRegion]] = {}
+    for mask, region in regions.items():
+        loops.setdefault(equal.first(find_first_integers(mask)), []).append(region)
+    return [loop for loop in loops.values() if len(loop) > 1]
+
+
+def find_source(equal: EqualNodes, node: Any) -> fx.Node:
+    """Return the first tensor equal to that which reshapes make a node of."""
+    while node.target in (aten.reshape.default, restore_rows):
+        node = node.args[0]
+    return equal.first(node)
+
+
+def _is_end(
+    node: fx.Node, region: ExpertRegion, owners: dict[fx.Node, ExpertRegion], equal: EqualNodes
+) -> bool:
+    """Whether an operator writes a region's rows into a tensor at the places of the mask."""
+    if node.target is aten.where.self:
+        condition, rows, base = node.args
+        is_mask = is_tensor(condition) and find_source(equal, condition) is region.mask
+        return is_mask and rows in owners and base not in owners
+    return node.target in _ADDS and node.args[0] not in owners
+
+
+def _fold_loop(graph: fx.Graph, regions: list[ExpertRegion], equal: EqualNodes) -> None:
+    root, layout, order = _find_experts_of_rows([region.mask for region in regions])
+    regions = [regions[each] for each in order]
+    _check_regions(regions)
+    ends = [region.ends[0] for region in regions]
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    chain = sorted(ends, key=position.__getitem__)
+    last = chain[-1]
+    template = ExpertTemplate([region.nodes for region in regions], root, layout, last, equal)
+    new = _compute_end(template, ends, chain, equal)
+    if not template.products or not fold_routed_products({last: new}, template.products):
+        raise NoTemplateError("computes with others than two or three linear layers in each expert")
+    remove_dead(graph)
+
+
+def _find_experts_of_rows(masks: Sequence[fx.Node]) -> tuple[fx.Node, RowLayout, list[int]]:
+    """Return the experts of each token, the layout of their pairs in the rows of a mask, and the
+    indices of `masks` in the order of their experts, which are 0 and following."""
+    chains = [list_integers(mask) for mask in masks]
+    for root in chains[0]:
+        if not all(root in chain for chain in chains):
+            break
+        trials = MaskTrials(root, masks)
+        for layout in _make_layouts(root, prod(node_shape(masks[0]))):
+            experts = _find_experts(trials, layout)
+            if experts is not None:
+                return root, layout, experts
+    raise NoTemplateError("selects rows by other masks than `ids == expert`")
+
+
+def _make_layouts(root: fx.Node, rows: int) -> Iterator[RowLayout]:
+    """Yield the possible layouts of masks of `rows` rows."""
+    pairs, sizes = prod(node_shape(root)), node_shape(root)
+    top_k = sizes[-1] if len(sizes) > 1 else 1
+    if rows == pairs:
+        yield RowLayout.same(pairs)
+    if rows == pairs and top_k > 1:
+        yield RowLayout.transposed(pairs, top_k)
+    if rows * top_k == pairs and top_k > 1 and is_topk(root):
+        yield RowLayout.repeated(pairs, top_k)
+
+
+def _find_experts(trials: MaskTrials, layout: RowLayout) -> list[int] | None:
+    """Return the index of the mask of each expert; None if a mask does not select the rows of one
+    expert, or an expert has no mask or several."""
+    if not trials.draws:
+        return None
+    count = len(trials.draws[0][1])
+    indices: list[int] = []
+    for expert in range(count):
+        matching = [
+            index
+            for index in range(count)
+            if all(layout.selects(values[index], ids == expert) for ids, values in trials.draws)
+        ]
+        if len(matching) != 1:
+            return None
+        indices += matching
+    return indices
+
+
+def _check_regions(regions: list[ExpertRegion]) -> None:
+    if not all(region.is_separate for region in regions):
+        raise NoTemplateError("combines the rows of several experts")
+    if any(len(region.ends) != 1 for region in regions):
+        raise NoTemplateError("does not add or write the rows of each expert to one result")
+    targets = [[node.target for node in region.nodes] for region in regions]
+    if any(each != targets[0] for each in targets):
+        raise NoTemplateError("runs other operators for some experts")
+
+
+def _compute_end(
+    template: ExpertTemplate, ends: list[fx.Node], chain: list[fx.Node], equal: EqualNodes
+) -> fx.Node:
+    """Insert the result of a loop: its start plus, or overwritten by, the rows of all experts."""
+    end, base = ends[0], _get_base(chain[0])
+    if any(each.target is not end.target for each in ends):
+        raise NoTemplateError("runs other operators for some experts")
+    for earlier, later in pairwise(chain):
+        if find_source(equal, _get_base(later)) is not equal.first(earlier):
+            raise NoTemplateError("does not add or write the rows of each expert to one result")
+    if end.target is not aten.where.self:
+        return template.add_rows(end, base)
+    starts = {end: find_source(equal, base)}
+    starts |= {later: equal.first(earlier) for earlier, later in pairwise(chain)}
+    value: Any = end.args[1]
+    while value.target in (aten.reshape.default, restore_rows):
+        value = value.args[0]
+    added = _find_added_rows(template, value, [starts[each] for each in ends], equal)
+    if added is not None:
+        return template.add_at_mask(end, base, added)
+    return template.write_at_mask(end, base, value)
+
+
+def _get_base(end: fx.Node) -> fx.Node:
+    base = end.args[2 if end.target is aten.where.self else 0]
+    assert isinstance(base, fx.Node)
+    return base
+
+
+def _find_added_rows(
+    template: ExpertTemplate, value: fx.Node, starts: list[fx.Node], equal: EqualNodes
+) -> fx.Node | None:
+    """Return what `out[mask] += rows` adds to the rows that it reads; None for other values.
+
+    Args:
+        template: the template of the loop.
+        value: rows that the first expert writes.
+        starts: the tensor to which each expert writes.
+        equal: nodes that compute equal values.
+    """
+    if value.target is not aten.add.Tensor or value.kwargs:
+        return None
+    for read, added in (value.args, value.args[::-1]):
+        if not isinstance(read, fx.Node) or read.target is not select_rows:
+            continue
+        sources = [find_source(equal, each.args[0]) for each in template.counterparts(read)]
+        if sources == starts and isinstance(added, fx.Node):
+            return added
+    return None

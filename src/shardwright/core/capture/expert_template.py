@@ -1,0 +1,450 @@
+"""One computation of the rows of all experts, each row with the parameters of its expert.
+
+The template follows the operators of the first expert. Where experts read different tensors, such
+as their parameters, these are stacked, and each row reads those of its expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwright.core.capture.canonicalize import insert_permute, insert_reshape, permutation
+from shardwright.core.capture.constant_rows import (
+    find_num_choices,
+    repeats_of_rows,
+    row_numbers,
+)
+from shardwright.core.capture.equal_nodes import EqualNodes
+from shardwright.core.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape
+from shardwright.core.capture.padded_rows import restore_rows, select_rows
+from shardwright.core.capture.routed_products import routed_product
+from shardwright.core.capture.row_factors import find_row_dims, find_row_factor
+from shardwright.core.capture.sorted_rows import insert_sum_of_rows
+
+aten = torch.ops.aten
+
+_PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default)
+_SIZED = (aten.reshape.default, aten.expand.default)
+
+
+class NoTemplateError(Exception):
+    """The experts of a loop cannot be computed at once; the message is what the loop does, as a
+    verb in the third person and its object."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """Where the row of each pair of a token and one of its experts is among the rows of a mask.
+
+    Pairs are in the order of `ids`, `[tokens, top_k]`.
+
+    Args:
+        positions: row of the mask of each pair, `[pairs]`.
+        num_rows: number of rows of the mask.
+        top_k: 1 if the mask has the order of the pairs.
+    """
+
+    positions: Tensor
+    num_rows: int
+    top_k: int
+
+    @staticmethod
+    def same(pairs: int) -> RowLayout:
+        """Return the layout of a mask `[tokens, top_k]`."""
+        return RowLayout(torch.arange(pairs), pairs, 1)
+
+    @staticmethod
+    def transposed(pairs: int, top_k: int) -> RowLayout:
+        """Return the layout of a mask `[top_k, tokens]`."""
+        return RowLayout(torch.arange(pairs).view(top_k, -1).T.flatten(), pairs, top_k)
+
+    @staticmethod
+    def repeated(pairs: int, top_k: int) -> RowLayout:
+        """Return the layout of a mask `[tokens]`, of tokens any of whose experts is this one."""
+        tokens = pairs // top_k
+        return RowLayout(torch.arange(tokens).repeat_interleave(top_k), tokens, top_k)
+
+    @property
+    def repeats(self) -> bool:
+        return len(self.positions) > self.num_rows
+
+    def selects(self, mask: Tensor, pairs: Tensor) -> bool:
+        """Whether `mask` selects the rows of `pairs`, a boolean tensor `[tokens, top_k]`."""
+        expected = torch.zeros(self.num_rows, dtype=torch.bool)
+        expected[self.positions[pairs.flatten()]] = True
+        return torch.equal(mask.flatten(), expected)
+
+
+class ExpertTemplate:
+    """The computation of the rows of all experts.
+
+    Args:
+        regions: the operators of each expert, equal but for the tensors that they read.
+        root: experts of each token, `[tokens, top_k]`, or `[tokens]`.
+        layout: where the rows of pairs are among the rows of a mask.
+        before: node before which the computation is inserted.
+        equal: nodes that compute equal values.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Sequence[fx.Node]],
+        root: fx.Node,
+        layout: RowLayout,
+        before: fx.Node,
+        equal: EqualNodes,
+    ) -> None:
+        self.products: list[fx.Node] = []
+        """The products of rows with the matrices of their experts."""
+        self._regions, self._layout, self._before, self._equal = regions, layout, before, equal
+        self._index = {node: index for index, node in enumerate(regions[0])}
+        self._pairs = len(layout.positions)
+        self._rows: dict[fx.Node, tuple[fx.Node, int]] = {}
+        """(rows of all pairs, dimension of the rows) of each operator of the first expert."""
+        self._ids = insert_reshape(root, (self._pairs,), before)
+        self._is_complete = self._find_is_complete(root)
+
+    def _find_is_complete(self, root: fx.Node) -> bool:
+        """Whether every pair is computed by one of the experts of the loop."""
+        return find_num_choices(root) == len(self._regions)
+
+    def counterparts(self, node: fx.Node) -> list[fx.Node]:
+        """Return the operators of all experts that correspond to one of the first expert."""
+        return [nodes[self._index[node]] for nodes in self._regions]
+
+    # Results
+
+    def add_rows(self, end: fx.Node, base: fx.Node) -> fx.Node:
+        """Insert `base` plus the rows of all experts, which `end` adds at given indices."""
+        arguments = node_arguments(end)
+        if end.target is aten.index_add.default:
+            indices, added = [arguments["index"]], arguments["source"]
+            is_sum = arguments["dim"] == 0 and arguments["alpha"] == 1
+        else:
+            indices, added = arguments["indices"], arguments["values"]
+            is_sum = arguments["accumulate"]
+        sizes = node_shape(base)
+        numbers = self._ravel_indices(indices, sizes)
+        count = prod(sizes[: len(indices)])
+        repeats = repeats_of_rows(numbers, count)
+        if not is_sum or repeats is None:
+            raise NoTemplateError("adds rows at other places than those of their tokens")
+        flat = insert_reshape(base, (count, *sizes[len(indices) :]), self._before)
+        return self._add(end, flat, self._only_computed(self._first_rows(added)), repeats)
+
+    def add_at_mask(self, end: fx.Node, base: fx.Node, added: fx.Node) -> fx.Node:
+        """Insert `base` plus the rows of all experts, `added` to the rows that a mask selects."""
+        rows = self._only_computed(self._first_rows(added))
+        sizes = (self._layout.num_rows, *node_shape(rows)[1:])
+        repeats = self._layout.top_k if self._layout.repeats else 1
+        rows = rows if self._layout.repeats else self._in_mask_order(rows)
+        return self._add(end, insert_reshape(base, sizes, self._before), rows, repeats)
+
+    def write_at_mask(self, end: fx.Node, base: fx.Node, written: fx.Node) -> fx.Node:
+        """Insert `base` with the rows of all experts, `written` in place of its rows."""
+        if self._layout.repeats:
+            raise NoTemplateError("overwrites the rows of a token by each of its experts")
+        rows = self._in_mask_order(self._first_rows(written))
+        new = insert_reshape(rows, node_shape(end), self._before)
+        if not self._is_complete:
+            computed = self._in_mask_order(self._computed(1))
+            ranks = (*node_shape(computed), *(1,) * (len(node_shape(rows)) - 1))
+            sizes = node_shape(rows)
+            start = insert_reshape(base, sizes, self._before)
+            computed = insert_reshape(computed, ranks, self._before)
+            new = insert(self._before, aten.where.self, (computed, rows, start))
+            new = insert_reshape(new, node_shape(end), self._before)
+        return new
+
+    def _add(self, end: fx.Node, base: fx.Node, rows: fx.Node, repeats: int) -> fx.Node:
+        if node_shape(rows)[1:] != node_shape(base)[1:]:
+            raise NoTemplateError("broadcasts the rows that it adds")
+        new = insert_sum_of_rows(self._before, base, rows, repeats)
+        return insert_reshape(new, node_shape(end), self._before)
+
+    def _first_rows(self, node: Any) -> fx.Node:
+        """Return the rows of an operator of the first expert, in dimension 0."""
+        rows, dim = self._compute(node)
+        if dim != 0:
+            raise NoTemplateError("writes selected rows along a dimension other than 0")
+        return rows
+
+    def _in_mask_order(self, rows: fx.Node) -> fx.Node:
+        """Insert rows of pairs in the order of the mask."""
+        if self._layout.top_k == 1:
+            return rows
+        sizes, top_k = node_shape(rows), self._layout.top_k
+        blocks = insert_reshape(rows, (sizes[0] // top_k, top_k, *sizes[1:]), self._before)
+        dims = (1, 0, *range(2, len(sizes) + 1))
+        return insert_reshape(insert_permute(blocks, dims, self._before), sizes, self._before)
+
+    def _computed(self, rank: int) -> fx.Node:
+        """Insert whether an expert of the loop computes each pair, `[pairs, 1, ...]`."""
+        computed = insert(self._before, aten.lt.Scalar, (self._ids, len(self._regions)))
+        return insert_reshape(computed, (self._pairs, *(1,) * (rank - 1)), self._before)
+
+    def _only_computed(self, rows: fx.Node) -> fx.Node:
+        """Insert zeros in rows that no expert of the loop computes."""
+        if self._is_complete:
+            return rows
+        computed = self._computed(len(node_shape(rows)))
+        others = insert(self._before, aten.logical_not.default, (computed,))
+        return insert(self._before, aten.masked_fill.Scalar, (rows, others, 0))
+
+    # Operators of the experts
+
+    def _compute(self, node: Any) -> tuple[fx.Node, int]:
+        """Return (rows of all pairs, their dimension) for an operator of the first expert."""
+        if node not in self._index:
+            raise NoTemplateError("adds tensors that are not made from selected rows")
+        if node not in self._rows:
+            self._rows[node] = self._insert(node)
+        return self._rows[node]
+
+    def _insert(self, node: fx.Node) -> tuple[fx.Node, int]:
+        if node.target is select_rows:
+            dim: Any = node.args[2]
+            return self._read(self._argument(node, 0), lambda x: self._order_rows(x, dim), dim)
+        if node.target is restore_rows:
+            return self._compute(node.args[0])
+        if node.target is aten.index.Tensor:
+            return self._read_at_indices(node)
+        if node.target in _PRODUCTS and node.args[0] in self._index and len(node.args) == 2:
+            matrices = self._argument(node, 1)
+            if matrices[0] not in self._index and not self._is_shared(matrices):
+                return self._multiply(node, matrices)
+        if node.target is aten.add.Tensor and not node.kwargs and self._add_bias(node):
+            return self.products[-1], 0
+        return self._compute_each_row(node)
+
+    def _argument(self, node: fx.Node, position: int) -> list[Any]:
+        return [each.args[position] for each in self.counterparts(node)]
+
+    def _is_shared(self, arguments: Sequence[Any]) -> bool:
+        """Whether all experts read the same."""
+        first, *others = arguments
+        if isinstance(first, fx.Node) and first in self._index:
+            return list(arguments) == self.counterparts(first)
+        if isinstance(first, fx.Node):
+            return all(
+                isinstance(each, fx.Node) and self._equal.first(each) is self._equal.first(first)
+                for each in others
+            )
+        if isinstance(first, (list, tuple)):
+            lengths = {len(each) if isinstance(each, (list, tuple)) else -1 for each in arguments}
+            return len(lengths) == 1 and all(
+                self._is_shared(items) for items in zip(*arguments, strict=True)
+            )
+        return all(type(each) is type(first) and each == first for each in others)
+
+    # Reads
+
+    def _read(
+        self, sources: Sequence[Any], read: Callable[[fx.Node], fx.Node], dim: int
+    ) -> tuple[fx.Node, int]:
+        """Read rows of all pairs from the tensor that all experts read, or from that of each
+        pair's expert."""
+        if any(source in self._index for source in sources):
+            raise NoTemplateError("selects from selected rows")
+        if self._is_shared(sources):
+            return read(sources[0]), dim
+        if dim != 0 or len({node_shape(each) for each in sources}) > 1:
+            raise NoTemplateError("reads tensors of different shapes for some experts")
+        return self._choose_by_expert([read(each) for each in sources]), 0
+
+    def _choose_by_expert(self, rows: Sequence[fx.Node]) -> fx.Node:
+        """Insert the row of each pair among the rows that its expert reads."""
+        sizes, before = node_shape(rows[0]), self._before
+        stacked = insert(before, aten.stack.default, (list(rows), 1))
+        index = insert_reshape(self._valid_ids(), (sizes[0], *(1,) * len(sizes)), before)
+        if len(sizes) > 1:
+            index = insert(before, aten.expand.default, (index, [sizes[0], 1, *sizes[1:]]))
+        return insert_reshape(
+            insert(before, aten.gather.default, (stacked, 1, index)), sizes, before
+        )
+
+    def _valid_ids(self) -> fx.Node:
+        """Return the expert of each pair, an existing one for pairs that no expert computes."""
+        if self._is_complete:
+            return self._ids
+        last = len(self._regions) - 1
+        return insert(self._before, aten.clamp.default, (self._ids, None, last))
+
+    def _order_rows(self, x: fx.Node, dim: int) -> fx.Node:
+        """Insert the rows of a tensor in the order of the pairs."""
+        sizes, top_k, before = node_shape(x), self._layout.top_k, self._before
+        lead, trailing = sizes[:dim], sizes[dim + 1 :]
+        if top_k == 1:
+            return x
+        if self._layout.repeats:
+            return self._repeat(x, dim, top_k)
+        blocks = insert_reshape(x, (*lead, top_k, sizes[dim] // top_k, *trailing), before)
+        dims = list(range(len(sizes) + 1))
+        dims[dim : dim + 2] = dim + 1, dim
+        return insert_reshape(insert_permute(blocks, tuple(dims), before), sizes, before)
+
+    def _repeat(self, x: fx.Node, dim: int, repeats: int) -> fx.Node:
+        sizes, before = node_shape(x), self._before
+        if repeats == 1:
+            return x
+        blocks = [*sizes[: dim + 1], repeats, *sizes[dim + 1 :]]
+        new = insert(before, aten.unsqueeze.default, (x, dim + 1))
+        new = insert(before, aten.expand.default, (new, blocks))
+        sizes = (*sizes[:dim], sizes[dim] * repeats, *sizes[dim + 1 :])
+        return insert(before, aten.reshape.default, (new, list(sizes)))
+
+    def _read_at_indices(self, node: fx.Node) -> tuple[fx.Node, int]:
+        """Insert `x[indices]` for indices that are the positions of selected rows."""
+        indices: Any = node.args[1]
+        lead = len(list(takewhile(lambda index: index is None, indices)))
+        numbers_of, before = indices[lead:], self._before
+
+        def read(x: fx.Node) -> fx.Node:
+            sizes = node_shape(x)
+            numbers = self._ravel_indices(numbers_of, sizes[lead:])
+            count = prod(sizes[lead : lead + len(numbers_of)])
+            repeats = repeats_of_rows(numbers, count)
+            if repeats is None:
+                raise NoTemplateError("reads rows at other places than those of their tokens")
+            flat = (*sizes[:lead], count, *sizes[lead + len(numbers_of) :])
+            return self._repeat(insert_reshape(x, flat, before), lead, repeats)
+
+        return self._read(self._argument(node, 0), read, lead)
+
+    def _ravel_indices(self, indices: Sequence[Any], sizes: Sequence[int]) -> Tensor:
+        """Return the numbers of the rows that indices of the leading dimensions select, for all
+        pairs, `[pairs]`.
+
+        Args:
+            indices: one index for each leading dimension, positions of selected rows.
+            sizes: sizes of the indexed tensor.
+        """
+        raveled = torch.zeros(self._pairs, dtype=torch.int64)
+        for index, size in zip(indices, sizes, strict=False):
+            numbers = None
+            if is_tensor(index) and index.target is select_rows and index in self._index:
+                source: Any = index.args[0]
+                numbers = row_numbers(source)
+            if numbers is None or len(numbers) != self._layout.num_rows:
+                raise NoTemplateError("reads or adds rows at indices other than `torch.where`'s")
+            raveled = raveled * size + numbers[self._layout.positions]
+        return raveled
+
+    # Computation
+
+    def _multiply(self, node: fx.Node, matrices: Sequence[Any]) -> tuple[fx.Node, int]:
+        rows, dim = self._compute(node.args[0])
+        sizes, before = node_shape(rows), self._before
+        if prod(sizes) != sizes[dim] * sizes[-1] or dim == len(sizes) - 1:
+            raise NoTemplateError("multiplies other than rows by the matrices of experts")
+        stacked = self._stack(matrices)
+        if len(node_shape(stacked)) != 3:
+            raise NoTemplateError("multiplies rows by other than the matrices of experts")
+        if node.target is aten.linear.default:
+            stacked = insert_permute(stacked, (0, 2, 1), before)
+        flat = insert_reshape(rows, (sizes[dim], sizes[-1]), before)
+        product = insert(before, routed_product, (flat, self._ids, stacked))
+        self.products.append(product)
+        return insert_reshape(product, (*sizes[:-1], node_shape(product)[1]), before), dim
+
+    def _add_bias(self, node: fx.Node) -> bool:
+        """Give the last product the biases of the experts; return False if `node` adds others."""
+        product, bias = node.args
+        if product not in self._index or len(product.users) > 1:  # type: ignore[union-attr]
+            return False
+        biases = self._argument(node, 1)
+        rows, _ = self._compute(product)
+        if rows not in self.products[-1:] or bias in self._index or self._is_shared(biases):
+            return False
+        table = self._stack(biases)
+        if node_shape(table)[1:] != node_shape(rows)[1:]:
+            return False
+        new = insert(self._before, routed_product, (*rows.args, table))
+        self.products[-1] = new
+        return True
+
+    def _stack(self, tensors: Sequence[Any]) -> fx.Node:
+        """Insert the tensors of all experts, stacked in dimension 0.
+
+        Slices of one tensor, and views of slices, become that tensor and its views.
+        """
+        if not all(is_tensor(each) for each in tensors) or any(
+            each in self._index for each in tensors
+        ):
+            raise NoTemplateError("reads other numbers for some experts")
+        first, before = tensors[0], self._before
+        targets, shapes = {each.target for each in tensors}, {node_shape(each) for each in tensors}
+        if len(shapes) > 1:
+            raise NoTemplateError("has parameters of different shapes for some experts")
+        if targets == {aten.select.int}:
+            source, dim, _ = first.args
+            if (
+                dim == 0
+                and node_shape(source)[0] == len(tensors)
+                and all(each.args == (source, 0, index) for index, each in enumerate(tensors))
+            ):
+                return source  # type: ignore[no-any-return]
+        dims = permutation(first)
+        if dims is not None and all(permutation(each) == dims for each in tensors):
+            stacked = self._stack([each.args[0] for each in tensors])
+            return insert_permute(stacked, (0, *(dim + 1 for dim in dims)), before)
+        if targets == {aten.to.dtype} and len({each.args[1] for each in tensors}) == 1:
+            stacked = self._stack([each.args[0] for each in tensors])
+            return insert(before, aten.to.dtype, (stacked, first.args[1]))
+        return insert(before, aten.stack.default, (list(tensors), 0))
+
+    def _compute_each_row(self, node: fx.Node) -> tuple[fx.Node, int]:
+        """Insert an operator that computes each row by itself."""
+        others = self.counterparts(node)
+        if any(set(each.kwargs) != set(node.kwargs) for each in others) or not self._is_shared(
+            [tuple(each.kwargs.values()) for each in others]
+        ):
+            raise NoTemplateError("runs operators with other options for some experts")
+        inputs = [each for each in node.all_input_nodes if each in self._index]
+        computed = {each: self._compute(each) for each in inputs}
+        args = list(node.args)
+        for position in range(len(args)):
+            arguments = self._argument(node, position)
+            if not self._is_shared(arguments):
+                args[position] = self._row_parameters(node, arguments)
+        dims = self._row_dims(node)
+        row_factor = find_row_factor(node, dims, self._layout.num_rows)
+        outputs = (
+            find_row_dims(row_factor[1].outputs, row_factor[0]) if row_factor is not None else None
+        )
+        if outputs is None or not is_tensor(node):
+            raise NoTemplateError("combines the rows of several tokens")
+        if node.target in _SIZED:
+            sizes = list(node_shape(node))
+            sizes[outputs[0]] *= self._pairs // self._layout.num_rows
+            args[1] = sizes
+
+        def rows(each: fx.Node) -> fx.Node:
+            return computed[each][0] if each in computed else each
+
+        new_args, kwargs = fx.map_arg((tuple(args), node.kwargs), rows)
+        return insert(self._before, node.target, new_args, kwargs), outputs[0]  # type: ignore[arg-type]
+
+    def _row_dims(self, node: fx.Node) -> dict[fx.Node, int]:
+        """Return the dimension of the rows of each input with rows."""
+        return {each: self._rows[each][1] for each in node.all_input_nodes if each in self._rows}
+
+    def _row_parameters(self, node: fx.Node, parameters: Sequence[Any]) -> fx.Node:
+        """Insert the parameter of each row's expert, such as a bias, for an elementwise
+        operator."""
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        table = self._stack(parameters)
+        sizes, rank = node_shape(table)[1:], len(node_shape(node))
+        dims = set(self._row_dims(node).values())
+        if not is_pointwise or dims != {0} or len(sizes) >= rank:
+            raise NoTemplateError("reads other tensors for some experts")
+        chosen = insert(self._before, aten.index_select.default, (table, 0, self._valid_ids()))
+        blocks = (self._pairs, *(1,) * (rank - 1 - len(sizes)), *sizes)
+        return insert_reshape(chosen, blocks, self._before)

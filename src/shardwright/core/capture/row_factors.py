@@ -1,0 +1,54 @@
+"""The sharding factor that the rows of an operator's tensors share.
+
+An operator whose sharding rule has a factor for the rows in all tensors computes each row by
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from shardwright.core.capture.fx_nodes import is_tensor
+from shardwright.core.capture.selected_rows import operator_of
+from shardwright.core.rules import rule_of
+from shardwright.core.rules.rule import ShardingRule, depends_on_position
+
+
+def find_row_factor(
+    node: fx.Node, dims_of_rows: Mapping[fx.Node, int], num_rows: int
+) -> tuple[str, ShardingRule] | None:
+    """Return (factor of the rows, sharding rule); None if rows depend on each other, or on tensors
+    with rows that are not in `dims_of_rows`.
+
+    Args:
+        node: an operator.
+        dims_of_rows: the dimension of the rows of each tensor that has rows.
+        num_rows: number of rows.
+    """
+    op = operator_of(node)
+    rule = rule_of(op)
+    if rule is None or not op.outputs:
+        return None
+    input_nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda each: input_nodes.append(each) or each)  # type: ignore[func-returns-value]
+    pairs = list(zip((each for each in input_nodes if is_tensor(each)), rule.inputs, strict=True))
+    factors = {dims[dims_of_rows[each]] for each, dims in pairs if each in dims_of_rows}
+    (factor,) = factors if len(factors) == 1 else (None,)
+    if (
+        factor is None
+        or rule.capacity[factor] != num_rows
+        or rule.reductions(op, {factor: 2})
+        or depends_on_position(op, rule, factor)
+        or any(factor in dims and each not in dims_of_rows for each, dims in pairs)
+    ):
+        return None
+    return factor, rule
+
+
+def find_row_dims(outputs: Sequence[Sequence[str | None]], factor: str) -> tuple[int, ...] | None:
+    """Return the dimension of the rows in each output; None if an output has none."""
+    if not all(list(dims).count(factor) == 1 for dims in outputs):
+        return None
+    return tuple(list(dims).index(factor) for dims in outputs)

@@ -1,0 +1,223 @@
+"""Loops over experts are captured as one operator, in any form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from shardwright.core.capture.capture import capture
+from shardwright.core.graph import custom_ops
+from shardwright.core.graph.interpreter import interpret
+
+EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 8, 12
+
+
+class Gated(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, INNER, bias=False)
+        self.up = nn.Linear(HIDDEN, INNER, bias=False)
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def perceptron(index: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
+
+
+def unlike(index: int) -> nn.Module:
+    return nn.Sequential(Gated(index), nn.ReLU() if index % 2 else nn.Tanh())
+
+
+class Experts(nn.Module):
+    """Experts of tokens; `mixture` gets this module, tokens, routing weights and expert ids."""
+
+    def __init__(self, mixture: Mixture, make_expert: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.mixture = mixture
+        self.experts = nn.ModuleList(map(make_expert, range(EXPERTS)))
+        self.matrices = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) / 3)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return self.mixture(self, x, weights, ids)
+
+
+class Looping(nn.Module):
+    def __init__(self, mixture: Mixture, make_expert: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.layer = Experts(mixture, make_expert)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, ids = self.router(tokens).softmax(-1).topk(TOP_K)
+        return F.mse_loss(self.layer(tokens, weights, ids).view_as(x), target)
+
+
+Mixture = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
+
+
+def one_hot(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    masks = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+    for index in range(EXPERTS):
+        nth, rows = torch.where(masks[index])
+        current = x[None, rows].reshape(-1, HIDDEN)
+        out.index_add_(0, rows, net.experts[index](current) * weights[rows, nth, None])
+    return out
+
+
+def added_in_place(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(net.experts):
+        rows, nth = torch.where(ids == index)
+        out[rows] += weights[rows, nth, None] * expert(x[rows])
+    return out
+
+
+def written(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    rows, flat = x.repeat_interleave(TOP_K, dim=0), ids.view(-1)
+    results = torch.empty_like(rows)
+    for index, expert in enumerate(net.experts):
+        results[flat == index] = expert(rows[flat == index])
+    return (results.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def any_of_the_experts(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(net.experts):
+        mask = (ids == index).any(-1)
+        of_expert = (weights * (ids == index)).sum(-1)
+        out[mask] += expert(x[mask]) * of_expert[mask].unsqueeze(-1)
+    return out
+
+
+def nonzero(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    for index, expert in enumerate(net.experts):
+        places = (ids == index).nonzero(as_tuple=True)
+        out = out.index_add(0, places[0], expert(x[places[0]]) * weights[places].unsqueeze(-1))
+    return out
+
+
+def of_three_dimensions(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    x, weights, ids = (each.view(4, 6, -1) for each in (x, weights, ids))
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(net.experts):
+        batch, place, nth = torch.where(ids == index)
+        out[batch, place] += expert(x[batch, place]) * weights[batch, place, nth].unsqueeze(-1)
+    return out
+
+
+def first_expert_only(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out, first = torch.zeros_like(x), ids[:, 0]
+    for index, expert in enumerate(net.experts):
+        out[first == index] = expert(x[first == index])
+    return out * weights[:, :1]
+
+
+def fewer_experts(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The last expert of the router keeps its tokens as they are."""
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(net.experts[:-1]):
+        rows, nth = torch.where(ids == index)
+        out = out.index_add(0, rows, expert(x[rows]) * weights[rows, nth, None])
+    return out + x * (weights * (ids == EXPERTS - 1)).sum(-1, keepdim=True)
+
+
+def fewer_experts_written(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    rows, flat = x.repeat_interleave(TOP_K, dim=0), ids.view(-1)
+    results = rows.clone()
+    for index, expert in enumerate(net.experts[:-1]):
+        results[flat == index] = expert(rows[flat == index])
+    return (results.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def slices(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index in range(EXPERTS):
+        rows, nth = torch.where(ids == index)
+        hidden = F.relu(x[rows] @ net.matrices[index])
+        out.index_add_(0, rows, (hidden @ net.matrices[index].T) * weights[rows, nth, None])
+    return out
+
+
+POSITIVE: list[tuple[Mixture, Callable[[int], nn.Module]]] = [
+    *((each, Gated) for each in (one_hot, added_in_place, written, any_of_the_experts, nonzero)),
+    *((each, Gated) for each in (of_three_dimensions, first_expert_only, slices)),
+    *((each, Gated) for each in (fewer_experts, fewer_experts_written)),
+    *((each, perceptron) for each in (one_hot, added_in_place, written)),
+]
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (torch.randn(4, 6, HIDDEN, generator=generator) for _ in range(2))
+    return x, target
+
+
+@pytest.mark.parametrize(
+    ("mixture", "expert"), POSITIVE, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_a_loop_over_experts_becomes_one_operator(
+    mixture: Mixture, expert: Callable[[int], nn.Module]
+) -> None:
+    net = Looping(mixture, expert)
+    graph = capture(net, batch())
+    (experts,) = (op for op in graph.ops if op.target is custom_ops.experts)
+    assert experts.inputs[3].shape[0] >= EXPERTS - 1
+    for seed in range(2, 5):
+        result, *_ = interpret(graph, dict(net.named_parameters()), {}, batch(seed))
+        torch.testing.assert_close(result, net(*batch(seed)))
+    plan = sw.plan(net, batch(), devices=4)
+    assert sw.check(net, batch(), {}, plan).passes()
+
+
+def all_of_each_other(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(net.experts):
+        rows, nth = torch.where(ids == index)
+        out = out.index_add(0, rows, expert(x[rows] - x[rows].mean(0)) * weights[rows, nth, None])
+    return out
+
+
+def overwritten(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(net.experts):
+        mask = (ids == index).any(-1)
+        out[mask] = expert(x[mask])
+    return out
+
+
+def written_twice(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Of two equal experts of a token one is lost, which an index chosen by `topk` never has."""
+    out, ids = torch.zeros_like(x), ids // 2
+    for index, expert in enumerate(net.experts[:2]):
+        rows, nth = torch.where(ids == index)
+        out[rows] += weights[rows, nth, None] * expert(x[rows])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("mixture", "expert", "reason"),
+    [
+        (one_hot, unlike, "runs other operators for some experts"),
+        (all_of_each_other, Gated, "combines the rows of several tokens"),
+        (overwritten, Gated, "overwrites the rows of a token by each of its experts"),
+        (written_twice, Gated, "writes selected rows to other places"),
+    ],
+    ids=["unlike", "mean", "overwritten", "written_twice"],
+)
+def test_another_loop_is_refused_with_its_reason(
+    mixture: Mixture, expert: Callable[[int], nn.Module], reason: str
+) -> None:
+    with pytest.raises(sw.CaptureError, match=f"(?s)test_expert_loops.py:.*{reason}"):
+        capture(Looping(mixture, expert), batch())
