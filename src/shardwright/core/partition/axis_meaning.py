@@ -59,11 +59,13 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
         decisions: sharding decisions over the axes of this device matrix.
     """
     meanings: list[set[Meaning | None]] = [set() for _ in range(num_axes)]
-    for meaning, axes in _sharded_meanings(graph, decisions):
+    for meaning, axes in _iterate_sharded_meanings(graph, decisions):
         for axis in axes:
             meanings[axis].add(meaning)
     storage_axes = {axis for dims in decisions.storage.values() for axes in dims for axis in axes}
-    names = [_axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(meanings)]
+    names = [
+        _choose_axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(meanings)
+    ]
     numbers = {name: count() for name in names if names.count(name) > 1}
     letters = islice(axis_names(), num_axes)
     return tuple(
@@ -72,7 +74,7 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
     )
 
 
-def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | None:
+def _choose_axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | None:
     """Return the name of an axis that shards dimensions with `meanings`; None if the axis is to be
     named by a letter.
 
@@ -89,7 +91,9 @@ def _axis_name(meanings: set[Meaning | None], shards_storage: bool) -> str | Non
     return "tp" if Meaning.PARAMETER in meanings else "sp"
 
 
-def _sharded_meanings(graph: Graph, decisions: Decisions) -> Iterator[tuple[Meaning | None, Axes]]:
+def _iterate_sharded_meanings(
+    graph: Graph, decisions: Decisions
+) -> Iterator[tuple[Meaning | None, Axes]]:
     """Yield (meaning, mesh axes) of each sharded factor, of each dimension of a pinned output, and
     of each dimension of a sharded input."""
     trace = trace_meanings(graph)
@@ -166,9 +170,9 @@ class _MeaningTrace:
             rule = rule_of(op)
             if rule is not None:
                 op_factors = self.factors[op.name]
-                op_factors.update(self._factor_meanings(op, rule))
+                op_factors.update(self._infer_factor_meanings(op, rule))
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
-                    self._fill_meanings(value, dims, op_factors)
+                    self._copy_meanings_from_factors(value, dims, op_factors)
 
     def propagate_to_inputs(self) -> None:
         """Propagate meanings from the outputs of operators to their inputs, in reverse order.
@@ -185,9 +189,11 @@ class _MeaningTrace:
                         if factor is not None and meaning is not None:
                             op_factors.setdefault(factor, meaning)
                 for value, dims in zip(op.inputs, rule.inputs, strict=True):
-                    self._fill_meanings(value, dims, op_factors)
+                    self._copy_meanings_from_factors(value, dims, op_factors)
 
-    def _fill_meanings(self, value: Value, dims: Dims, factors: Mapping[str, Meaning]) -> None:
+    def _copy_meanings_from_factors(
+        self, value: Value, dims: Dims, factors: Mapping[str, Meaning]
+    ) -> None:
         """Give each dimension of `value` without a meaning the meaning of its factor."""
 
         def meaning_of(factor: str | None) -> Meaning | None:
@@ -200,7 +206,7 @@ class _MeaningTrace:
             each or meaning_of(factor) for each, factor in zip(meanings, dims, strict=True)
         )
 
-    def _factor_meanings(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
+    def _infer_factor_meanings(self, op: Op, rule: ShardingRule) -> dict[str, Meaning]:
         """Return the meaning of each factor, derived from the dimensions of inputs with this
         factor."""
         result = {}

@@ -215,10 +215,12 @@ def initial_layout(value: Value, mesh: DeviceMatrix, decisions: Decisions) -> Te
 def default_storage(graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> Storage:
     """Return the default storage of each parameter: the layout of its first use that shards it, or
     replicated if no use does."""
-    return {value.name: _axes_of_first_use(graph, mesh, cuts, value) for value in graph.parameters}
+    return {
+        value.name: _find_first_sharded_axes(graph, mesh, cuts, value) for value in graph.parameters
+    }
 
 
-def _axes_of_first_use(
+def _find_first_sharded_axes(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], value: Value
 ) -> tuple[tuple[int, ...], ...]:
     """Return the axes that shard each dimension of a parameter in its first sharded use."""
@@ -244,7 +246,7 @@ def _add_operator_transfers(
     else:
         inputs, outputs = rule.layouts(mesh, cuts)
         if rule.reductions is not no_reductions and (
-            inner := tuple(_inner_reductions(rule, op, mesh, cuts))
+            inner := tuple(_iterate_inner_reductions(rule, op, mesh, cuts))
         ):
             result.reductions[op.name] = inner
     result.input_layouts[op.name] = inputs
@@ -257,7 +259,7 @@ def _add_operator_transfers(
         result.routes[op.name, index] = route
 
 
-def _inner_reductions(
+def _iterate_inner_reductions(
     rule: ShardingRule, op: Op, mesh: DeviceMatrix, cuts: Cuts
 ) -> Iterator[InnerReduction]:
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):

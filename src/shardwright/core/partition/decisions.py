@@ -146,7 +146,7 @@ def _reduce_cuts_to_divisible_axes(
         rule = rule_of(op)
         if rule is not None and op.name in cuts:
             divisible_cuts = {
-                factor: _leading_divisible_axes(mesh, axes, rule.capacity[factor])
+                factor: _get_leading_divisible_axes(mesh, axes, rule.capacity[factor])
                 for factor, axes in cuts[op.name].items()
                 if factor in rule.factors
             }
@@ -169,7 +169,7 @@ def _keep_divisible_output_layouts(outputs: Outputs, graph: Graph, mesh: DeviceM
     }
 
 
-def _leading_divisible_axes(
+def _get_leading_divisible_axes(
     mesh: DeviceMatrix, axes: tuple[int, ...], capacity: int
 ) -> tuple[int, ...]:
     # Only leading axes, which are the most significant: new shards are unions of planned shards.

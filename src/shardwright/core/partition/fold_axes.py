@@ -28,12 +28,14 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
             between two of its axes.
     """
     mesh = partitioned.mesh
-    strides = () if unjoined_mesh is None else _axis_strides(unjoined_mesh)
+    strides = () if unjoined_mesh is None else _compute_axis_strides(unjoined_mesh)
     # Axes may be joined where `unjoined_mesh` has no axis boundary of the same stride.
-    joinable = {axis for axis, stride in enumerate(_axis_strides(mesh)) if stride not in strides}
+    joinable = {
+        axis for axis, stride in enumerate(_compute_axis_strides(mesh)) if stride not in strides
+    }
     joined = join_axes(
         len(mesh.device_matrix),
-        _used_axes(partitioned),
+        _iterate_used_axes(partitioned),
         lambda axis, inner: inner == axis + 1 and axis in joinable,
     )
     # The first axis represents its group; all other axes of the group follow it in every list.
@@ -83,13 +85,13 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
     )
 
 
-def _axis_strides(mesh: DeviceMatrix) -> list[int]:
+def _compute_axis_strides(mesh: DeviceMatrix) -> list[int]:
     """Return the stride of each axis but the last: the product of the sizes of all inner axes."""
     num_axes = len(mesh.device_matrix)
     return [mesh.size(range(axis + 1, num_axes)) for axis in range(num_axes - 1)]
 
 
-def _used_axes(partitioned: Partitioned) -> Iterator[Axes]:
+def _iterate_used_axes(partitioned: Partitioned) -> Iterator[Axes]:
     """Yield each tuple of axes in decisions and redistributions; unordered axes are sorted."""
     decisions = partitioned.decisions
     for factors in decisions.cuts.values():

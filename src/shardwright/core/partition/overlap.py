@@ -72,7 +72,7 @@ def overlaps(
         if producer is not None and transfer.previous is None:
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
-            overlapping_ops = _ops_between(
+            overlapping_ops = _find_overlapping_ops(
                 communication, transfer, ops, is_returned=end == len(graph.ops)
             )
         delayed_linears = tuple(
@@ -100,7 +100,7 @@ def _can_overlap_transfer(transfer: Transfer) -> bool:
     return sends and step.spec.pattern != "point_to_point"
 
 
-def _ops_between(
+def _find_overlapping_ops(
     communication: Communication, transfer: Transfer, ops: Sequence[Op], is_returned: bool
 ) -> tuple[Op, ...]:
     """Return the operators between producer and first consumer of `transfer`; () if all are views.

@@ -196,7 +196,9 @@ def buckets(
             use = uses.setdefault(key, _BucketedParameterUse(value, route, None))
             # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
-    max_bytes = max(sum(map(_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES)
+    max_bytes = max(
+        sum(map(_count_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES
+    )
     return _group_uses_into_buckets(
         uses.values(), stored_layouts, level, min(max_bytes, decisions.bucket_bytes)
     )
@@ -243,7 +245,7 @@ def _group_uses_into_buckets(
     groups: list[list[_BucketedParameterUse]] = []
     open_groups: dict[tuple[object, ...], tuple[list[_BucketedParameterUse], int]] = {}
     for use in uses:
-        use_bytes = _gathered_bytes(use)
+        use_bytes = _count_gathered_bytes(use)
         # In order of use, so that a bucket is gathered shortly before all of its parameters are
         # read, and reduced as soon as the last gradient is computed.
         group, group_bytes = open_groups.get(use.bucket_key, ([], 0))
@@ -275,7 +277,7 @@ def _group_uses_into_buckets(
     return tuple(result)
 
 
-def _gathered_bytes(use: _BucketedParameterUse) -> int:
+def _count_gathered_bytes(use: _BucketedParameterUse) -> int:
     """Return the bytes of the gathered parameter on a device."""
     layout = use.route[-1].step.target
     return prod(layout.shard_shape(use.value.shape)) * use.value.itemsize

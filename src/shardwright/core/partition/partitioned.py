@@ -58,7 +58,7 @@ class Partitioned:
         self._check_input_gradients()
         graph_chunks = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
         boundary_layouts = {
-            value.name: self._boundary_axes(value)
+            value.name: self._get_boundary_axes(value)
             for graph_chunk in graph_chunks
             for value in graph_chunk.leaving
             if value in graph.producer
@@ -196,7 +196,7 @@ class Partitioned:
         if graph.loss is not None:
             for value in graph_chunk.returned:
                 if value is not graph.loss and value in graph.producer:
-                    departures.setdefault(value.name, self._boundary_axes(value))
+                    departures.setdefault(value.name, self._get_boundary_axes(value))
         chunk_decisions = replace(
             decisions,
             arrivals={**decisions.arrivals, **arrivals},
@@ -214,7 +214,7 @@ class Partitioned:
             self.pipeline.schedule_spec.splits_backward,
         )
 
-    def _boundary_axes(self, value: Value) -> CutAxes:
+    def _get_boundary_axes(self, value: Value) -> CutAxes:
         """Return the axes that shard each dimension of a value when it is sent to the next
         chunk."""
         producer = self.graph.producer[value]
@@ -228,9 +228,9 @@ class Partitioned:
             return ((),) * len(value.shape)
         _, outputs = rule.layouts(self.mesh, self.decisions.cuts.get(producer.name, {}))
         # A partial sum is reduced before it is sent, to the layout of its first consumer.
-        return self._consumer_axes(value) if outputs[index].partial else outputs[index].axes
+        return self._get_consumer_axes(value) if outputs[index].partial else outputs[index].axes
 
-    def _consumer_axes(self, value: Value) -> CutAxes:
+    def _get_consumer_axes(self, value: Value) -> CutAxes:
         """Return the axes that shard each dimension of a value in the layout required by its first
         consumer with a sharding rule; replicated if no consumer has a rule."""
         for consumer, index in self.graph.consumers[value]:

@@ -92,21 +92,21 @@ def recompute_segments(
     """
     num_parts: dict[str, int] = {}
     result = []
-    for candidate in _candidate_segments(graph, recompute, transfers):
-        ops = _ops_to_recompute(candidate, transfers)
+    for candidate in _iterate_maximal_segments(graph, recompute, transfers):
+        ops = _trim_unneeded_ops(candidate, transfers)
         # A segment in which autograd saves no tensors needs no recomputation.
         if ops:
             segment = candidate.recompute.segment
             number = num_parts[segment] = num_parts.get(segment, 0) + 1
             name = segment if number == 1 else f"{segment}/{number}"
             names, communication = tuple(op.name for op in ops), candidate.recompute.communication
-            repeated = names[: _num_repeated_ops(ops)]
+            repeated = names[: _count_repeated_ops(ops)]
             trained = any(value.requires_grad for op in ops for value in op.outputs)
             result.append(Segment(name, names, repeated, communication, trained))
     return tuple(result)
 
 
-def _num_repeated_ops(ops: Sequence[Op]) -> int:
+def _count_repeated_ops(ops: Sequence[Op]) -> int:
     """Return the number of operators of a segment that `torch.utils.checkpoint` runs again.
 
     Recomputation stops once the last saved tensor is available: before the last operator that saves
@@ -164,7 +164,7 @@ class _OpenSegment:
             self.dependent_values.update(op.outputs)
 
 
-def _candidate_segments(
+def _iterate_maximal_segments(
     graph: Graph, recompute: Mapping[str, Recompute], transfers: OperatorTransfers
 ) -> Iterator[_OpenSegment]:
     """Yield maximal segments, which may end with operators that need no recomputation."""
@@ -188,7 +188,7 @@ def _candidate_segments(
         yield segment
 
 
-def _ops_to_recompute(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
+def _trim_unneeded_ops(segment: _OpenSegment, transfers: OperatorTransfers) -> list[Op]:
     """Return the operators of `segment` without trailing operators that need no recomputation.
 
     The result ends with the last operator that saves a tensor for the backward pass, followed by
@@ -238,12 +238,12 @@ def assign_recomputed_transfers(
                 else:
                     repeated = emitted if segment.communication else []
                     if value not in results:
-                        repeated = repeated[_num_saved_transfers(repeated, segment) :]
+                        repeated = repeated[_count_unrepeated_transfers(repeated, segment) :]
                 for transfer in repeated:
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 
-def _num_saved_transfers(route: Sequence[Transfer], segment: Segment) -> int:
+def _count_unrepeated_transfers(route: Sequence[Transfer], segment: Segment) -> int:
     """Return the number of leading transfers of `route`, to an input of `segment`, that are not
     repeated in the backward pass.
 
