@@ -31,8 +31,8 @@ from shardwright.core.rules import is_random
 
 
 def graph_of_micro_batch(flow: SampleFlow) -> Graph:
-    """Return a graph of a micro-batch such that the sum or mean of its losses is the loss of the
-    global batch.
+    """Return the graph of a micro-batch; the loss of the global batch is the sum or mean of the
+    losses that this graph computes for all micro-batches.
 
     Args:
         flow: states of the values in the graph of the global batch, initially of its inputs;
@@ -42,7 +42,7 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
         UnsplittableError: for the first operator before the loss that cannot run on micro-batches.
     """
     graph = flow.pair.batch
-    on_path = set() if graph.loss is None else set(_ops_on_which_value_depends(graph, graph.loss))
+    on_path = set() if graph.loss is None else set(_find_ops_computing_value(graph, graph.loss))
     for op in graph.ops:
         _determine_output_states(flow, op, op in on_path)
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
@@ -76,7 +76,7 @@ def _determine_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
         flow.free.update(op.outputs)
     try:
         _check_no_unknown_inputs(flow, op)
-        states = _states_of_outputs(flow, op, free)
+        states = _infer_output_states(flow, op, free)
     except UnsplittableError:
         if not free and on_path:
             raise
@@ -98,9 +98,9 @@ def _check_no_unknown_inputs(flow: SampleFlow, op: Op) -> None:
         raise UnsplittableError(op, "the operator reads a value that mixes samples")
 
 
-def _states_of_outputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
-    """Return the state of each output of `op`: how its values in micro-batches relate to the global
-    batch.
+def _infer_output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
+    """Return the `SampleState` of each output of `op`, which relates values in micro-batches to the
+    value for the global batch.
 
     Args:
         flow: the states determined so far.
@@ -139,7 +139,7 @@ def _states_of_outputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState
     return states
 
 
-def _ops_on_which_value_depends(graph: Graph, value: Value) -> list[Op]:
+def _find_ops_computing_value(graph: Graph, value: Value) -> list[Op]:
     needed, ops = {value}, []
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):

@@ -90,7 +90,7 @@ class JoinedDims:
             all_joined = self.of_inputs(
                 {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
             )
-            candidates |= dict.fromkeys(map(self._batch_dims_of_leaves, (all_joined, joined)))
+            candidates |= dict.fromkeys(map(self._list_leaf_batch_dims, (all_joined, joined)))
         yield from list(candidates)[:MAX_CANDIDATES]
 
     def named(self, batch_dims: Mapping[str, int | None]) -> tuple[int | None, ...]:
@@ -126,7 +126,7 @@ class JoinedDims:
                 given[by_name[name]] = dim % rank
         dims = {**self.of_inputs(given), **given}
         in_full = {name for name, dim in batch_dims.items() if dim is None}
-        return self._batch_dims_of_leaves(
+        return self._list_leaf_batch_dims(
             {v: dim for v, dim in dims.items() if v.name not in in_full}
         )
 
@@ -141,7 +141,7 @@ class JoinedDims:
             if self.root_of_group((value, dim)) in roots
         }
 
-    def _batch_dims_of_leaves(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
+    def _list_leaf_batch_dims(self, dims: Mapping[Value, int]) -> tuple[int | None, ...]:
         leaves = self._graph.inputs
         return tuple(dims.get(leaf) if isinstance(leaf, Value) else None for leaf in leaves)
 

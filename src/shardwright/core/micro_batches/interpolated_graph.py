@@ -54,7 +54,7 @@ class GraphsBySize:
         Raises:
             CaptureError: if the model cannot be captured.
         """
-        key = tuple(_argument_cache_key(leaf) for leaf in leaves)
+        key = tuple(_make_argument_cache_key(leaf) for leaf in leaves)
         if key in self.captured:
             return self.captured[key]
         if self.derive and key not in self._derived and len(self.captured) > 1:
@@ -81,13 +81,13 @@ class GraphsBySize:
     def _interpolate_graph(self, key: tuple[Any, ...]) -> Graph | None:
         (key_a, graph_a), (key_b, graph_b), *_ = self.captured.items()
         try:
-            rows = _batch_sizes_of_calls(key_a, key_b, key)
+            rows = _find_batch_sizes(key_a, key_b, key)
             return _GraphInterpolation(graph_a, graph_b, *rows).graph()
         except NotInterpolableError:
             return None
 
 
-def _argument_cache_key(leaf: Any) -> Any:
+def _make_argument_cache_key(leaf: Any) -> Any:
     """Return the part of the cache key for one leaf of a call: shape and dtype of a tensor, or the
     object."""
     if not isinstance(leaf, Tensor):
@@ -95,7 +95,7 @@ def _argument_cache_key(leaf: Any) -> Any:
     return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
 
 
-def _batch_sizes_of_calls(
+def _find_batch_sizes(
     key_a: Sequence[Any], key_b: Sequence[Any], key: Sequence[Any]
 ) -> tuple[int, int, int]:
     """Return the batch sizes of three calls whose arguments differ only in the batch size."""
@@ -125,7 +125,7 @@ class _GraphInterpolation:
 
     def __init__(self, a: Graph, b: Graph, rows_a: int, rows_b: int, rows: int) -> None:
         self._a, self._b = a, b
-        self._rows_a, self._rows_b, self._batch_sizes_of_calls = rows_a, rows_b, rows
+        self._rows_a, self._rows_b, self._find_batch_sizes = rows_a, rows_b, rows
         self._values: dict[Value, tuple[Value, Value]] = {}
         """(value of graph `b`, value of the derived graph), by the matching value of graph `a`."""
 
@@ -144,7 +144,7 @@ class _GraphInterpolation:
         for constant, other in zip(a.constants.values(), b.constants.values(), strict=True):
             if constant.is_meta or other.is_meta or not torch.equal(constant, other):
                 raise NotInterpolableError
-        inputs = self._paired_inputs(a.inputs, b.inputs)
+        inputs = self._interpolate_inputs(a.inputs, b.inputs)
         ops = tuple(self._interpolate_op(*pair) for pair in zip(a.ops, b.ops, strict=True))
         named = ("tied", "frozen", "compute_dtype", "attributes", "autocast_on", "whole_batch")
         if any(getattr(a, name) != getattr(b, name) for name in named):
@@ -161,11 +161,14 @@ class _GraphInterpolation:
         if len(values) != len(others):
             raise NotInterpolableError
         for value, other in zip(values, others, strict=True):
-            if _non_shape_fields(value) != _non_shape_fields(other) or value.shape != other.shape:
+            if (
+                _get_non_shape_fields(value) != _get_non_shape_fields(other)
+                or value.shape != other.shape
+            ):
                 raise NotInterpolableError
             self._values[value] = other, value
 
-    def _paired_inputs(self, leaves: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+    def _interpolate_inputs(self, leaves: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
         if len(leaves) != len(others):
             raise NotInterpolableError
         for leaf, other in zip(leaves, others, strict=True):
@@ -175,7 +178,7 @@ class _GraphInterpolation:
 
     def _interpolate_value(self, value: Value, other: Value) -> Value:
         """Pair two matching values of different size, and return the value of the derived graph."""
-        if _non_shape_fields(value) != _non_shape_fields(other) or len(value.shape) != len(
+        if _get_non_shape_fields(value) != _get_non_shape_fields(other) or len(value.shape) != len(
             other.shape
         ):
             raise NotInterpolableError
@@ -229,8 +232,8 @@ class _GraphInterpolation:
         # A negative fixed part is a sign of a number that grows faster than the batch.
         if remainder or fixed < 0:
             raise NotInterpolableError
-        return fixed + slope * self._batch_sizes_of_calls
+        return fixed + slope * self._find_batch_sizes
 
 
-def _non_shape_fields(value: Value) -> tuple[object, ...]:
+def _get_non_shape_fields(value: Value) -> tuple[object, ...]:
     return tuple(getattr(value, each.name) for each in fields(Value) if each.name != "shape")

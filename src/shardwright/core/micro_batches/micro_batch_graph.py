@@ -75,7 +75,7 @@ class MicroBatchGraph:
             shape = list(value.shape)
             if dim is not None:
                 shape[dim] //= self.count
-            name = self._unique_name(f"whole_batch.{value.name}")
+            name = self._make_unique_name(f"whole_batch.{value.name}")
             self.taken[value, dim] = Value(name, tuple(shape), value.dtype, Origin.BUFFER)
         return self.taken[value, dim]
 
@@ -88,7 +88,7 @@ class MicroBatchGraph:
             reader: the operator that reads the result. The division is inserted before `reader`.
         """
         if value not in self.shares:
-            source = self._value_in_micro_batch(value, reader)
+            source = self._get_micro_batch_value(value, reader)
             args = (source, 1 / self.count)
             dtype = source.dtype if source.dtype.is_floating_point else reader.output.dtype
             self.shares[value] = self._insert_op_after(
@@ -96,14 +96,14 @@ class MicroBatchGraph:
             )
         return self.shares[value]
 
-    def _value_in_micro_batch(self, value: Value, reader: Op) -> Value:
+    def _get_micro_batch_value(self, value: Value, reader: Op) -> Value:
         micro_value = self.replaced.get(value, self.pair.values.get(value))
         if micro_value is None:
             why = "the operator reads a value that does not exist in a micro-batch of one sample"
             raise UnsplittableError(reader, why)
         return micro_value
 
-    def _unique_name(self, name: str) -> str:
+    def _make_unique_name(self, name: str) -> str:
         while name in self._names:
             name += "_"
         self._names.add(name)
@@ -151,7 +151,7 @@ class MicroBatchGraph:
         for name, number in (numbers or {}).items():
             args, kwargs = with_argument(micro_op, args, kwargs, name, number)
         if changed or numbers:
-            self._add_replacement_of_op(op, replace(micro_op, args=args, kwargs=kwargs))
+            self._add_replacement(op, replace(micro_op, args=args, kwargs=kwargs))
 
     def _insert_uncaptured_op(
         self, op: Op, read: Callable[[Value, int], Value | None], numbers: Mapping[str, Any]
@@ -161,13 +161,13 @@ class MicroBatchGraph:
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
             raise UnsplittableError(op, NOT_CALLED)
         args, kwargs, _ = merged_arguments(
-            op, op, lambda v, n: read(v, n) or self._value_in_micro_batch(v, op)
+            op, op, lambda v, n: read(v, n) or self._get_micro_batch_value(v, op)
         )
         for name, number in numbers.items():
             args, kwargs = with_argument(op, args, kwargs, name, number)
         inserted = replace(op, args=args, kwargs=kwargs)
         shape = torch.broadcast_shapes(*(value.shape for value in inserted.inputs))  # type: ignore[no-untyped-call]
-        name = self._unique_name(op.output.name)
+        name = self._make_unique_name(op.output.name)
         output = replace(op.output, name=name, shape=tuple(shape))
         self._ops.setdefault(op, []).append(replace(inserted, name=name, outputs=(output,)))
         self.replaced[op.output] = output
@@ -188,7 +188,7 @@ class MicroBatchGraph:
             raise UnsplittableError(op, NOT_CALLED)
         made = self._ops[op][-1] if op in self._ops else micro_op
         args, kwargs = with_argument(micro_op, made.args, made.kwargs, "reduction", SUM_REDUCTION)
-        summed = self._add_replacement_of_op(op, replace(made, args=args, kwargs=kwargs))
+        summed = self._add_replacement(op, replace(made, args=args, kwargs=kwargs))
         arguments = (summed.output, self.take(count, None))
         dtype, wide = summed.output.dtype, count.dtype
         mean = self._insert_op_after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
@@ -196,7 +196,7 @@ class MicroBatchGraph:
             mean = self._insert_op_after(op, aten.to.dtype, (mean, dtype), mean, dtype, "mean_cast")
         self.replaced[op.output] = mean
 
-    def _add_replacement_of_op(self, op: Op, made: Op) -> Op:
+    def _add_replacement(self, op: Op, made: Op) -> Op:
         outputs = tuple(replace(value) for value in self.pair.ops[op].outputs)
         made = replace(made, outputs=outputs)
         emitted = self._ops.setdefault(op, [])
@@ -224,7 +224,7 @@ class MicroBatchGraph:
             suffix: one of `ADDED_SUFFIXES`.
         """
         near = self.pair.ops.get(op, op)
-        name = self._unique_name(f"{near.name}_{suffix}")
+        name = self._make_unique_name(f"{near.name}_{suffix}")
         output = replace(source, name=name, dtype=dtype, origin=Origin.ACTIVATION, outer_dtype=None)
         made = replace(near, name=name, target=target, args=args, kwargs={}, outputs=(output,))
         self._ops.setdefault(op, []).append(replace(made, flattened=1))
@@ -252,8 +252,8 @@ class MicroBatchGraph:
         ends_of = {twin: self.replaced.get(value, twin) for value, twin in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
         ops = list(
-            _ops_on_which_values_depend(
-                self._captured_and_added_ops_in_order(), (*ends, *(new for _, new in graph.updates))
+            _find_ops_computing_values(
+                self._list_captured_and_added_ops(), (*ends, *(new for _, new in graph.updates))
             )
         )
         if self.pair.micro is not self.pair.twin:
@@ -284,7 +284,7 @@ class MicroBatchGraph:
             ),
         )
 
-    def _captured_and_added_ops_in_order(self) -> list[Op]:
+    def _list_captured_and_added_ops(self) -> list[Op]:
         """Return the operators of the micro-batch, each followed by its replacements."""
         following: dict[Op | None, list[Op]] = {}
         before = None
@@ -297,7 +297,7 @@ class MicroBatchGraph:
     def _build_prologue(self, values: Sequence[Value]) -> Graph:
         batch = self.pair.batch
         ops = tuple(
-            _ops_on_which_values_depend(
+            _find_ops_computing_values(
                 (*map(_replace_fill_like_by_full, batch.ops), *self.counts), values
             )
         )
@@ -331,7 +331,7 @@ def _replace_fill_like_by_full(op: Op) -> Op:
     return replace(op, target=aten.full.default, args=arguments, kwargs={"dtype": op.output.dtype})
 
 
-def _ops_on_which_values_depend(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
+def _find_ops_computing_values(ops: Iterable[Op], values: Iterable[Value]) -> list[Op]:
     """Return the operators among `ops` on which `values` depend, in order of execution."""
     needed, needed_ops = set(values), []
     for op in reversed(list(ops)):

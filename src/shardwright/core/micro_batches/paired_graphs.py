@@ -60,7 +60,7 @@ class PairedGraphs:
 
     @cached_property
     def twin_values(self) -> Mapping[Value, Value]:
-        return dict(_pairs_of_equal_values(self.batch, self.twin, self.twin_ops))
+        return dict(_pair_values(self.batch, self.twin, self.twin_ops))
 
     @cached_property
     def ops(self) -> Mapping[Op, Op]:
@@ -74,7 +74,7 @@ class PairedGraphs:
             return self.twin_ops
         calls = self._match_equal_ops()
         ops: dict[Op, Op] = {}
-        values = dict(_pairs_of_equal_values(self.batch, self.micro, ops))
+        values = dict(_pair_values(self.batch, self.micro, ops))
         for op in self.batch.ops:
             micro_op = calls.get(op)
             if micro_op is None or len(op.inputs) != len(micro_op.inputs):
@@ -110,7 +110,7 @@ class PairedGraphs:
     def values(self) -> Mapping[Value, Value]:
         """Values of the micro-batch's graph (`micro`), by the matching value of the global batch
         (`batch`)."""
-        return dict(_pairs_of_equal_values(self.batch, self.micro, self.ops))
+        return dict(_pair_values(self.batch, self.micro, self.ops))
 
     def are_paired(self, value: Value, micro_value: Value) -> bool:
         """Whether two values match up to dimensions of size 1.
@@ -176,7 +176,7 @@ class PairedGraphs:
         Sizes, such as the shape of a view, are not compared.
         """
         twin = self.twin_ops[op]
-        sizes = _names_of_size_arguments(op, twin)
+        sizes = _find_size_arguments(op, twin)
         return numbers_in_arguments(op, sizes) != numbers_in_arguments(twin, sizes)
 
 
@@ -234,9 +234,7 @@ def _group_ops_by_call(ops: Iterable[Op]) -> Mapping[tuple[object, str, str], li
     return groups
 
 
-def _pairs_of_equal_values(
-    graph: Graph, other: Graph, ops: Mapping[Op, Op]
-) -> Iterator[tuple[Value, Value]]:
+def _pair_values(graph: Graph, other: Graph, ops: Mapping[Op, Op]) -> Iterator[tuple[Value, Value]]:
     yield from zip(graph.input_values, other.input_values, strict=True)
     for values, others in (
         (graph.parameters, other.parameters),
@@ -258,7 +256,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
         graph: graph of a micro-batch.
         larger: graph of a larger batch.
     """
-    paired = dict(_pairs_of_equal_values(larger, graph, {}))
+    paired = dict(_pair_values(larger, graph, {}))
     constants = len(graph.constants) != len(larger.constants)
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:
@@ -280,7 +278,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     return None
 
 
-def _names_of_size_arguments(op: Op, other: Op) -> frozenset[str]:
+def _find_size_arguments(op: Op, other: Op) -> frozenset[str]:
     """Return the names of arguments that determine the shapes of the results of `op`, and so may
     differ between batch sizes.
 
@@ -304,7 +302,7 @@ def _have_equal_arguments_except_numbers(op: Op, other: Op) -> bool:
     arguments, others = call_arguments(op), call_arguments(other)
     if arguments.keys() != others.keys():
         return False
-    sizes = _names_of_size_arguments(op, other)
+    sizes = _find_size_arguments(op, other)
     # The first element of a range may not depend on the batch size where the last one does.
     fixed = ("start", "step") if "end" in sizes else ()
     if any(arguments.get(name) != others.get(name) for name in fixed):
@@ -360,7 +358,7 @@ def merged_arguments(
         Positional arguments, keyword arguments, and whether any argument differs from the call in
         `micro`.
     """
-    index, changed, sizes = 0, False, _names_of_size_arguments(op, micro)
+    index, changed, sizes = 0, False, _find_size_arguments(op, micro)
 
     def merged(name: str, leaf: Any, micro_leaf: Any) -> Any:
         nonlocal index, changed

@@ -76,24 +76,22 @@ def read_equal_elements(
     numbers = random.Random(0)
     for _ in range(NUM_POSITIONS):
         position = [numbers.randrange(max(size, 1)) for size in compared]
-        read = _trace_position_through_views(
-            value.views, _insert_index_of_unit_dims(position, sizes)
-        )
+        read = _trace_position_through_views(value.views, _insert_unit_dim_indices(position, sizes))
         own_read = _trace_position_through_views(
-            micro_view.views, _insert_index_of_unit_dims(position, own_sizes)
+            micro_view.views, _insert_unit_dim_indices(position, own_sizes)
         )
         source, own_source = shape(value.source), shape(micro_view.source)
-        if _drop_index_of_unit_dims(read, source) != _drop_index_of_unit_dims(own_read, own_source):
+        if _drop_unit_dim_indices(read, source) != _drop_unit_dim_indices(own_read, own_source):
             return False
     return True
 
 
-def _insert_index_of_unit_dims(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
+def _insert_unit_dim_indices(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
     indices = iter(position)
     return tuple(0 if size == 1 else next(indices) for size in sizes)
 
 
-def _drop_index_of_unit_dims(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
+def _drop_unit_dim_indices(position: ElementIndex, sizes: Sequence[int]) -> ElementIndex | None:
     """Drop dimensions of size 1 from `position`; return None for a position out of range."""
     pairs = list(zip(position, sizes, strict=True))
     if any(index >= size for index, size in pairs):
@@ -110,7 +108,7 @@ def _trace_position_through_views(views: Sequence[Op], position: ElementIndex) -
 def _trace_position_through_view(op: Op, position: ElementIndex) -> ElementIndex:
     shape, result = op.inputs[0].shape, op.output.shape
     if op.short_name in ("permute", "transpose"):
-        read = dict(zip(_permutation_of_dims(op), position, strict=True))
+        read = dict(zip(_get_dim_permutation(op), position, strict=True))
         return tuple(read[dim] for dim in range(len(shape)))
     if op.short_name == "expand":
         last = position[len(result) - len(shape) :]
@@ -125,7 +123,7 @@ def _trace_position_through_view(op: Op, position: ElementIndex) -> ElementIndex
     return tuple(reversed(indices))
 
 
-def _permutation_of_dims(op: Op) -> list[int]:
+def _get_dim_permutation(op: Op) -> list[int]:
     """Return the input dimension of each output dimension of a `permute` or `transpose`."""
     arguments, rank = call_arguments(op), len(op.output.shape)
     if op.short_name == "permute":

@@ -17,7 +17,7 @@ from shardwright.core.rules.notation import call_arguments
 
 
 def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
-    """Return the state of each output of an operator that reads means or sums over samples.
+    """Return the `SampleState` of each output of an operator that reads means or sums of samples.
 
     Args:
         flow: the states determined so far.
@@ -38,7 +38,7 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         condition = [arguments["condition"]] if name == "where" else []
         if any(value in reduced for value in condition):
             raise nonlinear
-        state = _output_state_of_additive_op(flow, op, [v for v in op.inputs if v not in condition])
+        state = _infer_additive_output_state(flow, op, [v for v in op.inputs if v not in condition])
         return [state] * len(op.outputs)
     alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
     # A quotient is linear in its numerator only, a linear layer only without bias.
@@ -50,8 +50,8 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     return [flow.states[reduced[0]]] * len(op.outputs)
 
 
-def _output_state_of_additive_op(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
-    """Return the state of the output of an addition or subtraction.
+def _infer_additive_output_state(flow: SampleFlow, op: Op, operands: list[Value]) -> SampleState:
+    """Return the `SampleState` of the output of an addition or subtraction.
 
     If an operand is a `SUM` over micro-batches, operands that are equal in all micro-batches are
     divided by the number of micro-batches.

@@ -63,7 +63,7 @@ name."""
 
 
 def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
-    """Return the state of each output of an operator that reads samples.
+    """Return the `SampleState` of each output of an operator that reads samples.
 
     Args:
         flow: the states determined so far.
@@ -77,14 +77,14 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
             op, "the operator's input, a sum over samples, depends on parameters"
         )
     rule = rule_of(op)
-    factor, why = (None, NO_RULE) if rule is None else _factor_of_batch_dim(flow, op, rule)
+    factor, why = (None, NO_RULE) if rule is None else _find_batch_dim_factor(flow, op, rule)
     summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
     if factor is None and summed_dims is not None:
         shared = flow.shared_values(op.inputs[:1])
         flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
         return [SUM]
     if rule is None or factor is None:
-        raise UnsplittableError(op, _unsplittable_reason(flow, op, why))
+        raise UnsplittableError(op, _explain_unsplittable_op(flow, op, why))
     dims = [
         factors.index(factor)
         if _needs_slice_of_shared_value(flow, value, factors, factor)
@@ -92,7 +92,7 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         for value, factors in zip(op.inputs, rule.inputs, strict=True)
     ]
     flow.result.emit(
-        op, dims, flow.outside, numbers=_number_arguments_in_micro_batch(flow, op, rule, factor)
+        op, dims, flow.outside, numbers=_find_changed_number_arguments(flow, op, rule, factor)
     )
     reduced: list[SampleState]
     if isinstance(op.target, LocalCall):
@@ -100,14 +100,14 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     elif takes_statistics(op) or all(factor in factors for factors in rule.outputs):
         reduced = [SUM] * len(op.outputs)
     else:
-        reduced = [_state_of_reduced_batch_dim(flow, op, rule, factor)] * len(op.outputs)
+        reduced = [_infer_reduced_state(flow, op, rule, factor)] * len(op.outputs)
     return [
         factors.index(factor) if factor in factors else state
         for factors, state in zip(rule.outputs, reduced, strict=True)
     ]
 
 
-def _unsplittable_reason(flow: SampleFlow, op: Op, why: str) -> str:
+def _explain_unsplittable_op(flow: SampleFlow, op: Op, why: str) -> str:
     """Return the reason why `op` cannot be split: specific to the type of `op`, else `why`."""
     if flow.keeps_statistics(op):
         return "the operator normalizes samples that are not in its dimension 0"
@@ -122,7 +122,7 @@ def _unsplittable_reason(flow: SampleFlow, op: Op, why: str) -> str:
     return use_of_statistics(op) if takes_statistics(op) else RAGGED.get(op.short_name, why)
 
 
-def _factor_of_batch_dim(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
+def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[str | None, str]:
     """Return (factor of the batch dimension in the rule of `op`, ""), or (None, reason) if `op`
     mixes samples."""
     factors: set[str | None] = set()
@@ -155,7 +155,7 @@ def _factor_of_batch_dim(flow: SampleFlow, op: Op, rule: ShardingRule) -> tuple[
     return (None, MIXES) if reduces or selects else (factor, "")
 
 
-def _number_arguments_in_micro_batch(
+def _find_changed_number_arguments(
     flow: SampleFlow, op: Op, rule: ShardingRule, factor: str
 ) -> dict[str, Any]:
     """Return the number arguments of `op`, by name, that differ between micro-batch and global
@@ -202,10 +202,8 @@ def _needs_slice_of_shared_value(
     return sliced and value.shape[factors.index(factor)] > 1
 
 
-def _state_of_reduced_batch_dim(
-    flow: SampleFlow, op: Op, rule: ShardingRule, factor: str
-) -> SampleState:
-    """Return the state of the outputs of `op`, which reduces the batch dimension: `SUM` or
+def _infer_reduced_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: str) -> SampleState:
+    """Return the `SampleState` of the outputs of `op`, which reduces the batch dimension: `SUM` or
     `AVERAGE`.
 
     Args:

@@ -25,7 +25,7 @@ RESHAPES = frozenset({"view", "reshape", "unsqueeze", "squeeze", "to", "_to_copy
 
 
 def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[SampleState]:
-    """Return the state of each output of an operator whose inputs do not depend on samples.
+    """Return the `SampleState` of each output of an operator that reads no samples.
 
     Args:
         flow: the states determined so far.
