@@ -162,7 +162,7 @@ class BatchGuard:
         rows = table.clone()
         # Writing through NumPy takes a fraction of the time.
         rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take()
-        self._pending_comparisons.append(self._start_comparison_of_ranks(rows, contents))
+        self._pending_comparisons.append(self._start_rank_comparison(rows, contents))
         if new:
             self._check_arrived_comparisons(len(self._pending_comparisons))
 
@@ -230,10 +230,10 @@ class BatchGuard:
         columns = 2 + len(self._inputs) + NUM_COLUMNS
         table = torch.zeros(dist.get_world_size(), columns, dtype=torch.int64)
         table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(signature)))
-        table[dist.get_rank(), 1] = _batch_size_of_leaves(leaves)
+        table[dist.get_rank(), 1] = _get_batch_size(leaves)
         return table
 
-    def _start_comparison_of_ranks(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
+    def _start_rank_comparison(self, rows: Tensor, contents: list[Tensor]) -> CallComparison:
         """Start an all-reduce of the tables of all ranks, which is cheaper than gathering rows.
 
         Args:
@@ -350,7 +350,7 @@ def _group_shared_inputs(
     return tuple(result)
 
 
-def _batch_size_of_leaves(leaves: Sequence[Any]) -> int:
+def _get_batch_size(leaves: Sequence[Any]) -> int:
     """Return the size of dimension 0 of the first tensor with dimensions; 0 if all tensors are
     scalars."""
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 0)

@@ -116,7 +116,7 @@ class OutputsOffPath:
                 continue
             if not all_off_path and is_on_path(graph, flow, value):
                 continue
-            for dependent in _indices_of_dependent_outputs(graph, value):
+            for dependent in _find_dependent_outputs(graph, value):
                 if dependent != index:
                     self._computed_from.setdefault(dependent, []).append(index)
 
@@ -134,19 +134,21 @@ class OutputsOffPath:
 
     def _watch_hooks_of_outputs(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
-        self._names = self._names or _paths_of_outputs(result, len(outputs))
+        self._names = self._names or _name_outputs(result, len(outputs))
         watched: dict[int, WatchedOutput] = {}
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                watched[index] = WatchedOutput.of(self._returned_output(index), tensor, outputs)
+                watched[index] = WatchedOutput.of(
+                    self._make_returned_output(index), tensor, outputs
+                )
                 _store_output_on_autograd_node(tensor, watched[index].output)
         for index, sources in self._computed_from.items():
             tensor = outputs[index]
             missing = [watched[i] for i in sources if i in watched]
             if missing and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 existing = watched.get(index)
-                output = self._returned_output(index) if existing is None else existing.output
+                output = self._make_returned_output(index) if existing is None else existing.output
                 computed_from = tuple(each.output for each in missing)
                 object.__setattr__(output, "computed_from", computed_from)
                 _store_output_on_autograd_node(tensor, output)
@@ -156,7 +158,7 @@ class OutputsOffPath:
         for each in watched.values():
             each.internal_hooks = frozenset(each.hook_keys())
 
-    def _returned_output(self, index: int) -> ReturnedOutput:
+    def _make_returned_output(self, index: int) -> ReturnedOutput:
         op = self._graph.producer.get(self._graph.outputs[index])
         return ReturnedOutput(self._names[index], op.source if op is not None else "")
 
@@ -182,7 +184,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     )
 
 
-def _indices_of_dependent_outputs(graph: Graph, value: Value) -> list[int]:
+def _find_dependent_outputs(graph: Graph, value: Value) -> list[int]:
     """Return the indices of output `value` and of all outputs computed from `value`."""
     dependents = {value}
     for op in graph.ops:
@@ -191,7 +193,7 @@ def _indices_of_dependent_outputs(graph: Graph, value: Value) -> list[int]:
     return [index for index, output in enumerate(graph.outputs) if output in dependents]
 
 
-def _paths_of_outputs(result: Any, count: int) -> list[str]:
+def _name_outputs(result: Any, count: int) -> list[str]:
     """Return the name of each of `count` outputs of a graph: the leaves of `result`, then the
     tensors that the call stores in Python objects."""
     try:
@@ -220,12 +222,14 @@ def _make_incomplete_gradient_hook(
             requests = ((each.output, each.gradient_request()) for each in missing)
             requested = next(((output, call) for output, call in requests if call), None)
         if requested is not None:
-            raise PlanError(_incomplete_gradient_message(requested[1], requested[0], output))
+            raise PlanError(_make_incomplete_gradient_message(requested[1], requested[0], output))
 
     return refuse
 
 
-def _incomplete_gradient_message(call: str, output: ReturnedOutput, later: ReturnedOutput) -> str:
+def _make_incomplete_gradient_message(
+    call: str, output: ReturnedOutput, later: ReturnedOutput
+) -> str:
     line = current_line()
     source = f" ({output.source})" if output.source else ""
     return (
@@ -245,16 +249,16 @@ def refuse_gradients_of_outputs() -> None:
 
 def _check_requested_gradients(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
     with without_torch_function_of_subclasses():
-        sources = (_output_of_autograd_edge(*gradient_edge_of(each)) for each in inputs)
+        sources = (_get_autograd_edge_output(*gradient_edge_of(each)) for each in inputs)
         requested = {source for source in sources if source is not None}
-        later = next(_outputs_reached_by_backward(requested, outputs), None) if requested else None
+        later = next(_iterate_reached_outputs(requested, outputs), None) if requested else None
     if later is not None:
         output = next(source for source in later.computed_from if source in requested)
         call = "`torch.autograd.grad` (or `backward(inputs=...)`)"
-        raise PlanError(_incomplete_gradient_message(call, output, later))
+        raise PlanError(_make_incomplete_gradient_message(call, output, later))
 
 
-def _outputs_reached_by_backward(
+def _iterate_reached_outputs(
     requested: set[ReturnedOutput], outputs: Sequence[Any]
 ) -> Iterator[ReturnedOutput]:
     """Yield the outputs that a backward pass from `outputs` visits and that are computed from one
@@ -266,7 +270,7 @@ def _outputs_reached_by_backward(
         if node is None or (node, output_index) in edges:
             continue
         edges.add((node, output_index))
-        output = _output_of_autograd_edge(node, output_index)
+        output = _get_autograd_edge_output(node, output_index)
         if output is not None and not requested.isdisjoint(output.computed_from):
             yield output
         if node not in nodes:
@@ -279,7 +283,7 @@ def _store_output_on_autograd_node(tensor: Tensor, output: ReturnedOutput) -> No
     node.metadata.setdefault(_METADATA_KEY, {})[output_index] = output
 
 
-def _output_of_autograd_edge(node: Any, output_index: int) -> ReturnedOutput | None:
+def _get_autograd_edge_output(node: Any, output_index: int) -> ReturnedOutput | None:
     output: ReturnedOutput | None = None
     if node is not None:
         output = node.metadata.get(_METADATA_KEY, {}).get(output_index)

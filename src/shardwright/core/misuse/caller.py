@@ -20,8 +20,8 @@ LIBRARIES = frozenset(
 def user_line() -> str:
     """Return the innermost calling line outside of `LIBRARIES` as ` (file:line)`; empty if there is
     no such line."""
-    for frame in _frames_of_callers():
-        if _module_name_of_frame(frame).partition(".")[0] not in LIBRARIES:
+    for frame in _iterate_caller_frames():
+        if _get_frame_module_name(frame).partition(".")[0] not in LIBRARIES:
             return f" ({frame.f_code.co_filename}:{frame.f_lineno})"
     return ""
 
@@ -30,26 +30,26 @@ def is_called_by(*modules: str) -> bool:
     """Whether a function of one of the packages or modules `modules` is on the call stack."""
     names = tuple(f"{module}." for module in modules)
     return any(
-        f"{_module_name_of_frame(frame)}.".startswith(names) for frame in _frames_of_callers()
+        f"{_get_frame_module_name(frame)}.".startswith(names) for frame in _iterate_caller_frames()
     )
 
 
 def optimizer_among_callers() -> Optimizer | None:
     """Return the optimizer whose method is innermost on the call stack; None if no method of an
     optimizer is running."""
-    for frame in _frames_of_callers():
+    for frame in _iterate_caller_frames():
         variables = frame.f_code.co_varnames
         if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):
             return first
     return None
 
 
-def _frames_of_callers() -> Iterator[FrameType]:
+def _iterate_caller_frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _module_name_of_frame(frame: FrameType) -> str:
+def _get_frame_module_name(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))

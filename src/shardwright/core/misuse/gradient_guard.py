@@ -23,7 +23,7 @@ from shardwright.core.torch_internals import pytree
 from shardwright.errors import DataError
 
 TOLERANCE = 1e-3
-"""Maximum difference between the checksums of two ranks, as a fraction of the sum of the gradient's
+"""Maximum difference between the checksums of two ranks, relative to the sum of the gradient's
 absolute values; not zero, because kernels add in varying order."""
 
 
@@ -69,7 +69,7 @@ class GradientGuard:
             # None for a loss that does not depend on this output, perhaps only on this rank.
             sums = torch.zeros(3, device=self._device)
             if gradient is not None:
-                sums = _checksums_of_gradient(gradient.detach())
+                sums = _compute_gradient_checksums(gradient.detach())
             table = sums.new_zeros(dist.get_world_size(), len(sums))
             table[dist.get_rank()] = sums
             dist.all_reduce(table)
@@ -86,9 +86,9 @@ class GradientGuard:
                 )
 
 
-def _checksums_of_gradient(gradient: Tensor) -> Tensor:
-    """Return the sum, the sum of absolute values, and a sum weighted by position, which detects
-    permutations, of the gradient's elements; shape (3,), float32."""
+def _compute_gradient_checksums(gradient: Tensor) -> Tensor:
+    """Return three sums of a gradient's elements: plain, of absolute values, and weighted by
+    position, which detects permutations; shape (3,), float32."""
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
     flat = numbers.reshape(-1).float()

@@ -57,7 +57,7 @@ class OriginalModel:
             if name not in OF_MODULES and content != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
-        self._last_state = dict(self._contents_of_watched_attributes(net))
+        self._last_state = dict(self._iterate_watched_contents(net))
         self._warned_attributes: set[WatchedAttribute] = set()
         self._num_training_calls = 0
         self._stop_observing_calls = observe_calls(net, self._warn_if_original_is_trained)
@@ -98,7 +98,7 @@ class OriginalModel:
             )
 
     def _warn_if_original_has_changed(self, net: nn.Module, planned: nn.Module) -> None:
-        current = dict(self._contents_of_watched_attributes(net))
+        current = dict(self._iterate_watched_contents(net))
         previous = self._last_state
         changed = [each for each, value in current.items() if previous.get(each) != value]
         self._last_state = current
@@ -124,7 +124,7 @@ class OriginalModel:
                 type(net).__name__,
             )
 
-    def _contents_of_watched_attributes(
+    def _iterate_watched_contents(
         self, net: nn.Module
     ) -> Iterator[tuple[WatchedAttribute, Hashable]]:
         """Yield each watched attribute of `net`, with its content as a value to compare."""

@@ -114,10 +114,10 @@ class PlannedParameters:
         """
         if not recomputes:
             return []
-        versions = self._version_counters_of_parameters()
+        versions = self._get_version_counters()
 
         def check() -> None:
-            if self._version_counters_of_parameters() != versions:
+            if self._get_version_counters() != versions:
                 raise RuntimeError(
                     "a parameter that the backward pass reads to recompute operators has been "
                     "modified by an inplace operation since the forward pass\n"
@@ -126,5 +126,5 @@ class PlannedParameters:
 
         return [check]
 
-    def _version_counters_of_parameters(self) -> tuple[int, ...]:
+    def _get_version_counters(self) -> tuple[int, ...]:
         return tuple(map(version, self._tensors))

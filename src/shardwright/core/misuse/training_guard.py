@@ -53,7 +53,10 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
     first, *others = map(unpack, rows)
     for rank, record in enumerate(others, 1):
         for name, (problem, remedy) in _PROBLEMS_AND_REMEDIES.items():
-            value, first_value = _comparable_value(record, name), _comparable_value(first, name)
+            value, first_value = (
+                _get_comparable_value(record, name),
+                _get_comparable_value(first, name),
+            )
             if not math.isclose(value, first_value, rel_tol=OPTION_TOLERANCE):
                 raise DataError(
                     f"before call {call}, {problem}: {value:g} on rank {rank}, but"
@@ -61,7 +64,7 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
                 )
 
 
-def _comparable_value(record: TrainingRecord, name: str) -> float:
+def _get_comparable_value(record: TrainingRecord, name: str) -> float:
     """Return a field of a record; the learning rate as the mean over steps, instead of the recorded
     sum."""
     value: float = getattr(record, name)

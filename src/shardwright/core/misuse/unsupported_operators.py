@@ -75,22 +75,22 @@ def compute_unsupported_operators() -> None:
     with the reason."""
     set_operator_handler(aten.index_put_.default, _assign_indexed_elements)
     for operator in operators_in_namespace("aten"):
-        if (view := _out_of_place_variant_of_view(operator)) is not None:
+        if (view := _find_out_of_place_view(operator)) is not None:
             set_operator_handler(operator, partial(_apply_view_in_place, view))
     handle_mixed_tensors(_run_operator_on_mixed_tensors)
     handle_unsupported_operators(_run_unsupported_operator)
     handle_collectives(_refuse_collective_on_dtensors)
-    before_fully_shard(_refuse_fully_shard_of_planned)
+    before_fully_shard(_refuse_fully_shard)
     compute_on_local_tensors(OPTIMIZER_STEP_METHODS)
     format_values()
-    handle_assigned_data(_assign_data_of_dtensor)
+    handle_assigned_data(_assign_dtensor_data)
     refuse_methods(("numpy", "tolist"), _make_mixed_tensors_error)
 
 
 def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute `tensor[indices] = value`. PyTorch would gather a mask among `indices`, whose shape
     then differs from the shape of the shards."""
-    operator, leaves = aten.index_put_.default, _tensors_among_arguments(args, kwargs)
+    operator, leaves = aten.index_put_.default, _find_tensor_arguments(args, kwargs)
     if not any(index is not None and index.dtype == torch.bool for index in args[1]):
         return run_unless_mixed(operator, _run_operator_on_mixed_tensors, args, kwargs)
     if compute_on_shards(operator, args, kwargs):
@@ -99,7 +99,7 @@ def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return compute_on_full_tensors(operator, args, kwargs)
 
 
-def _assign_data_of_dtensor(tensor: DTensor, value: Any) -> None:
+def _assign_dtensor_data(tensor: DTensor, value: Any) -> None:
     """Assign `tensor.data = value`, for optimizers and averages of parameters.
 
     Raises:
@@ -117,7 +117,7 @@ def _assign_data_of_dtensor(tensor: DTensor, value: Any) -> None:
         share_local_memory(tensor, value)
         return
     raise PlanError(
-        f"`.data` of a DTensor of shape {tuple(tensor.shape)} and {tensor.dtype}{_step_location()}"
+        f"`.data` of a DTensor of shape {tuple(tensor.shape)} and {tensor.dtype}{_describe_step()}"
         f" is replaced by {given}, whose memory it cannot share\ncopy the values into it under"
         " `torch.no_grad()` (`p.copy_(value)`), which keeps each rank's shard; convert or resize a"
         " model (`to`, `half`, `resize_token_embeddings`) before `sw.plan`"
@@ -129,25 +129,25 @@ def _run_unsupported_operator(
 ) -> Any:
     if operator.namespace in ("c10d", "_c10d_functional"):
         _refuse_collective_on_dtensors(operator)
-    if error is not None and not all(map(_is_real_tensor, _tensors_among_arguments(args, kwargs))):
+    if error is not None and not all(map(_is_real_tensor, _find_tensor_arguments(args, kwargs))):
         raise error
     if compute_on_shards(operator, args, kwargs):
         # Operators on lists return nothing, others the tensor that they write to.
         return (
-            _tensors_written_by_operator(operator, args, kwargs)[0]
+            _find_written_tensors(operator, args, kwargs)[0]
             if schema_of(operator).returns
             else None
         )
     if not can_compute_on_full_tensors(operator):
         raise PlanError(
-            f"{operator}{_step_location()} is not supported for DTensors, such as parameters of a"
+            f"{operator}{_describe_step()} is not supported for DTensors, such as parameters of a"
             f" planned model: {str(error).partition(chr(10))[0]}\ncall it with the full"
             " tensor (`p.full_tensor()`); `p.copy_` of a full tensor keeps each rank's shard"
         ) from error
     return compute_on_full_tensors(operator, args, kwargs)
 
 
-def _out_of_place_variant_of_view(operator: OpOverload) -> Callable[..., Any] | None:
+def _find_out_of_place_view(operator: OpOverload) -> Callable[..., Any] | None:
     """Return the view operator of an in-place view, such as `transpose` of `transpose_`; None for
     other operators."""
     if torch.Tag.inplace_view not in operator.tags or operator is aten.detach_.default:
@@ -167,16 +167,16 @@ def _apply_view_in_place(
     return tensor
 
 
-def _tensors_among_arguments(*arguments: Any) -> list[Tensor]:
+def _find_tensor_arguments(*arguments: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
-def _tensors_written_by_operator(
+def _find_written_tensors(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the tensors that an operator writes to."""
     positions = written_arguments(operator)
-    return _tensors_among_arguments(
+    return _find_tensor_arguments(
         [args[i] if i < len(args) else kwargs.get(name) for i, name in positions]
     )
 
@@ -197,15 +197,14 @@ def _run_operator_on_mixed_tensors(
         MixedTensorsError: if autograd records, as gradients of ordinary tensors would be DTensors.
         PlanError: if an ordinary tensor differs between ranks.
     """
-    leaves = _tensors_among_arguments(args, kwargs)
+    leaves = _find_tensor_arguments(args, kwargs)
     records = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if records or not all(map(_is_real_tensor, leaves)) or is_called_by(CALLS_OF_PARTS):
         raise _make_mixed_tensors_error(operator) from error
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
     _check_tensors_equal_on_ranks(operator, leaves)
     if not all(
-        isinstance(tensor, DTensor)
-        for tensor in _tensors_written_by_operator(operator, args, kwargs)
+        isinstance(tensor, DTensor) for tensor in _find_written_tensors(operator, args, kwargs)
     ):
         return compute_on_full_tensors(operator, args, kwargs)
 
@@ -219,7 +218,7 @@ def _run_operator_on_mixed_tensors(
 
 
 @cache
-def _num_mixed_calls_by_optimizer() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
+def _get_mixed_call_counts() -> WeakKeyDictionary[object, Counter[tuple[Any, ...]]]:
     """Return, for each optimizer (or device mesh, outside of optimizers), the number of calls by
     operator and shapes of ordinary tensors."""
     return WeakKeyDictionary()
@@ -234,7 +233,7 @@ def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor
     """
     ordinary = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    mixes = _num_mixed_calls_by_optimizer().setdefault(optimizer_among_callers() or mesh, Counter())
+    mixes = _get_mixed_call_counts().setdefault(optimizer_among_callers() or mesh, Counter())
     key = operator, *(tuple(tensor.shape) for tensor in ordinary)
     mixes[key] += 1
     if not is_due(mixes[key], FIRST_MIXES, PERIOD):
@@ -242,7 +241,7 @@ def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor
     for tensor in ordinary:
         if differs_between_ranks(tensor, mesh):
             raise PlanError(
-                f"{operator}{_step_location()}: an ordinary tensor of shape {tuple(tensor.shape)}"
+                f"{operator}{_describe_step()}: an ordinary tensor of shape {tuple(tensor.shape)}"
                 " is combined with parameters of a planned model, but differs between ranks, so the"
                 " parameters would differ too\nmake the tensor equal on all ranks: call"
                 " `torch.manual_seed(0)` on every rank before random draws, or draw with"
@@ -252,7 +251,7 @@ def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor
 
 def _make_mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
     return MixedTensorsError(
-        f"{operator}{_step_location()}: got mixed torch.Tensor and DTensor; the parameters of a"
+        f"{operator}{_describe_step()}: got mixed torch.Tensor and DTensor; the parameters of a"
         " planned model, their gradients and tensors computed from them are DTensors\nuse the full"
         " parameter (`p.full_tensor()`, which is differentiable), or shard the ordinary tensor"
         " like the parameter"
@@ -264,7 +263,7 @@ def _make_mixed_tensors_error(operator: OpOverload | str) -> MixedTensorsError:
 
 def _refuse_collective_on_dtensors(operator: OpOverload, *_: object) -> NoReturn:
     raise PlanError(
-        f"{operator}{_step_location()} was called on parameters or gradients that are DTensors, but"
+        f"{operator}{_describe_step()} was called on parameters or gradients that are DTensors, but"
         " a planned model reduces its gradients itself\nremove `DistributedDataParallel` and"
         " reductions of gradients (`mode='data_parallel'` plans them), and use the optimizer's"
         " variant for one device, which does not communicate; pass `p.full_tensor()` to other"
@@ -272,7 +271,7 @@ def _refuse_collective_on_dtensors(operator: OpOverload, *_: object) -> NoReturn
     )
 
 
-def _refuse_fully_shard_of_planned(parameter: Tensor) -> None:
+def _refuse_fully_shard(parameter: Tensor) -> None:
     if isinstance(parameter, DTensor) and stages_of_plan(parameter.device_mesh) is not None:
         raise PlanError(
             "`fully_shard` was called on a planned model, whose parameter of shape"
@@ -282,7 +281,7 @@ def _refuse_fully_shard_of_planned(parameter: Tensor) -> None:
         )
 
 
-def _step_location() -> str:
+def _describe_step() -> str:
     """Return the optimizer whose step is running as ` in Name.step`; empty outside of steps."""
     optimizer = optimizer_among_callers()
     return f" in `{type(optimizer).__name__}.step`" if optimizer is not None else ""
