@@ -15,7 +15,7 @@ from shardwright.core.torch_internals import pytree
 
 
 def records_of(tensors: Iterable[Tensor]) -> list[Record]:
-    """Return the distinct records of the deferred tensors among `tensors`."""
+    """Return the distinct initialization records of the deferred tensors among `tensors`."""
     return list(dict.fromkeys(t._record for t in tensors if isinstance(t, Deferred)))
 
 

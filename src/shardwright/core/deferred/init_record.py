@@ -167,7 +167,7 @@ class Record:
         results: Any,
     ) -> None:
         """Append an operator call on the meta device, unless it only creates views."""
-        reads, updates, fills = self._storages_accessed_by_call(function, args, kwargs)
+        reads, updates, fills = self._find_accessed_storages(function, args, kwargs)
         new_views = tuple(
             self.storage_view(result)
             if isinstance(result, Tensor) and not self.has_storage_of(result)
@@ -194,7 +194,7 @@ class Record:
             )
         )
 
-    def _storages_accessed_by_call(
+    def _find_accessed_storages(
         self, function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[set[int], set[int], set[int]]:
         """Return the ids of the storages that a call reads, updates, and overwrites completely."""
@@ -219,7 +219,7 @@ class Record:
         """
         # By a digest of the state, which has 5 KB for the CPU.
         return self._draws_by_state.get(generator, {}).get(
-            _digest_of_generator_state(generator.get_state())
+            _hash_generator_state(generator.get_state())
         )
 
     def generators(self) -> Iterator[torch.Generator]:
@@ -228,7 +228,7 @@ class Record:
     def add_generator_state(self, generator: torch.Generator, draw: int) -> None:
         """Record the current state of `generator` as the state after operation `draw`."""
         states = self._draws_by_state.setdefault(generator, {})
-        states[_digest_of_generator_state(generator.get_state())] = draw
+        states[_hash_generator_state(generator.get_state())] = draw
 
     def forget_generator_states(self) -> None:
         """Forget the recorded generator states, so that a replay does not advance generators."""
@@ -318,7 +318,7 @@ def _covers_full_storage(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def _digest_of_generator_state(state: Tensor) -> bytes:
+def _hash_generator_state(state: Tensor) -> bytes:
     return blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 

@@ -48,7 +48,7 @@ def deferred_attributes(module: nn.Module) -> Iterator[Deferred]:
     """Yield deferred tensors in attributes of `module` and its submodules that are neither
     parameters nor buffers."""
     return (
-        tensor for tensor in _deferred_tensors_in_attributes(module) if isinstance(tensor, Deferred)
+        tensor for tensor in _iterate_deferred_attributes(module) if isinstance(tensor, Deferred)
     )
 
 
@@ -60,11 +60,11 @@ def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
     """
     return {
         id(tensor): value_of(tensor) if isinstance(tensor, Deferred) else tensor.detach()
-        for tensor in _deferred_tensors_in_attributes(module)
+        for tensor in _iterate_deferred_attributes(module)
     }
 
 
-def _deferred_tensors_in_attributes(module: nn.Module) -> Iterator[Tensor]:
+def _iterate_deferred_attributes(module: nn.Module) -> Iterator[Tensor]:
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for child in module.modules():
         for leaf in pytree.tree_leaves(list(vars(child).values())):

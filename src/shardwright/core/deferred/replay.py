@@ -45,7 +45,7 @@ def replay(
     """
     schedule = plan_replay(record, requested, ())
     if schedule.missing:
-        raise DeferredError(_uninitialized_message(record, requested))
+        raise DeferredError(_make_uninitialized_message(record, requested))
     return _run_scheduled_operations(record, schedule, requested, on_finished)
 
 
@@ -91,9 +91,7 @@ def plan_replay(
         requested: views to compute, by name.
         states: indices of operations whose generator state after the draw is requested too.
     """
-    finished = _storages_by_last_writing_operation(
-        record, {view.storage for view in requested.values()}
-    )
+    finished = _group_storages_by_last_write(record, {view.storage for view in requested.values()})
     live: set[int] = set()
     required_draws = {number for number in states if number not in record.states_after}
     steps = []
@@ -114,7 +112,7 @@ def plan_replay(
     return ReplaySchedule(tuple(reversed(steps)), frozenset(live | never_written))
 
 
-def _storages_by_last_writing_operation(record: Record, storages: set[int]) -> dict[int, set[int]]:
+def _group_storages_by_last_write(record: Record, storages: set[int]) -> dict[int, set[int]]:
     """Return the storages whose last write is by an operation, by index of the operation.
 
     Args:
@@ -182,10 +180,10 @@ def _run_recorded_operation(
         record.states_after[number] = draw.generator.get_state()
     for view, result in zip(operation.results, pytree.tree_leaves(results), strict=True):
         if view is not None:
-            storages[view.storage] = _storage_of_result(operation, view, result)
+            storages[view.storage] = _get_result_storage(operation, view, result)
 
 
-def _storage_of_result(
+def _get_result_storage(
     operation: Operation, view: StorageView, result: Tensor
 ) -> torch.UntypedStorage:
     """Return the storage of `result`, which later operations access by the recorded views.
@@ -222,7 +220,7 @@ def _replay_context(record: Record) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _uninitialized_message(record: Record, requested: Mapping[str, StorageView]) -> str:
+def _make_uninitialized_message(record: Record, requested: Mapping[str, StorageView]) -> str:
     """Return the error message for the first requested tensor that was never initialized."""
     # One tensor at a time: a plan for all tensors does not tell which one lacks values.
     name = next(

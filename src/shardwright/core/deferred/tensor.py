@@ -227,7 +227,7 @@ def _record_call(
         if torch.Tag.inplace_view in function.tags:
             return function(*args, **kwargs)
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, meta_argument, (args, kwargs))
-        results = function(*meta_args, **meta_kwargs | _keywords_for_meta_device(function, kwargs))
+        results = function(*meta_args, **meta_kwargs | _make_meta_device_keywords(function, kwargs))
         record.add(function, args, kwargs, results)
         return pytree.tree_map_only(Tensor, result_or_original, results)
 
@@ -282,7 +282,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
     return values
 
 
-def _keywords_for_meta_device(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _make_meta_device_keywords(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that make `function` create its results on the meta device."""
     names = {argument.name for argument in schema_of(function).arguments}
     keywords: dict[str, Any] = {}
