@@ -141,7 +141,7 @@ class Check:
                 f"after two steps       {self.state_difference:.1e} ({self.worst_state})",
                 f"replica difference    {self.replica_difference:.1e}",
                 f"bytes per device      {sum(counted):,} counted, {sum(planned):,} planned",
-                self._verdict_text(),
+                self._format_verdict(),
             ]
         )
 
@@ -155,7 +155,7 @@ class Check:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _verdict_text(self) -> str:
+    def _format_verdict(self) -> str:
         if self.random_operators:
             first, *more = self.random_operators
             drawing = f"{first} and {len(more)} more draw" if more else f"{first} draws"
@@ -198,7 +198,7 @@ def check(
     plan.check_fits(captured)
     if means:
         check_loss_of_batch(captured, plan.pipeline.micro_batches)
-    values, call = _initialized_tensors(net), (args, kwargs)
+    values, call = _collect_initialized_tensors(net), (args, kwargs)
     # In float32, rounding in reductions over ranks would hide a missing term.
     # Leaves that require a gradient keep it: without parameters, nothing else has a backward pass.
     leaves = [
@@ -290,9 +290,9 @@ def _compare_training(
     micro_batch_leaves = [
         micro_batch(leaves, number, count, pipeline.batch_dims) for number in range(count)
     ]
-    eager = _eager_training(partitioned, module, leaves)
+    eager = _make_eager_training(partitioned, module, leaves)
     with _convert_float64_errors(len(eager.calls)):
-        random_names = _names_of_random_ops(eager)
+        random_names = _find_random_ops(eager)
         eager_steps, output_gradients = eager.run()
     outcomes: list[Outcome] = []
 
@@ -310,11 +310,11 @@ def _compare_training(
     differences = Differences.between(
         train_program(run_planned, graph, state),
         eager_steps,
-        zeros=_parameters_used_by_operators(graph, opaque),
+        zeros=_find_parameters_used_by(graph, opaque),
     )
-    counted, bytes_planned = _counted_and_planned_sent_bytes(partitioned, outcomes[0])
+    counted, bytes_planned = _compare_sent_bytes(partitioned, outcomes[0])
     result = Check(
-        loss=_loss_of_first_step(graph, eager_steps),
+        loss=_get_first_loss(graph, eager_steps),
         loss_difference=differences.output,
         gradient_difference=differences.gradient,
         worst_parameter=differences.worst_parameter,
@@ -354,7 +354,7 @@ def _compare_training(
     return result if result.passes() else replace(result, cause=cause)
 
 
-def _eager_training(
+def _make_eager_training(
     partitioned: Partitioned, module: nn.Module, leaves: list[Any]
 ) -> EagerTraining:
     """Return the reference run: eager training of the user's module on the global batch."""
@@ -377,7 +377,7 @@ def _eager_training(
     )
 
 
-def _initialized_tensors(net: nn.Module) -> dict[str, Tensor]:
+def _collect_initialized_tensors(net: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, with deferred tensors initialized.
 
     Raises:
@@ -423,7 +423,7 @@ def _capture_micro_batch(
     )
 
 
-def _parameters_used_by_operators(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
+def _find_parameters_used_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters on which the inputs of `operators` depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
     for op in reversed(graph.ops):
@@ -432,7 +432,7 @@ def _parameters_used_by_operators(graph: Graph, operators: Sequence[str]) -> fro
     return frozenset(value.name for value in graph.parameters if value in read)
 
 
-def _names_of_random_ops(eager: EagerTraining) -> tuple[str, ...]:
+def _find_random_ops(eager: EagerTraining) -> tuple[str, ...]:
     """Return the names of operators that draw random numbers; empty if neither outputs nor
     gradients depend on the seed. Only gradients depend on the seed if the layer after a random
     operator is initialized to zeros."""
@@ -463,7 +463,7 @@ def _has_random_tag(op: Op) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
-def _counted_and_planned_sent_bytes(
+def _compare_sent_bytes(
     partitioned: Partitioned, outcome: Outcome
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the counted and the planned bytes that one device sends, each (forward, backward).
@@ -478,7 +478,7 @@ def _counted_and_planned_sent_bytes(
     return max(pairs, key=lambda pair: (pair[0] != pair[1], sum(pair[1])))
 
 
-def _loss_of_first_step(graph: Graph, steps: TrainedSteps) -> float | None:
+def _get_first_loss(graph: Graph, steps: TrainedSteps) -> float | None:
     if graph.loss is None:
         return None
     # The first step's loss: the second step trains changed parameters.

@@ -236,7 +236,7 @@ def _capture_micro_batch(
         StrategyError: if `net` is a graph captured with another dtype than requested.
         CaptureError: if the model cannot be captured.
     """
-    dtype = _compute_dtype(options)
+    dtype = _get_compute_dtype(options)
     if isinstance(net, nn.Module):
         leaves, spec = pytree.tree_flatten((args, dict(kwargs or {})))
 
@@ -267,13 +267,13 @@ def _capture_module(
         net,
         args,
         kwargs,
-        compute_dtype=_compute_dtype(options),
+        compute_dtype=_get_compute_dtype(options),
         on_progress=options.on_progress,
         autocast=Autocast(_device_type(options)),
     )
 
 
-def _compute_dtype(options: PlanOptions) -> torch.dtype | None:
+def _get_compute_dtype(options: PlanOptions) -> torch.dtype | None:
     return None if options.compute_dtype in (None, "float32") else torch.bfloat16
 
 

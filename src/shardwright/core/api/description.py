@@ -47,28 +47,28 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
         yield f"number {seen[id(value)][0]}"
     else:
         seen[id(value)] = len(seen), value
-        yield _type_name(value)
+        yield _get_type_name(value)
         if isinstance(value, nn.Module):
-            yield from _module_lines(value, seen)
-        for component in _referenced_objects(value):
+            yield from _describe_module_and_code(value, seen)
+        for component in _iterate_referenced_objects(value):
             yield from description_lines(component, seen)
 
 
-def _type_name(value: Any) -> str:
+def _get_type_name(value: Any) -> str:
     described_type = value if isinstance(value, (type, FunctionType)) else type(value)
     return f"{described_type.__module__}.{described_type.__qualname__}"
 
 
-def _referenced_objects(value: Any) -> Iterator[Any]:
+def _iterate_referenced_objects(value: Any) -> Iterator[Any]:
     """Yield the items or attributes that `value` refers to; nothing for an opaque object."""
     if isinstance(value, (Tensor, np.ndarray)):
-        yield from _tensor_properties(torch.as_tensor(value))
+        yield from _iterate_tensor_properties(torch.as_tensor(value))
     elif isinstance(value, Graph):
         yield from (value.fingerprint, value.compute_dtype, value.attributes)
         yield from (*value.constants.values(), value.module_tags, value.call_tags)
     elif isinstance(value, FunctionType):
         yield from (hash_of_code(value.__code__), value.__defaults__, value.__kwdefaults__)
-        yield from map(_cell_contents, value.__closure__ or ())
+        yield from map(_get_closure_cell_contents, value.__closure__ or ())
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, partial):
@@ -88,21 +88,21 @@ def _referenced_objects(value: Any) -> Iterator[Any]:
             yield value.__reduce_ex__(2)
 
 
-def _tensor_properties(tensor: Tensor) -> Iterator[Any]:
+def _iterate_tensor_properties(tensor: Tensor) -> Iterator[Any]:
     yield from (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.is_meta)
     # Parameters may differ between ranks until `parallelize` sends those of rank 0.
     if not (isinstance(tensor, (Deferred, FakeTensor, nn.Parameter)) or tensor.is_meta):
         yield int(content_hash(tensor))
 
 
-def _cell_contents(cell: Any) -> Any:
+def _get_closure_cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # The variable is not assigned yet.
         return None
 
 
-def _module_lines(module: nn.Module, seen: Seen) -> Iterator[str]:
+def _describe_module_and_code(module: nn.Module, seen: Seen) -> Iterator[str]:
     """Yield lines that describe the code called by `forward`, global variables read by `forward`,
     attributes of all submodules, and shapes and dtypes of parameters and buffers."""
     # Submodules are described by path below, and not again where attributes refer to them.
@@ -114,7 +114,7 @@ def _module_lines(module: nn.Module, seen: Seen) -> Iterator[str]:
         yield from description_lines(globals_of(namespace)[name], seen)
     yield from map(hash_of_code, codes)
     for path, submodule in module.named_modules():
-        yield f"module {path}: {_type_name(submodule)}"
+        yield f"module {path}: {_get_type_name(submodule)}"
         for name, attribute in vars(submodule).items():
             if name not in ("_parameters", "_buffers"):
                 yield name

@@ -25,7 +25,7 @@ class RecordedBatchNorms(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in FUNCTIONS:
-            self.shapes.add(tuple(_batch_norm_input(args, kwargs).shape))
+            self.shapes.add(tuple(_get_batch_norm_input(args, kwargs).shape))
         return func(*args, **(kwargs or {}))
 
 
@@ -49,7 +49,7 @@ class SplitBatchNorms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in FUNCTIONS:
             return func(*args, **kwargs)
-        x = _batch_norm_input(args, kwargs)
+        x = _get_batch_norm_input(args, kwargs)
         rows, remainder = divmod(x.shape[0], self._count)
         if remainder or (rows, *x.shape[1:]) not in self._shapes:
             return func(*args, **kwargs)
@@ -60,6 +60,6 @@ class SplitBatchNorms(TorchFunctionMode):
         return torch.stack(of_ranks, 1).reshape(x.shape)
 
 
-def _batch_norm_input(args: tuple[Any, ...], kwargs: Any) -> Tensor:
+def _get_batch_norm_input(args: tuple[Any, ...], kwargs: Any) -> Tensor:
     tensor: Tensor = args[0] if args else kwargs["input"]
     return tensor

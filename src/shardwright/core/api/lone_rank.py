@@ -129,13 +129,13 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0]
         if is_collective(func):
             self._count_communication(name, args)
-            return _collective_result(name, args)
+            return _make_collective_result(name, args)
         if is_group_call(func):
             return self._run_on_fake_group(func, name, args, kwargs)
         # Code that reads a value, such as a norm for clipping, gets a placeholder in place of the
         # error that meta tensors raise.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return _placeholder_values((), args[0].dtype).item()
+            return _make_placeholder_values((), args[0].dtype).item()
         if func is torch.ops.aten._to_copy.default and args[0].is_meta:
             return _copy_to_device(args[0], kwargs)
         return func(*args, **kwargs)
@@ -149,7 +149,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         if collective is None or not self._counts:
             return
         previous = self.traffic.get(collective, Traffic())
-        sent = previous.bytes + _bytes_sent_by_call(name, args)
+        sent = previous.bytes + _count_sent_bytes(name, args)
         self.traffic[collective] = Traffic(previous.calls + 1, sent)
 
     def _run_on_fake_group(
@@ -167,7 +167,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         return result
 
 
-def _bytes_sent_by_call(name: str, args: tuple[Any, ...]) -> int:
+def _count_sent_bytes(name: str, args: tuple[Any, ...]) -> int:
     if name == "send":
         # Messages between stages are sent in full, once.
         return sum(tensor.nbytes for tensor in args[0])
@@ -178,7 +178,7 @@ def _bytes_sent_by_call(name: str, args: tuple[Any, ...]) -> int:
     return sent_bytes(name, args)
 
 
-def _collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
+def _make_collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
     """Return the result of a functional collective for equal tensors on all ranks."""
     x: Tensor = args[0]
     if name in ("wait_tensor", "all_reduce_"):
@@ -203,10 +203,10 @@ def _copy_to_device(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     if device.type == "meta":
         out: Tensor = torch.ops.aten._to_copy.default(tensor, **kwargs)
         return out
-    return _placeholder_values(tensor.shape, kwargs.get("dtype") or tensor.dtype)
+    return _make_placeholder_values(tensor.shape, kwargs.get("dtype") or tensor.dtype)
 
 
-def _placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _make_placeholder_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor to read in place of a meta tensor: ones, or False for booleans. A program
     usually reads the result of `!=` on values that must be equal on all ranks."""
     return torch.full(shape, 0 if dtype == torch.bool else 1, dtype=dtype)

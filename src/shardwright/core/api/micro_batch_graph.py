@@ -74,7 +74,7 @@ class MicroBatchCapture:
             try:
                 return self._capture_with_batch_dims(dims), dims
             except CaptureError as error:
-                raise self._error_to_raise(error) from error
+                raise self._choose_capture_error(error) from error
         graph, failure = None, None
         try:
             graph = self._capture_with_batch_dims(())
@@ -86,10 +86,10 @@ class MicroBatchCapture:
                 return with_other_dims
         if graph is None:
             assert failure is not None
-            raise self._error_to_raise(failure)
+            raise self._choose_capture_error(failure)
         return graph, ()
 
-    def _error_to_raise(self, error: ShardwrightError) -> ShardwrightError:
+    def _choose_capture_error(self, error: ShardwrightError) -> ShardwrightError:
         """Return the error to raise after the capture of a micro-batch failed with `error`.
 
         Raises:
@@ -124,7 +124,7 @@ class MicroBatchCapture:
                     captured.append((graph, dims))
         # A tensor that is split only because of its size, such as a table, is read in full by each
         # micro-batch.
-        return min(captured, key=lambda each: _num_prologue_elements(each[0]), default=None)
+        return min(captured, key=lambda each: _count_prologue_elements(each[0]), default=None)
 
     def _capture_with_batch_dims(self, dims: SampleDims) -> Graph:
         piece = micro_batch(self.leaves, 0, self.count, dims)
@@ -157,7 +157,7 @@ def _may_have_better_batch_dims(graph: Graph) -> bool:
     return any(dim is not None for _, dim in of_batch.values)
 
 
-def _num_prologue_elements(graph: Graph) -> int:
+def _count_prologue_elements(graph: Graph) -> int:
     """Return the number of elements that the prologue computes for the global batch."""
     if not isinstance(graph.whole_batch, WholeBatch) or graph.whole_batch.prologue is None:
         return 0

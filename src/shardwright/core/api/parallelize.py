@@ -139,7 +139,7 @@ def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) ->
         return capture(net, args, kwargs, compute_dtype=plan.computed_in, autocast=autocast)
 
     def captured() -> Graph:
-        example = _meta_arguments_of_plan(plan)
+        example = _make_meta_arguments(plan)
         graph = captured_for(*example)
         if not plan.pipeline.averages_micro_batches:
             return graph
@@ -207,7 +207,7 @@ def _with_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-def _meta_arguments_of_plan(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_meta_arguments(plan: Plan) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments with the shapes and dtypes of the planned inputs, as meta tensors.
 
     Raises:

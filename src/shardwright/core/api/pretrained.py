@@ -25,7 +25,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
     """Write a planned model by its method `save_pretrained`, as on one device. Collective.
 
     Models of `transformers` are written with their configuration, models of `peft` as adapters
-    only. Rank 0 needs CPU memory for the full model. Each file of weights gets a file with its
+    only. Rank 0 needs CPU memory for the full model. Each weight file gets a file with its
     checksums, `NAME.checksum`, which loading verifies.
 
     Args:
@@ -47,10 +47,10 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
             )
         if is_rank_0():
             try:
-                earlier = _weight_files(folder)
+                earlier = _find_weight_files(folder)
                 with unchanged_configurations(model):
                     save(str(folder), **options)
-                for file, status in _weight_files(folder).items():
+                for file, status in _find_weight_files(folder).items():
                     # A checksum of another file would call its damage right.
                     if status != earlier.get(file):
                         write_checksum(file)
@@ -61,8 +61,8 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
         raise CheckpointError(error_text)
 
 
-def _weight_files(folder: str | Path) -> dict[Path, tuple[int, int, int]]:
-    """Return inode, modification time in nanoseconds and size in bytes, by weight file."""
+def _find_weight_files(folder: str | Path) -> dict[Path, tuple[int, int, int]]:
+    """Return (inode, modification time in ns, size in bytes) of each weight file in `folder`."""
     files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
     statuses = {file: file.stat() for file in files if file.suffix in (".safetensors", ".bin")}
     return {file: (s.st_ino, s.st_mtime_ns, s.st_size) for file, s in statuses.items()}

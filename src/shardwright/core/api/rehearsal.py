@@ -207,7 +207,7 @@ def rehearse_rank(
         groups=groups.calls,
         traffic=lone_rank.traffic,
         sent_bytes=tuple(step_bytes),
-        planned_bytes=_planned_sent_bytes(net),
+        planned_bytes=_get_planned_sent_bytes(net),
         parameter_bytes=sum(detached_local(p).nbytes for p in net.parameters()),
         optimizer_bytes=sum(detached_local(t).nbytes for t in state),
         # Only up to the last step, as checkpoints allocate tensors too.
@@ -220,7 +220,7 @@ def rehearse_rank(
     )
 
 
-def _planned_sent_bytes(net: ParallelModule) -> int:
+def _get_planned_sent_bytes(net: ParallelModule) -> int:
     stage, partitioned = net.execution.devices.stage, net.execution.partitioned
     return sum(partitioned.step_bytes[stage]) + prologue_bytes(partitioned, stage)
 

@@ -48,7 +48,7 @@ def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
     """
     tensors = {
         name: t
-        for name, t in _named_tensors(net).items()
+        for name, t in _collect_named_tensors(net).items()
         if not (isinstance(t, Deferred) or t.is_meta)
     }
     differing_names = take_values_of_rank_0(tensors, device)
@@ -59,31 +59,31 @@ def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
         )
     # Deferred tensors have no values to copy, but get rank 0's values with its generator states.
     share_generator_states(
-        _named_tensors(net).values(), lambda states: take_values_of_rank_0(states, device)
+        _collect_named_tensors(net).values(), lambda states: take_values_of_rank_0(states, device)
     )
 
 
-def _named_tensors(net: nn.Module) -> dict[str, Tensor]:
+def _collect_named_tensors(net: nn.Module) -> dict[str, Tensor]:
     return dict(net.named_parameters()) | dict(net.named_buffers())
 
 
 def _model_lines(net: nn.Module, graph: Graph) -> Iterator[str]:
-    for name, tensor in _named_tensors(net).items():
+    for name, tensor in _collect_named_tensors(net).items():
         role = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         dtype = str(tensor.dtype).removeprefix("torch.")
         notes = (
             "frozen" * (role == "parameter" and not tensor.requires_grad),
-            _device_note(tensor),
+            _describe_device(tensor),
         )
         yield ", ".join((f"{role} {name} {dtype} {list(tensor.shape)}", *filter(None, notes)))
     for value, tensor in graph.constants.items():
         # A tensor that is neither parameter nor buffer is a constant of the program. Rank 0's
         # values of constants are not sent, so all ranks must have equal values.
         yield f"the tensor {value} with the hash {int(content_hash(tensor)):x} (no buffer)"
-    yield from init_record_lines(_named_tensors(net).values())
+    yield from init_record_lines(_collect_named_tensors(net).values())
 
 
-def _device_note(tensor: Tensor) -> str:
+def _describe_device(tensor: Tensor) -> str:
     if isinstance(tensor, Deferred):
         return "without values yet"
     return "on the meta device" * tensor.is_meta

@@ -35,7 +35,9 @@ def shared_plan(request: object, compute: Callable[[], Plan]) -> Plan:
     Raises:
         ShardwrightError: on every rank, if `compute` raises an error on rank 0.
     """
-    return on_rank_0("plan", _request_text(request), compute, _plan_text, _plan_from_text)
+    return on_rank_0(
+        "plan", _serialize_request(request), compute, _serialize_plan, _deserialize_plan
+    )
 
 
 def shared_graph(net: nn.Module, plan: Plan, compute: Callable[[], Graph]) -> Graph:
@@ -49,25 +51,25 @@ def shared_graph(net: nn.Module, plan: Plan, compute: Callable[[], Graph]) -> Gr
     Raises:
         ShardwrightError: on every rank, if `compute` raises an error on rank 0.
     """
-    request = _request_text((net, plan.inputs, plan.structure, plan.compute_dtype))
+    request = _serialize_request((net, plan.inputs, plan.structure, plan.compute_dtype))
     # A graph that cannot be serialized is received as None; then each rank captures the model.
-    return on_rank_0("graph", request, compute, _graph_text, _graph_from_text) or compute()
+    return on_rank_0("graph", request, compute, _serialize_graph, _deserialize_graph) or compute()
 
 
-def _request_text(request: object) -> str:
+def _serialize_request(request: object) -> str:
     return "\n".join(description_lines(request))
 
 
-def _plan_text(plan: Plan) -> str:
-    return json.dumps([plan.to_json(), _graph_text(plan.graph)])
+def _serialize_plan(plan: Plan) -> str:
+    return json.dumps([plan.to_json(), _serialize_graph(plan.graph)])
 
 
-def _plan_from_text(text: str) -> Plan:
+def _deserialize_plan(text: str) -> Plan:
     plan, graph = json.loads(text)
-    return replace(Plan.from_json(plan, "the plan of rank 0"), graph=_graph_from_text(graph))
+    return replace(Plan.from_json(plan, "the plan of rank 0"), graph=_deserialize_graph(graph))
 
 
-def _graph_text(graph: Graph | None) -> str:
+def _serialize_graph(graph: Graph | None) -> str:
     """Serialize a graph as text; empty if the graph is None or cannot be serialized.
 
     Tags of operators and calls are left out, as the plan contains the decisions that follow from
@@ -83,5 +85,5 @@ def _graph_text(graph: Graph | None) -> str:
     return ""
 
 
-def _graph_from_text(text: str) -> Graph | None:
+def _deserialize_graph(text: str) -> Graph | None:
     return loads(text.encode()) if text else None

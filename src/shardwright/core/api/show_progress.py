@@ -42,14 +42,14 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     elif bar:
         # The current `sys.stderr`: a capture replaces it by a silent stream, and reports progress.
         console = PrintableConsole() if notebook else PrintableConsole(file=sys.stderr)
-        with _progress_bar(console) as on_progress:
+        with _show_progress_bar(console) as on_progress:
             yield on_progress
     else:
-        yield _line_reporter()
+        yield _make_line_reporter()
 
 
 @contextmanager
-def _progress_bar(console: Console) -> Iterator[OnProgress]:
+def _show_progress_bar(console: Console) -> Iterator[OnProgress]:
     # Without markup, as names of modules may have brackets.
     doing = TextColumn("{task.description}", markup=False)
     time_column = TextColumn("{task.fields[left]}")
@@ -58,18 +58,18 @@ def _progress_bar(console: Console) -> Iterator[OnProgress]:
         task, time_left = bar.add_task("starting", total=None, left=""), RemainingTime()
 
         def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-            remaining = _remaining_time_text(time_left.seconds(done, of))
+            remaining = _format_remaining_time(time_left.seconds(done, of))
             # Without a total `rich` shows a bar that moves back and forth.
             bar.update(task, description=doing, completed=done, total=of or None, left=remaining)
 
         yield on_progress
 
 
-def _line_reporter() -> OnProgress:
+def _make_line_reporter() -> OnProgress:
     start, time_left, stream = time.monotonic(), RemainingTime(), sys.stderr
 
     def on_progress(doing: str, done: int = 0, of: int = 0) -> None:
-        remaining = _remaining_time_text(time_left.seconds(done, of))
+        remaining = _format_remaining_time(time_left.seconds(done, of))
         count = f" ({done + 1} of {of}{remaining and ', '}{remaining})" if of else ""
         elapsed = time.monotonic() - start
         print(printable(f"{elapsed:6.1f} s  {doing}{count}"), file=stream, flush=True)
@@ -77,7 +77,7 @@ def _line_reporter() -> OnProgress:
     return on_progress
 
 
-def _remaining_time_text(seconds: float | None) -> str:
+def _format_remaining_time(seconds: float | None) -> str:
     if seconds is None:
         return ""
     minutes, seconds_left = divmod(round(seconds), 60)

@@ -84,7 +84,9 @@ class Differences:
         gradients: dict[str, float] = {}
         for each, others in zip(steps.gradients, expected.gradients, strict=True):
             for name in {**each, **others}:
-                gap = _gradient_difference(each.get(name), others.get(name), is_zero=name in zeros)
+                gap = _compute_gradient_difference(
+                    each.get(name), others.get(name), is_zero=name in zeros
+                )
                 gradients[name] = max(gap, gradients.get(name, 0.0))
         state = {name: difference(steps.state[name], t) for name, t in expected.state.items()}
         parameter = max(gradients, key=gradients.__getitem__, default="")
@@ -119,7 +121,9 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
 
 
-def _gradient_difference(got: Tensor | None, expected: Tensor | None, *, is_zero: bool) -> float:
+def _compute_gradient_difference(
+    got: Tensor | None, expected: Tensor | None, *, is_zero: bool
+) -> float:
     """Return the relative difference of two gradients, one of which may be missing.
 
     Args:
@@ -203,9 +207,11 @@ class EagerTraining:
             self.module.zero_grad()
             with self._planned_batch_norms():
                 roots = (
-                    self._loss_roots() if self.trains_loss else self._output_tensors(self.calls[0])
+                    self._get_loss_roots()
+                    if self.trains_loss
+                    else self._select_output_tensors(self.calls[0])
                 )
-                root_gradients = root_gradients or _root_gradients(self.graph, roots)
+                root_gradients = root_gradients or _make_root_gradients(self.graph, roots)
                 backward(roots, root_gradients)
             outputs.append([end.detach().clone() for end in roots])
             gradients_by_name = {
@@ -230,7 +236,7 @@ class EagerTraining:
             return
         with RecordedBatchNorms() as recorded:
             for leaves in self.batch_norm_calls:
-                self._output_tensors(leaves)
+                self._select_output_tensors(leaves)
         buffers = dict(self.module.named_buffers())
         updated = {name: buffer.clone() for name, buffer in buffers.items()}
         with SplitBatchNorms(len(self.batch_norm_calls), self.shards, recorded.shapes):
@@ -238,7 +244,7 @@ class EagerTraining:
         for name, buffer in buffers.items():
             buffer.copy_(updated[name])
 
-    def _output_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
+    def _select_output_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Call the module, and return the tensors among the results.
 
         Args:
@@ -287,10 +293,12 @@ class EagerTraining:
                 # Not copied in place: the backward pass may read the former values.
                 setattr(self.module.get_submodule(owner), attribute, buffer.detach())
 
-    def _loss_roots(self) -> list[Tensor]:
+    def _get_loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
         return [
-            torch.stack([self._output_tensors(leaves)[loss_index] for leaves in self.calls]).sum()
+            torch.stack(
+                [self._select_output_tensors(leaves)[loss_index] for leaves in self.calls]
+            ).sum()
         ]
 
 
@@ -299,17 +307,17 @@ def _call_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return nn.Module.__call__(module, *args, **kwargs)
 
 
-def _root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None]:
+def _make_root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None]:
     root_gradients: list[Tensor | None] = []
     loss = graph.loss
     values = list(graph.output_values) if len(roots) == len(graph.output_values) else [loss]
     for value, tensor in zip(values, roots, strict=True):
-        start = torch.ones_like(tensor) if value is loss else _deterministic_gradient(tensor)
+        start = torch.ones_like(tensor) if value is loss else _make_deterministic_gradient(tensor)
         root_gradients.append(start.detach() if tensor.requires_grad else None)
     return root_gradients
 
 
-def _deterministic_gradient(like: Tensor) -> Tensor:
+def _make_deterministic_gradient(like: Tensor) -> Tensor:
     """Return a tensor of distinct numbers with the shape and dtype of `like`: sines of 1, 2, 3, ...
     radians or, for complex dtypes, points of the unit circle at these angles."""
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)

@@ -32,13 +32,15 @@ def suggests_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, 
         for name in kwargs:
             if name not in parameters:
                 where = call.__qualname__.removesuffix(".__init__")
-                raise TypeError(f"{where}() has no argument {name!r}: {_keyword_hint(name, valid)}")
+                raise TypeError(
+                    f"{where}() has no argument {name!r}: {_suggest_keywords(name, valid)}"
+                )
         return call(*args, **kwargs)
 
     return checked
 
 
-def _keyword_hint(name: str, valid: list[str]) -> str:
+def _suggest_keywords(name: str, valid: list[str]) -> str:
     """Suggest a valid keyword, such as `memory_limit` for `memory_limt` or `parallel_mode` for
     `mode`; all valid keywords if no keyword is similar."""
     # Names that contain the keyword come first: the closest match of `mode` by letters is `order`.

@@ -30,7 +30,7 @@ def whole_example(
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    shards = iter(_input_shard_counts(options, tensors))
+    shards = iter(_get_input_shard_counts(options, tensors))
 
     def global_batch_tensor(tensor: Tensor) -> Tensor:
         shape = [size * count for size, count in zip(tensor.shape, next(shards), strict=True)]
@@ -41,7 +41,9 @@ def whole_example(
     return args, kwargs
 
 
-def _input_shard_counts(options: KeywordOptions, tensors: list[Tensor]) -> list[tuple[int, ...]]:
+def _get_input_shard_counts(
+    options: KeywordOptions, tensors: list[Tensor]
+) -> list[tuple[int, ...]]:
     """Return the number of shards of each dimension of each input tensor."""
     strategy, stages = options.dataset_strategy, options.stages
     counts: list[tuple[int, ...]] = [(1,) * tensor.ndim for tensor in tensors]
