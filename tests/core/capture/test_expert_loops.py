@@ -206,6 +206,16 @@ def written_twice(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tens
     return out
 
 
+def limited(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Drops tokens of an expert behind its first eight."""
+    out, first = torch.zeros_like(x), F.one_hot(ids[:, 0], EXPERTS)
+    place = (first.cumsum(0) * first).sum(-1)
+    for index, expert in enumerate(net.experts):
+        mask = (ids[:, 0] == index) & (place <= 8)
+        out[mask] = expert(x[mask])
+    return out
+
+
 @pytest.mark.parametrize(
     ("mixture", "expert", "reason"),
     [
@@ -213,11 +223,34 @@ def written_twice(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tens
         (all_of_each_other, Gated, "combines the rows of several tokens"),
         (overwritten, Gated, "overwrites the rows of a token by each of its experts"),
         (written_twice, Gated, "writes selected rows to other places"),
+        (limited, Gated, "selects rows by other masks than `ids == expert`"),
     ],
-    ids=["unlike", "mean", "overwritten", "written_twice"],
+    ids=["unlike", "mean", "overwritten", "written_twice", "limited"],
 )
 def test_another_loop_is_refused_with_its_reason(
     mixture: Mixture, expert: Callable[[int], nn.Module], reason: str
 ) -> None:
     with pytest.raises(sw.CaptureError, match=f"(?s)test_expert_loops.py:.*{reason}"):
         capture(Looping(mixture, expert), batch())
+
+
+class Marking(nn.Module):
+    """Experts beside rows of two kinds of tokens, which are no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Looping(one_hot, Gated)
+        self.marks = nn.Parameter(torch.randn(2, HIDDEN))
+
+    def forward(self, x: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
+        x = x.clone()
+        for mark, token in zip(self.marks, (7, 9), strict=True):
+            x[tokens == token] = x[tokens == token] * mark
+        return self.inner(x, target)
+
+
+def test_selections_that_are_no_experts_stay_beside_them() -> None:
+    net, call = Marking(), (*batch(), torch.randint(6, 10, (4, 6)))
+    graph = capture(net, call)
+    assert [op.target for op in graph.ops].count(custom_ops.experts) == 1
+    assert sw.check(net, call, {}, sw.plan(net, call, devices=2)).passes()

@@ -28,7 +28,12 @@ from shardwright.core.capture.constant_rows import (
     list_integers,
 )
 from shardwright.core.capture.equal_nodes import EqualNodes
-from shardwright.core.capture.expert_template import ExpertTemplate, NoTemplateError, RowLayout
+from shardwright.core.capture.expert_template import (
+    LINEAR_LAYERS,
+    ExpertTemplate,
+    NoTemplateError,
+    RowLayout,
+)
 from shardwright.core.capture.fx_nodes import is_tensor, node_shape, remove_dead
 from shardwright.core.capture.naming import line_of
 from shardwright.core.capture.padded_rows import restore_rows, select_rows
@@ -71,21 +76,38 @@ def fold_expert_loops(graph: fx.Graph, hint: str) -> None:
     if not any(node.target is select_rows for node in graph.nodes):
         return
     equal = EqualNodes(graph)
+    separate: list[ExpertRegion] = []
     for regions in _find_loops(graph, equal):
+        if len(regions) == 1:
+            separate += regions
+            continue
         line = line_of(regions[0].nodes[0])
         try:
             _fold_loop(graph, regions, equal)
         except NoTemplateError as error:
-            if hint:
-                raise CaptureError(
-                    f"{line}: this loop over experts {error}, so every expert would compute all"
-                    f" tokens\nlet all experts run the same operators on the rows of their tokens"
-                    f" only.{hint}"
-                ) from None
+            if hint and len(_list_costly(regions)) > 1:
+                raise _make_refusal(line, error, hint) from None
+    costly = _list_costly(separate)
+    if hint and len(costly) > 1:
+        other = "selects rows by other masks than `ids == expert`"
+        raise _make_refusal(line_of(costly[0]), other, hint)
+
+
+def _make_refusal(line: str, reason: object, hint: str) -> CaptureError:
+    return CaptureError(
+        f"{line}: this loop over experts {reason}, so every expert would compute all tokens\nlet"
+        f" all experts run the same operators on the rows of their tokens only.{hint}"
+    )
+
+
+def _list_costly(regions: Sequence[ExpertRegion]) -> list[fx.Node]:
+    """Return the first linear layer of each region that has one."""
+    layers = ([n for n in region.nodes if n.target in LINEAR_LAYERS] for region in regions)
+    return [nodes[0] for nodes in layers if nodes]
 
 
 def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
-    """Return the regions of each loop: those whose masks compare the same integers."""
+    """Return the regions of the masks of each loop, which compare the same integers."""
     regions: dict[fx.Node, ExpertRegion] = {}
     owners: dict[fx.Node, ExpertRegion] = {}
     for node in graph.nodes:
@@ -105,7 +127,7 @@ def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
     loops: dict[fx.Node, list[ExpertRegion]] = {}
     for mask, region in regions.items():
         loops.setdefault(equal.first(find_first_integers(mask)), []).append(region)
-    return [loop for loop in loops.values() if len(loop) > 1]
+    return list(loops.values())
 
 
 def find_source(equal: EqualNodes, node: Any) -> fx.Node:

@@ -30,7 +30,9 @@ from shardwright.core.capture.sorted_rows import insert_sum_of_rows
 
 aten = torch.ops.aten
 
-_PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default)
+LINEAR_LAYERS = (aten.linear.default, aten.matmul.default, aten.mm.default)
+"""Products of rows with a matrix."""
+
 _SIZED = (aten.reshape.default, aten.expand.default)
 
 
@@ -137,24 +139,26 @@ class ExpertTemplate:
         if not is_sum or repeats is None:
             raise NoTemplateError("adds rows at other places than those of their tokens")
         flat = insert_reshape(base, (count, *sizes[len(indices) :]), self._before)
-        return self._add(end, flat, self._only_computed(self._first_rows(added)), repeats)
+        return self._add(
+            end, flat, self._zero_uncomputed_rows(self._compute_leading_rows(added)), repeats
+        )
 
     def add_at_mask(self, end: fx.Node, base: fx.Node, added: fx.Node) -> fx.Node:
         """Insert `base` plus the rows of all experts, `added` to the rows that a mask selects."""
-        rows = self._only_computed(self._first_rows(added))
+        rows = self._zero_uncomputed_rows(self._compute_leading_rows(added))
         sizes = (self._layout.num_rows, *node_shape(rows)[1:])
         repeats = self._layout.top_k if self._layout.repeats else 1
-        rows = rows if self._layout.repeats else self._in_mask_order(rows)
+        rows = rows if self._layout.repeats else self._restore_mask_order(rows)
         return self._add(end, insert_reshape(base, sizes, self._before), rows, repeats)
 
     def write_at_mask(self, end: fx.Node, base: fx.Node, written: fx.Node) -> fx.Node:
         """Insert `base` with the rows of all experts, `written` in place of its rows."""
         if self._layout.repeats:
             raise NoTemplateError("overwrites the rows of a token by each of its experts")
-        rows = self._in_mask_order(self._first_rows(written))
+        rows = self._restore_mask_order(self._compute_leading_rows(written))
         new = insert_reshape(rows, node_shape(end), self._before)
         if not self._is_complete:
-            computed = self._in_mask_order(self._computed(1))
+            computed = self._restore_mask_order(self._mark_computed_pairs(1))
             ranks = (*node_shape(computed), *(1,) * (len(node_shape(rows)) - 1))
             sizes = node_shape(rows)
             start = insert_reshape(base, sizes, self._before)
@@ -169,14 +173,14 @@ class ExpertTemplate:
         new = insert_sum_of_rows(self._before, base, rows, repeats)
         return insert_reshape(new, node_shape(end), self._before)
 
-    def _first_rows(self, node: Any) -> fx.Node:
+    def _compute_leading_rows(self, node: Any) -> fx.Node:
         """Return the rows of an operator of the first expert, in dimension 0."""
         rows, dim = self._compute(node)
         if dim != 0:
             raise NoTemplateError("writes selected rows along a dimension other than 0")
         return rows
 
-    def _in_mask_order(self, rows: fx.Node) -> fx.Node:
+    def _restore_mask_order(self, rows: fx.Node) -> fx.Node:
         """Insert rows of pairs in the order of the mask."""
         if self._layout.top_k == 1:
             return rows
@@ -185,16 +189,16 @@ class ExpertTemplate:
         dims = (1, 0, *range(2, len(sizes) + 1))
         return insert_reshape(insert_permute(blocks, dims, self._before), sizes, self._before)
 
-    def _computed(self, rank: int) -> fx.Node:
+    def _mark_computed_pairs(self, rank: int) -> fx.Node:
         """Insert whether an expert of the loop computes each pair, `[pairs, 1, ...]`."""
         computed = insert(self._before, aten.lt.Scalar, (self._ids, len(self._regions)))
         return insert_reshape(computed, (self._pairs, *(1,) * (rank - 1)), self._before)
 
-    def _only_computed(self, rows: fx.Node) -> fx.Node:
+    def _zero_uncomputed_rows(self, rows: fx.Node) -> fx.Node:
         """Insert zeros in rows that no expert of the loop computes."""
         if self._is_complete:
             return rows
-        computed = self._computed(len(node_shape(rows)))
+        computed = self._mark_computed_pairs(len(node_shape(rows)))
         others = insert(self._before, aten.logical_not.default, (computed,))
         return insert(self._before, aten.masked_fill.Scalar, (rows, others, 0))
 
@@ -211,20 +215,22 @@ class ExpertTemplate:
     def _insert(self, node: fx.Node) -> tuple[fx.Node, int]:
         if node.target is select_rows:
             dim: Any = node.args[2]
-            return self._read(self._argument(node, 0), lambda x: self._order_rows(x, dim), dim)
+            return self._read(
+                self._list_arguments(node, 0), lambda x: self._order_rows(x, dim), dim
+            )
         if node.target is restore_rows:
             return self._compute(node.args[0])
         if node.target is aten.index.Tensor:
             return self._read_at_indices(node)
-        if node.target in _PRODUCTS and node.args[0] in self._index and len(node.args) == 2:
-            matrices = self._argument(node, 1)
+        if node.target in LINEAR_LAYERS and node.args[0] in self._index and len(node.args) == 2:
+            matrices = self._list_arguments(node, 1)
             if matrices[0] not in self._index and not self._is_shared(matrices):
                 return self._multiply(node, matrices)
         if node.target is aten.add.Tensor and not node.kwargs and self._add_bias(node):
             return self.products[-1], 0
         return self._compute_each_row(node)
 
-    def _argument(self, node: fx.Node, position: int) -> list[Any]:
+    def _list_arguments(self, node: fx.Node, position: int) -> list[Any]:
         return [each.args[position] for each in self.counterparts(node)]
 
     def _is_shared(self, arguments: Sequence[Any]) -> bool:
@@ -263,14 +269,14 @@ class ExpertTemplate:
         """Insert the row of each pair among the rows that its expert reads."""
         sizes, before = node_shape(rows[0]), self._before
         stacked = insert(before, aten.stack.default, (list(rows), 1))
-        index = insert_reshape(self._valid_ids(), (sizes[0], *(1,) * len(sizes)), before)
+        index = insert_reshape(self._clamp_ids(), (sizes[0], *(1,) * len(sizes)), before)
         if len(sizes) > 1:
             index = insert(before, aten.expand.default, (index, [sizes[0], 1, *sizes[1:]]))
         return insert_reshape(
             insert(before, aten.gather.default, (stacked, 1, index)), sizes, before
         )
 
-    def _valid_ids(self) -> fx.Node:
+    def _clamp_ids(self) -> fx.Node:
         """Return the expert of each pair, an existing one for pairs that no expert computes."""
         if self._is_complete:
             return self._ids
@@ -316,7 +322,7 @@ class ExpertTemplate:
             flat = (*sizes[:lead], count, *sizes[lead + len(numbers_of) :])
             return self._repeat(insert_reshape(x, flat, before), lead, repeats)
 
-        return self._read(self._argument(node, 0), read, lead)
+        return self._read(self._list_arguments(node, 0), read, lead)
 
     def _ravel_indices(self, indices: Sequence[Any], sizes: Sequence[int]) -> Tensor:
         """Return the numbers of the rows that indices of the leading dimensions select, for all
@@ -359,7 +365,7 @@ class ExpertTemplate:
         product, bias = node.args
         if product not in self._index or len(product.users) > 1:  # type: ignore[union-attr]
             return False
-        biases = self._argument(node, 1)
+        biases = self._list_arguments(node, 1)
         rows, _ = self._compute(product)
         if rows not in self.products[-1:] or bias in self._index or self._is_shared(biases):
             return False
@@ -411,10 +417,10 @@ class ExpertTemplate:
         computed = {each: self._compute(each) for each in inputs}
         args = list(node.args)
         for position in range(len(args)):
-            arguments = self._argument(node, position)
+            arguments = self._list_arguments(node, position)
             if not self._is_shared(arguments):
-                args[position] = self._row_parameters(node, arguments)
-        dims = self._row_dims(node)
+                args[position] = self._choose_row_parameters(node, arguments)
+        dims = self._find_input_row_dims(node)
         row_factor = find_row_factor(node, dims, self._layout.num_rows)
         outputs = (
             find_row_dims(row_factor[1].outputs, row_factor[0]) if row_factor is not None else None
@@ -432,19 +438,19 @@ class ExpertTemplate:
         new_args, kwargs = fx.map_arg((tuple(args), node.kwargs), rows)
         return insert(self._before, node.target, new_args, kwargs), outputs[0]  # type: ignore[arg-type]
 
-    def _row_dims(self, node: fx.Node) -> dict[fx.Node, int]:
+    def _find_input_row_dims(self, node: fx.Node) -> dict[fx.Node, int]:
         """Return the dimension of the rows of each input with rows."""
         return {each: self._rows[each][1] for each in node.all_input_nodes if each in self._rows}
 
-    def _row_parameters(self, node: fx.Node, parameters: Sequence[Any]) -> fx.Node:
+    def _choose_row_parameters(self, node: fx.Node, parameters: Sequence[Any]) -> fx.Node:
         """Insert the parameter of each row's expert, such as a bias, for an elementwise
         operator."""
         is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
         table = self._stack(parameters)
         sizes, rank = node_shape(table)[1:], len(node_shape(node))
-        dims = set(self._row_dims(node).values())
+        dims = set(self._find_input_row_dims(node).values())
         if not is_pointwise or dims != {0} or len(sizes) >= rank:
             raise NoTemplateError("reads other tensors for some experts")
-        chosen = insert(self._before, aten.index_select.default, (table, 0, self._valid_ids()))
+        chosen = insert(self._before, aten.index_select.default, (table, 0, self._clamp_ids()))
         blocks = (self._pairs, *(1,) * (rank - 1 - len(sizes)), *sizes)
         return insert_reshape(chosen, blocks, self._before)

@@ -73,7 +73,8 @@ class Uninitialized(Tensor):
     `to_empty`."""
 
     move_hooks: Callable[[Tensor], object] | None = None
-    """Function that registers the hooks of the user's parameter on the ordinary parameter."""
+    """Function that registers the hooks of this parameter on the initialized parameter that
+    replaces it."""
 
     records_in_its_place = True
 
