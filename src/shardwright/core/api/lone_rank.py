@@ -64,7 +64,7 @@ def fake_process_group(rank: int, size: int, device: torch.device = CPU) -> Iter
     """
     if dist.is_initialized():
         raise PlanError(
-            "ranks cannot be rehearsed while a process group is running\n"
+            "`sw.rehearse` cannot run while a process group is initialized\n"
             "rehearse before `init_process_group`, or after `destroy_process_group`"
         )
     if size == 1:

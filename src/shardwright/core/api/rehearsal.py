@@ -160,7 +160,7 @@ def rehearse_rank(
     valid = ["meta", "cpu", *([own_device.type] if own_device is not None else [])]
     if device.type not in valid:
         raise PlanError(
-            f"a rank cannot be rehearsed on {str(device)!r}\n"
+            f"`sw.rehearse` cannot run a rank on device {str(device)!r}\n"
             f"valid devices are {' and '.join(valid)}"
         )
     clock, lone_rank = _PhaseClock(), LoneRank()

@@ -16,7 +16,7 @@ AVERAGES_ALL = "the operator updates running statistics with statistics of all s
 """Reasons in errors that the option `batch_norm="per_micro_batch"` resolves."""
 
 UPDATED = "each micro-batch updates "
-"""Start of the error for a buffer that `forward` updates."""
+"""Prefix of the error message for a buffer that `forward` updates."""
 
 
 def takes_statistics(op: Op) -> bool:

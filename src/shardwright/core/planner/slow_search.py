@@ -1,4 +1,4 @@
-"""Schedule of the reports of a long search about its best plan so far."""
+"""Decide when a long search reports its best plan so far."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ DEVICE_FIGURES = (
 
 
 def figures_of(cluster: Cluster) -> tuple[Figure, ...]:
-    """Return all fitted figures of a cluster: figures of its devices, and of each link level."""
+    """Return the fitted parameters of a cluster: those of its devices, and of each link level."""
     links = (
         figure
         for level in range(len(cluster.levels))

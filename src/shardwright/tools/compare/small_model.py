@@ -24,7 +24,7 @@ MIN_HEADS = MAX_TENSOR_PARALLEL = 8
 
 @dataclass(frozen=True)
 class SmallSharding:
-    """A measured sharding of the small model.
+    """A measured parallel configuration of the small model.
 
     Args:
         data, tensor, stages: degrees of data, tensor and pipeline parallelism.
