@@ -463,8 +463,8 @@ class AutoParallel(ModuleWrapper):
         """Run forward and backward passes of all micro-batches, and accumulate gradients.
 
         Args:
-            args, kwargs: arguments of the model: the global batch, or a local batch with another
-                `dataset_strategy`.
+            args, kwargs: arguments of the model: the global batch with
+                `dataset_strategy='full_batch'`, otherwise the local batch.
 
         Returns:
             The loss of the global batch, a scalar on every rank.

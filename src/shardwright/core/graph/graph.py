@@ -334,8 +334,8 @@ class Graph:
 
     @property
     def trained(self) -> tuple[Value, ...]:
-        """Outputs whose gradients search and prediction count: the losses or, without a loss, all
-        outputs."""
+        """Outputs from which the backward pass starts in the cost model: the losses or, without a
+        loss, all outputs."""
         return (self.loss, *self.other_losses) if self.loss is not None else self.output_values
 
     def values(self) -> Iterator[Value]:
