@@ -150,9 +150,17 @@ def slices(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
+def nonzero_table(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    out, first = torch.zeros_like(x), ids[:, 0]
+    for index, expert in enumerate(net.experts):
+        rows = (first == index).nonzero().squeeze(-1)
+        out.index_add_(0, rows, expert(x[rows]))
+    return out
+
+
 POSITIVE: list[tuple[Mixture, Callable[[int], nn.Module]]] = [
     *((each, Gated) for each in (one_hot, added_in_place, written, any_of_the_experts, nonzero)),
-    *((each, Gated) for each in (of_three_dimensions, first_expert_only, slices)),
+    *((each, Gated) for each in (of_three_dimensions, first_expert_only, slices, nonzero_table)),
     *((each, Gated) for each in (fewer_experts, fewer_experts_written)),
     *((each, perceptron) for each in (one_hot, added_in_place, written)),
 ]
@@ -254,3 +262,45 @@ def test_selections_that_are_no_experts_stay_beside_them() -> None:
     graph = capture(net, call)
     assert [op.target for op in graph.ops].count(custom_ops.experts) == 1
     assert sw.check(net, call, {}, sw.plan(net, call, devices=2)).passes()
+
+
+def given(net: Experts, x: Tensor, ids: Tensor) -> Tensor:
+    out = x.clone()
+    for index, expert in enumerate(net.experts):
+        out[ids == index] = expert(x[ids == index])
+    return out
+
+
+def hashed(net: Experts, x: Tensor, ids: Tensor) -> Tensor:
+    return given(net, x, ids % EXPERTS)
+
+
+def of_two_kinds(net: Experts, x: Tensor, ids: Tensor) -> Tensor:
+    out, is_image = torch.empty_like(x), ids > 2
+    out[is_image] = net.experts[0](x[is_image])
+    out[~is_image] = net.experts[1](x[~is_image])
+    return out
+
+
+class Choosing(nn.Module):
+    """Experts that are no choice of a router."""
+
+    def __init__(self, mixture: Callable[[Experts, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mixture, self.layer = mixture, Experts(one_hot, Gated)
+
+    def forward(self, x: Tensor, target: Tensor, ids: Tensor) -> Tensor:
+        return F.mse_loss(self.mixture(self.layer, x.flatten(0, 1), ids.flatten()), target)
+
+
+@pytest.mark.parametrize("mixture", [given, hashed, of_two_kinds])
+def test_numbers_that_are_no_experts_select_what_they_select_in_the_model(
+    mixture: Callable[[Experts, Tensor, Tensor], Tensor],
+) -> None:
+    x, target = batch()
+    ids = torch.randint(-3, 9, (4, 6), generator=torch.Generator().manual_seed(0))
+    net, call = Choosing(mixture), (x, target.flatten(0, 1), ids)
+    graph = capture(net, call)
+    assert [op.target for op in graph.ops].count(custom_ops.experts) == 1
+    assert sw.check(net, call, {}, sw.plan(net, call, devices=1)).passes()

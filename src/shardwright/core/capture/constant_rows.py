@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -49,9 +50,11 @@ _CHOICE_VIEWS = (
 
 def row_numbers(node: fx.Node) -> Tensor | None:
     """Return the value of a vector that is computed from constants alone; None for others."""
+    return compute_constant(node) if len(node_shape(node)) == 1 else None
 
-    if len(node_shape(node)) != 1:
-        return None
+
+def compute_constant(node: fx.Node) -> Tensor | None:
+    """Return the value of a tensor that is computed from constants alone; None for others."""
     try:
         value: Tensor = _Formula([node], set()).run({}, _refuse_unknown)[0]
     except _UnknownNumbersError:
@@ -83,7 +86,8 @@ class MaskTrials:
         computed."""
         generator = torch.Generator().manual_seed(0)
         formula = _Formula(masks, {root})
-        num_experts = find_num_choices(root) or len(masks)
+        num_choices = find_num_choices(root)
+        num_experts = num_choices or len(masks)
         for drawn in _draw_experts(root, num_experts, generator):
             try:
                 values = formula.run({root: drawn}, _refuse_unknown)
@@ -91,6 +95,19 @@ class MaskTrials:
                 self.draws.clear()
                 return
             self.draws.append((drawn, values))
+        if num_choices is None:
+            self._add_other_draws(root, formula, num_experts, generator)
+
+    def _add_other_draws(
+        self, root: fx.Node, formula: _Formula, experts: int, generator: torch.Generator
+    ) -> None:
+        """Add trials of integers that are no experts, which the model may have or not."""
+        for low in (0, -2 * experts):
+            drawn = torch.randint(low, 3 * experts, node_shape(root), generator=generator)
+            drawn = drawn.to(tensor(root).dtype)
+            # An operator such as `one_hot` fails for values which the model then never has.
+            with suppress(RuntimeError, IndexError):
+                self.draws.append((drawn, formula.run({root: drawn}, _refuse_unknown)))
 
 
 def find_num_choices(root: fx.Node) -> int | None:
@@ -98,8 +115,12 @@ def find_num_choices(root: fx.Node) -> int | None:
     integers."""
     while root.target in _CHOICE_VIEWS:
         root = root.args[0]  # type: ignore[assignment]
-    source = root.args[0] if root.target is operator.getitem else root
-    if not isinstance(source, fx.Node) or source.target not in _CHOICES:
+    source = root
+    if root.target is operator.getitem:
+        source = root.args[0]  # type: ignore[assignment]
+        if root.args[1] != 1:
+            return None
+    if source.target not in _CHOICES:
         return None
     arguments = node_arguments(source)
     sizes, dim = node_shape(arguments["self"]), arguments.get("dim")
@@ -271,8 +292,10 @@ def _run_operator(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def is_topk(root: fx.Node) -> bool:
-    source = root.args[0] if root.args else None
-    return isinstance(source, fx.Node) and source.target is aten.topk.default
+    """Whether `root` is the indices of `topk`, which differ in each row."""
+    source = root.args[0] if root.target is operator.getitem else None
+    is_result = isinstance(source, fx.Node) and source.target is aten.topk.default
+    return is_result and bool(root.args[1] == 1)
 
 
 def _draw_experts(root: fx.Node, experts: int, generator: torch.Generator) -> Iterator[Tensor]:

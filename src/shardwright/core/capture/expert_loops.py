@@ -12,32 +12,22 @@ rows gives the same, in which each row reads the parameters of its expert. Produ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardwright.core.capture.constant_rows import (
-    MaskTrials,
-    find_first_integers,
-    is_topk,
-    list_integers,
-)
+from shardwright.core.capture.constant_rows import find_first_integers
 from shardwright.core.capture.equal_nodes import EqualNodes
-from shardwright.core.capture.expert_template import (
-    LINEAR_LAYERS,
-    ExpertTemplate,
-    NoTemplateError,
-    RowLayout,
-)
-from shardwright.core.capture.fx_nodes import is_tensor, node_shape, remove_dead
+from shardwright.core.capture.expert_template import LINEAR_LAYERS, ExpertTemplate
+from shardwright.core.capture.fx_nodes import is_tensor, remove_dead
 from shardwright.core.capture.naming import line_of
 from shardwright.core.capture.padded_rows import restore_rows, select_rows
 from shardwright.core.capture.routed_products import fold_routed_products
+from shardwright.core.capture.row_layouts import NoTemplateError, find_experts_of_masks
 from shardwright.errors import CaptureError
 
 aten = torch.ops.aten
@@ -85,6 +75,7 @@ def fold_expert_loops(graph: fx.Graph, hint: str) -> None:
         try:
             _fold_loop(graph, regions, equal)
         except NoTemplateError as error:
+            remove_dead(graph)
             if hint and len(_list_costly(regions)) > 1:
                 raise _make_refusal(line, error, hint) from None
     costly = _list_costly(separate)
@@ -113,7 +104,7 @@ def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
     for node in graph.nodes:
         inputs = {id(owners[each]): owners[each] for each in node.all_input_nodes if each in owners}
         if node.target is select_rows and not inputs:
-            mask = find_source(equal, node.args[1])
+            mask = _find_source(equal, node.args[1])
             inputs = {0: regions.setdefault(mask, ExpertRegion(mask))}
         if len(inputs) == 1:
             (region,) = inputs.values()
@@ -130,7 +121,7 @@ def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
     return list(loops.values())
 
 
-def find_source(equal: EqualNodes, node: Any) -> fx.Node:
+def _find_source(equal: EqualNodes, node: Any) -> fx.Node:
     """Return the first tensor equal to that which reshapes make a node of."""
     while node.target in (aten.reshape.default, restore_rows):
         node = node.args[0]
@@ -143,13 +134,13 @@ def _is_end(
     """Whether an operator writes a region's rows into a tensor at the places of the mask."""
     if node.target is aten.where.self:
         condition, rows, base = node.args
-        is_mask = is_tensor(condition) and find_source(equal, condition) is region.mask
+        is_mask = is_tensor(condition) and _find_source(equal, condition) is region.mask
         return is_mask and rows in owners and base not in owners
     return node.target in _ADDS and node.args[0] not in owners
 
 
 def _fold_loop(graph: fx.Graph, regions: list[ExpertRegion], equal: EqualNodes) -> None:
-    root, layout, order = _find_experts_of_rows([region.mask for region in regions])
+    root, layout, order = find_experts_of_masks([region.mask for region in regions])
     regions = [regions[each] for each in order]
     _check_regions(regions)
     ends = [region.ends[0] for region in regions]
@@ -159,54 +150,10 @@ def _fold_loop(graph: fx.Graph, regions: list[ExpertRegion], equal: EqualNodes) 
     template = ExpertTemplate([region.nodes for region in regions], root, layout, last, equal)
     new = _compute_end(template, ends, chain, equal)
     if not template.products or not fold_routed_products({last: new}, template.products):
-        raise NoTemplateError("computes with others than two or three linear layers in each expert")
+        raise NoTemplateError(
+            "runs experts other than linear layers with elementwise operators between them"
+        )
     remove_dead(graph)
-
-
-def _find_experts_of_rows(masks: Sequence[fx.Node]) -> tuple[fx.Node, RowLayout, list[int]]:
-    """Return the experts of each token, the layout of their pairs in the rows of a mask, and the
-    indices of `masks` in the order of their experts, which are 0 and following."""
-    chains = [list_integers(mask) for mask in masks]
-    for root in chains[0]:
-        if not all(root in chain for chain in chains):
-            break
-        trials = MaskTrials(root, masks)
-        for layout in _make_layouts(root, prod(node_shape(masks[0]))):
-            experts = _find_experts(trials, layout)
-            if experts is not None:
-                return root, layout, experts
-    raise NoTemplateError("selects rows by other masks than `ids == expert`")
-
-
-def _make_layouts(root: fx.Node, rows: int) -> Iterator[RowLayout]:
-    """Yield the possible layouts of masks of `rows` rows."""
-    pairs, sizes = prod(node_shape(root)), node_shape(root)
-    top_k = sizes[-1] if len(sizes) > 1 else 1
-    if rows == pairs:
-        yield RowLayout.same(pairs)
-    if rows == pairs and top_k > 1:
-        yield RowLayout.transposed(pairs, top_k)
-    if rows * top_k == pairs and top_k > 1 and is_topk(root):
-        yield RowLayout.repeated(pairs, top_k)
-
-
-def _find_experts(trials: MaskTrials, layout: RowLayout) -> list[int] | None:
-    """Return the index of the mask of each expert; None if a mask does not select the rows of one
-    expert, or an expert has no mask or several."""
-    if not trials.draws:
-        return None
-    count = len(trials.draws[0][1])
-    indices: list[int] = []
-    for expert in range(count):
-        matching = [
-            index
-            for index in range(count)
-            if all(layout.selects(values[index], ids == expert) for ids, values in trials.draws)
-        ]
-        if len(matching) != 1:
-            return None
-        indices += matching
-    return indices
 
 
 def _check_regions(regions: list[ExpertRegion]) -> None:
@@ -227,11 +174,11 @@ def _compute_end(
     if any(each.target is not end.target for each in ends):
         raise NoTemplateError("runs other operators for some experts")
     for earlier, later in pairwise(chain):
-        if find_source(equal, _get_base(later)) is not equal.first(earlier):
+        if _find_source(equal, _get_base(later)) is not equal.first(earlier):
             raise NoTemplateError("does not add or write the rows of each expert to one result")
     if end.target is not aten.where.self:
         return template.add_rows(end, base)
-    starts = {end: find_source(equal, base)}
+    starts = {chain[0]: _find_source(equal, base)}
     starts |= {later: equal.first(earlier) for earlier, later in pairwise(chain)}
     value: Any = end.args[1]
     while value.target in (aten.reshape.default, restore_rows):
@@ -264,7 +211,7 @@ def _find_added_rows(
     for read, added in (value.args, value.args[::-1]):
         if not isinstance(read, fx.Node) or read.target is not select_rows:
             continue
-        sources = [find_source(equal, each.args[0]) for each in template.counterparts(read)]
+        sources = [_find_source(equal, each.args[0]) for each in template.counterparts(read)]
         if sources == starts and isinstance(added, fx.Node):
             return added
     return None

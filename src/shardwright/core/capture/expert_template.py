@@ -7,7 +7,6 @@ as their parameters, these are stacked, and each row reads those of its expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 from typing import Any
@@ -17,15 +16,16 @@ from torch import Tensor, fx
 
 from shardwright.core.capture.canonicalize import insert_permute, insert_reshape, permutation
 from shardwright.core.capture.constant_rows import (
+    compute_constant,
     find_num_choices,
     repeats_of_rows,
-    row_numbers,
 )
 from shardwright.core.capture.equal_nodes import EqualNodes
-from shardwright.core.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape
+from shardwright.core.capture.fx_nodes import insert, is_tensor, node_arguments, node_shape, tensor
 from shardwright.core.capture.padded_rows import restore_rows, select_rows
 from shardwright.core.capture.routed_products import routed_product
 from shardwright.core.capture.row_factors import find_row_dims, find_row_factor
+from shardwright.core.capture.row_layouts import NoTemplateError, RowLayout
 from shardwright.core.capture.sorted_rows import insert_sum_of_rows
 
 aten = torch.ops.aten
@@ -36,60 +36,13 @@ LINEAR_LAYERS = (aten.linear.default, aten.matmul.default, aten.mm.default)
 _SIZED = (aten.reshape.default, aten.expand.default)
 
 
-class NoTemplateError(Exception):
-    """The experts of a loop cannot be computed at once; the message is what the loop does, as a
-    verb in the third person and its object."""
-
-
-@dataclass(frozen=True, eq=False)
-class RowLayout:
-    """Where the row of each pair of a token and one of its experts is among the rows of a mask.
-
-    Pairs are in the order of `ids`, `[tokens, top_k]`.
-
-    Args:
-        positions: row of the mask of each pair, `[pairs]`.
-        num_rows: number of rows of the mask.
-        top_k: 1 if the mask has the order of the pairs.
-    """
-
-    positions: Tensor
-    num_rows: int
-    top_k: int
-
-    @staticmethod
-    def same(pairs: int) -> RowLayout:
-        """Return the layout of a mask `[tokens, top_k]`."""
-        return RowLayout(torch.arange(pairs), pairs, 1)
-
-    @staticmethod
-    def transposed(pairs: int, top_k: int) -> RowLayout:
-        """Return the layout of a mask `[top_k, tokens]`."""
-        return RowLayout(torch.arange(pairs).view(top_k, -1).T.flatten(), pairs, top_k)
-
-    @staticmethod
-    def repeated(pairs: int, top_k: int) -> RowLayout:
-        """Return the layout of a mask `[tokens]`, of tokens any of whose experts is this one."""
-        tokens = pairs // top_k
-        return RowLayout(torch.arange(tokens).repeat_interleave(top_k), tokens, top_k)
-
-    @property
-    def repeats(self) -> bool:
-        return len(self.positions) > self.num_rows
-
-    def selects(self, mask: Tensor, pairs: Tensor) -> bool:
-        """Whether `mask` selects the rows of `pairs`, a boolean tensor `[tokens, top_k]`."""
-        expected = torch.zeros(self.num_rows, dtype=torch.bool)
-        expected[self.positions[pairs.flatten()]] = True
-        return torch.equal(mask.flatten(), expected)
-
-
 class ExpertTemplate:
     """The computation of the rows of all experts.
 
     Args:
         regions: the operators of each expert, equal but for the tensors that they read.
-        root: experts of each token, `[tokens, top_k]`, or `[tokens]`.
+        root: experts of each token, `[tokens, top_k]`, or `[tokens]`; others than those of the
+            regions compute nothing.
         layout: where the rows of pairs are among the rows of a mask.
         before: node before which the computation is inserted.
         equal: nodes that compute equal values.
@@ -110,12 +63,11 @@ class ExpertTemplate:
         self._pairs = len(layout.positions)
         self._rows: dict[fx.Node, tuple[fx.Node, int]] = {}
         """(rows of all pairs, dimension of the rows) of each operator of the first expert."""
+        if tensor(root).dtype == torch.bool:
+            root = insert(before, aten.to.dtype, (root, torch.int64))
         self._ids = insert_reshape(root, (self._pairs,), before)
-        self._is_complete = self._find_is_complete(root)
-
-    def _find_is_complete(self, root: fx.Node) -> bool:
+        self._is_complete = find_num_choices(root) == len(regions)
         """Whether every pair is computed by one of the experts of the loop."""
-        return find_num_choices(root) == len(self._regions)
 
     def counterparts(self, node: fx.Node) -> list[fx.Node]:
         """Return the operators of all experts that correspond to one of the first expert."""
@@ -191,7 +143,7 @@ class ExpertTemplate:
 
     def _mark_computed_pairs(self, rank: int) -> fx.Node:
         """Insert whether an expert of the loop computes each pair, `[pairs, 1, ...]`."""
-        computed = insert(self._before, aten.lt.Scalar, (self._ids, len(self._regions)))
+        computed = insert(self._before, aten.eq.Tensor, (self._ids, self._clamp_ids()))
         return insert_reshape(computed, (self._pairs, *(1,) * (rank - 1)), self._before)
 
     def _zero_uncomputed_rows(self, rows: fx.Node) -> fx.Node:
@@ -281,7 +233,7 @@ class ExpertTemplate:
         if self._is_complete:
             return self._ids
         last = len(self._regions) - 1
-        return insert(self._before, aten.clamp.default, (self._ids, None, last))
+        return insert(self._before, aten.clamp.default, (self._ids, 0, last))
 
     def _order_rows(self, x: fx.Node, dim: int) -> fx.Node:
         """Insert the rows of a tensor in the order of the pairs."""
@@ -334,14 +286,26 @@ class ExpertTemplate:
         """
         raveled = torch.zeros(self._pairs, dtype=torch.int64)
         for index, size in zip(indices, sizes, strict=False):
-            numbers = None
-            if is_tensor(index) and index.target is select_rows and index in self._index:
-                source: Any = index.args[0]
-                numbers = row_numbers(source)
-            if numbers is None or len(numbers) != self._layout.num_rows:
+            numbers = self._compute_row_numbers(index)
+            if numbers is None or numbers.shape != (self._layout.num_rows,):
                 raise NoTemplateError("reads or adds rows at indices other than `torch.where`'s")
             raveled = raveled * size + numbers[self._layout.positions]
         return raveled
+
+    def _compute_row_numbers(self, index: Any) -> Tensor | None:
+        """Return the positions of all rows, of which `index` has those of selected rows; None for
+        other tensors."""
+        if index not in self._index:
+            return None
+        source: Any = index.args[0]
+        if index.target is select_rows:
+            return compute_constant(source)
+        numbers = self._compute_row_numbers(source)
+        if numbers is not None and index.target is aten.reshape.default:
+            return numbers.reshape(node_shape(index))
+        if numbers is not None and index.target is aten.select.int:
+            return numbers.select(*index.args[1:])
+        return None
 
     # Computation
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwright.core.capture.constant_rows import MaskTrials, find_first_integers
+from shardwright.core.capture.added_rows import find_added_rows
 from shardwright.core.capture.fx_nodes import (
     ORIGIN,
     insert,
@@ -40,7 +40,7 @@ from shardwright.core.torch_internals.operators import (
     is_erased,
     schema_of,
 )
-from shardwright.core.torch_internals.tensors import FakeTensor, storage_id
+from shardwright.core.torch_internals.tensors import FakeTensor
 
 aten = torch.ops.aten
 
@@ -338,35 +338,18 @@ class _Padding:
         return True
 
     def _add_rows(self, node: fx.Node) -> bool:
-        """Replace `x[index] += rows` by an `index_put` that adds; return False for other writes.
-
-        Both are the same only if no position is written twice, as in a loop over the different
-        experts of each token.
-        """
-        arguments = node_arguments(node)
-        x, indices, value = arguments["self"], arguments["indices"], arguments["values"]
-        masks = [self.coordinates[each][0] for each in indices if each in self.coordinates]
-        if not masks or value.target not in (aten.add_.Tensor, aten.add.Tensor):
+        """Replace `x[index] += rows` by an `index_put` that adds; return False for other writes."""
+        x, indices = node.args[:2]
+        added = find_added_rows(node, self.coordinates)
+        if added is None:
             return False
-        read, added = value.args
-        if read.target is not aten.index.Tensor or read.args != (x, list(indices)) or value.kwargs:
-            return False
-        following = list(self.graph.nodes)
-        between = following[following.index(read) : following.index(node)]
-        if any(each is not value and _may_write(each, x) for each in between):
-            return False
-        dims = [self.coordinates[each][1] for each in indices if each in self.coordinates]
-        if len(dims) < len(indices) or not _selects_different_positions(masks, dims):
-            return False
-        if not is_tensor(added) or node_shape(added) != node_shape(value):
-            return False
-        if tensor(added).dtype != tensor(x).dtype:
-            added = insert(node, aten.to.dtype, (added, tensor(x).dtype))
-        node.args = (x, indices, added, True)
-        node.kwargs = {}
-        for unread in (value, read):
-            if not unread.users:
-                self.graph.erase_node(unread)
+        unread = [node.args[2], node.args[2].args[0]]  # type: ignore[union-attr]
+        if tensor(added).dtype != tensor(x).dtype:  # type: ignore[arg-type]
+            added = insert(node, aten.to.dtype, (added, tensor(x).dtype))  # type: ignore[arg-type]
+        node.args, node.kwargs = (x, indices, added, True), {}
+        for each in unread:
+            if not each.users:  # type: ignore[union-attr]
+                self.graph.erase_node(each)  # type: ignore[arg-type]
         return True
 
     def _at_mask_positions(
@@ -459,32 +442,6 @@ class _Padding:
             firsts.append(prod(shape[: rows[0]]) if len(rows) == 1 else None)
         if firsts[0] is None or firsts[0] != firsts[1]:
             raise count_refusal(node, "rearranges selected rows")
-
-
-def _selects_different_positions(masks: Sequence[RowMask], dims: Sequence[int]) -> bool:
-    """Whether the elements of a mask of chosen experts differ in the given dimensions."""
-    first, *others = masks
-    if any(mask is not first for mask in others):
-        return False
-    root = find_first_integers(first.flat)
-    # Of integers that are not chosen by `topk`, equal ones may be drawn.
-    trials = MaskTrials(root, [first.flat])
-    positions = [mask.view(first.shape).nonzero()[:, dims] for _, (mask,) in trials.draws]
-    return bool(positions) and all(
-        len(set(map(tuple, each.tolist()))) == len(each) for each in positions
-    )
-
-
-def _may_write(node: fx.Node, x: fx.Node) -> bool:
-    """Whether an operator may write to the memory of `x`."""
-    if not isinstance(node.target, OpOverload):
-        return node.target not in (select_rows, restore_rows)
-    written = [
-        node_arguments(node)[argument.name]
-        for argument in schema_of(node.target).arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return any(storage_id(tensor(each)) == storage_id(tensor(x)) for each in written)
 
 
 def _without_last_dim(mask: fx.Node) -> fx.Node | None:
