@@ -1,4 +1,4 @@
-"""Which rows of a mask are those of each expert, tried on drawn experts.
+"""Layouts of the rows of experts in the masks of a loop, tried on drawn experts.
 
 A loop over experts selects rows by `ids == expert`, by one-hot vectors, or by any of a token's
 experts. Where the rows of each expert are among those of its mask is therefore not read from the
@@ -110,8 +110,8 @@ def _order_by_expert(trials: MaskTrials, layout: RowLayout) -> list[int] | None:
         indices.get(_identify([layout.mask_of(ids == expert) for ids, _ in trials.draws]))
         for expert in range(count)
     ]
-    known = [index for index in order if index is not None]
-    return known if len(set(known)) == count else None
+    indices_of_masks = [index for index in order if index is not None]
+    return indices_of_masks if len(set(indices_of_masks)) == count else None
 
 
 def _identify(masks: Sequence[Tensor]) -> bytes:
