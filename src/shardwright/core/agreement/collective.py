@@ -45,7 +45,9 @@ def value_of_rank(value: Sent, rank: int = 0) -> Sent:
     if not has_other_ranks():
         return value
     device = device_of_objects(None)
+    # Other ranks write null, as their values need not be of JSON types.
     content_of_rank = _json_to_byte_tensor(value if dist.get_rank() == rank else None, device)
+    # Receivers need the size first, to allocate the memory of the second broadcast.
     size = torch.tensor(len(content_of_rank), device=device)
     dist.broadcast(size, rank)
     content = content_of_rank if dist.get_rank() == rank else content_of_rank.new_empty(int(size))
@@ -66,6 +68,7 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
     content = _json_to_byte_tensor(value, device)
     sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor(len(content), device=device), group=group)
+    # All-gather needs equal shapes, so contents are padded to the longest.
     padded = content.new_zeros(max(map(int, sizes)))
     padded[: len(content)] = content
     contents = [torch.empty_like(padded) for _ in range(ranks)]
@@ -75,6 +78,7 @@ def values_of_ranks(value: Sent, group: dist.ProcessGroup | None = None) -> list
 
 
 def _json_to_byte_tensor(value: object, device: torch.device) -> Tensor:
+    # A bytearray, as `torch.frombuffer` warns about the read-only memory of `bytes`.
     content = bytearray(json.dumps(value).encode())
     return torch.frombuffer(content, dtype=torch.uint8).to(device)
 
@@ -93,6 +97,7 @@ def gathered(tensor: Tensor) -> Tensor:
         A tensor of shape (number of ranks, *`tensor.shape`).
     """
     stacked = tensor.new_empty(dist.get_world_size(), *tensor.shape)
+    # Views of `stacked`, so that the all-gather writes the result in place.
     dist.all_gather(list(stacked), tensor)
     return stacked
 
@@ -111,6 +116,7 @@ def check_description(lines: Sequence[str], device: torch.device) -> None:
         PlanError: on every rank, with the first line that differs.
     """
     description = "\n".join(lines)
+    # All ranks gather the same hashes, so either all return here or all make the broadcasts below.
     hashes = gathered(torch.tensor(text_hash(description), device=device)).tolist()
     other = next((rank for rank, each in enumerate(hashes) if each != hashes[0]), None)
     if other is None:
@@ -139,7 +145,9 @@ def take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -
     """
     if not tensors:
         return []
+    # One all-gather for all tensors: latency, not bytes, decides for 8 bytes each.
     hashes = gathered(torch.stack([content_hash(t).to(device) for t in tensors.values()]))
+    # A tensor that differs on any rank is broadcast by all ranks, as a broadcast is collective.
     differ = (hashes != hashes[0]).any(0).tolist()
     names = [name for name, differs in zip(tensors, differ, strict=True) if differs]
     for name in names:
@@ -156,6 +164,8 @@ def _broadcast_from_rank_0(tensor: Tensor, device: torch.device) -> None:
     for piece in torch.split(memory_of(contiguous), PIECE):
         sent = piece.to(device)
         dist.broadcast(sent, 0)
+        # `to` has copied: the tensor is not on the device of the process group, e.g. on the CPU
+        # with NCCL.
         if sent is not piece:
             piece.copy_(sent)
     if contiguous is not tensor:

@@ -30,6 +30,7 @@ _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685
 
 def text_hash(text: str) -> int:
     """Return a hash of a string in 63 bits, a nonnegative int64."""
+    # The shift leaves 63 bits, which an int64 tensor holds without a sign.
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
@@ -49,12 +50,14 @@ def content_hash(tensor: Tensor) -> Tensor:
     count = flat.numel() // WORD
     words, last_bytes = flat[: count * WORD].view(torch.int64), flat[count * WORD :].long()
     in_full_rows = count // COLUMNS * COLUMNS
+    # The rest: at most `COLUMNS - 1` words that fill no row, and 7 bytes, each as one number.
     to_sum = torch.cat([words[in_full_rows:], last_bytes])
     if in_full_rows:
         columns = _hash_weights(COLUMNS, flat.device)
         to_sum = torch.cat(
             [to_sum, _multiply_rows(words[:in_full_rows].view(-1, COLUMNS), columns)]
         )
+    # A second set of weights, by row: without it, exchanged rows would have equal hashes.
     return (to_sum * _hash_weights(len(to_sum), flat.device)).sum()
 
 
@@ -71,6 +74,7 @@ def sample_of(tensor: Tensor) -> Tensor:
     flat = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
     count = flat.numel() // WORD
     step = count // SAMPLE
+    # Sampled by words, which needs an aligned offset; an unaligned tensor is returned completely.
     if step < 2 or flat.storage_offset() % WORD:
         return flat
     return memory_of(flat[: count * WORD].view(torch.int64)[::step].contiguous())
@@ -100,6 +104,8 @@ def _multiply_rows(matrix: Tensor, vector: Tensor) -> Tensor:
 def _hash_weights(count: int, device: torch.device) -> Tensor:
     """Return `count` pseudorandom int64 weights: a variant of SplitMix64 of 1, 2, ..., `count`."""
     mixed = torch.arange(1, count + 1, device=device) * _MULTIPLIERS[0]
+    # SplitMix64 (Steele, Lea and Flood, 2014) shifts by 30, 27 and 31 and fills with zeros; `>>` of
+    # int64 tensors copies the sign.
     for factor in _MULTIPLIERS[1:]:
         mixed = (mixed ^ (mixed >> 29)) * factor
     return mixed ^ (mixed >> 32)

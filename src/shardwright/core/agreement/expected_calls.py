@@ -24,8 +24,11 @@ class ExpectedCalls:
     """
 
     def __init__(self) -> None:
+        # At most `CONTEXTS[0]` calls, the latest last.
         self._last: tuple[str, ...] = ()
+        # From a sequence of calls to the call that followed it most recently.
         self._next: dict[tuple[str, ...], str] = {}
+        # The state before the last call, for `undo`.
         self._before: tuple[str, ...] = ()
         self._replaced: dict[tuple[str, ...], str | None] = {}
 
@@ -35,9 +38,12 @@ class ExpectedCalls:
         Args:
             call_name: name of the call, such as "step".
         """
+        # The size depends on the history only, so ranks with equal histories clear at the same
+        # call.
         if len(self._next) > MAX_CONTEXTS:
             self._next.clear()
         last, expected, self._replaced = self._last, None, {}
+        # The longest context comes first and decides; the shorter ones learn from the call too.
         for length in CONTEXTS:
             if length <= len(last):
                 context = last[-length:]

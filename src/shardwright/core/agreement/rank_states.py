@@ -54,6 +54,7 @@ class RankState:
     def call(self, number: int) -> str | None:
         """Return the rank's collective call with index `number`, counted from 1; None if the call
         has not begun, or if it is older than `calls`."""
+        # `calls` ends with call number `count`.
         position = len(self.calls) - 1 - (self.count - number)
         return self.calls[position] if 0 <= position < len(self.calls) else None
 
@@ -87,9 +88,11 @@ def difference_of_calls(states: Sequence[RankState]) -> str:
     checks = _made_different_calls, _are_deadlocked, _has_repeated_call
     if not any(check(*pair) for pair in _pair_different_states(states) for check in checks):
         return ""
+    # `groupby` joins neighbors only, and within a group ranks are formatted in ascending order.
     ordered = sorted(states, key=lambda state: (str(state), state.rank))
     groups = [([state.rank for state in group], each) for each, group in groupby(ordered, key=str)]
     positions = [f"{_format_ranks(ranks)} {position}" for ranks, position in sorted(groups)]
+    # All ranks are in a call of one name, so the message names the earlier calls that differ.
     if len(positions) == 1:
         positions.append(_format_first_difference(states))
     return f"{WAITING}: {', '.join(positions)}\n{REMEDY}"
@@ -99,7 +102,9 @@ def _format_first_difference(states: Sequence[RankState]) -> str:
     """Describe the first collective call at which the histories of ranks differ, for ranks whose
     current calls have equal names."""
     for number in range(1, min(state.count for state in states) + 1):
+        # Reversed, so that each call is mapped to its lowest rank.
         calls = {state.call(number): state.rank for state in reversed(states)}
+        # None stands for a call that a rank no longer remembers, which proves no difference.
         if len(calls) > 1 and None not in calls:
             made = (f"rank {rank} made {call}" for call, rank in calls.items())
             return f"but {' where '.join(sorted(made)[:2])}"
@@ -114,9 +119,12 @@ def exited_too_early(waiting: RankState, exited: Sequence[RankState]) -> str:
         waiting: the state of the rank that waits.
         exited: the last states of ranks that have exited.
     """
+    # A rank that exited after as many calls has taken part in the call that `waiting` is in.
     missing = [state for state in exited if state.count < waiting.count]
     if not missing:
         return ""
+    # The rank that exited after the fewest calls is the cause; others may have failed because of
+    # it.
     count = min(state.count for state in missing)
     first = [state for state in missing if state.count == count]
     exception = next((state.exception for state in first if state.exception), "")
@@ -147,20 +155,25 @@ def _pair_different_states(states: Sequence[RankState]) -> list[tuple[RankState,
     too many pairs of ranks."""
     keys = [(s.count, s.calls, s.is_inside, s.waits_in, s.is_retry) for s in states]
     different = list(dict(zip(keys, states, strict=True)).values())
+    # Both (a, b) and (b, a), as two of the checks are not symmetric.
     return [(a, b) for a in different for b in different if a is not b]
 
 
 def _made_different_calls(a: RankState, b: RankState) -> bool:
     numbers = range(1, min(a.count, b.count) + 1)
+    # The calls that both ranks have begun and that `a` still remembers.
     call_pairs = ((a.call(n), b.call(n)) for n in numbers[-len(a.calls) :])
     return any(x is not None and y is not None and x != y for x, y in call_pairs)
 
 
 def _are_deadlocked(a: RankState, b: RankState) -> bool:
+    # `a` waits for `b` to begin its call, and `b` waits for `a` in an earlier collective of user
+    # code.
     return a.is_inside and bool(b.waits_in) and not b.is_inside and b.count < a.count
 
 
 def _has_repeated_call(a: RankState, b: RankState) -> bool:
+    # `a` is in the collectives of the first attempt, which the collectives of `b` do not match.
     return a.is_inside and b.is_inside and a.count == b.count and b.is_retry and not a.is_retry
 
 

@@ -64,6 +64,7 @@ def check_same_facts(
     """
     store.set(f"rank {rank}", json.dumps([socket.gethostname(), facts, unique_value]))
     if rank == 0:
+        # Blocks until all ranks have written their settings, or raises after the store's timeout.
         values = store.multi_get([f"rank {each}" for each in range(size)])
         ranks = [json.loads(value) for value in values]
         difference = _send_result(
@@ -108,6 +109,8 @@ def on_rank_0(
     number = calls.add(f"calls of rank {rank}", 1)
     store = PrefixStore(str(number), calls)
     if rank == 0:
+        # Before `make`, which may take minutes: a rank with another request does not wait for its
+        # end.
         store.set("request", name)
         with _send_heartbeats(store):
             return _send_result(store, make, write)
@@ -116,6 +119,7 @@ def on_rank_0(
         calls.add(f"calls of rank {rank}", -1)
         log.info("rank 0 computes no %s, so this rank computes its own", what)
         return make()
+    # The count is not undone here, as rank 0 has made the matching call.
     if store.get("request").decode() != name:
         log.info("rank 0 computes the %s of another request, so this rank computes its own", what)
         return make()
@@ -126,6 +130,7 @@ def on_rank_0(
                 "see the log of rank 0 for its error"
             )
         result = _receive_result_or_raise(store)
+    # A store operation fails with this error when the process that serves the store has exited.
     except dist.DistNetworkError as error:
         raise CommunicationError(
             f"rank 0, which computes the {what}, has exited\nsee the log of rank 0 for its error"
@@ -146,6 +151,7 @@ def count_until(store: Store, key: str, step: int, is_reached: Callable[[int], b
     count, deadline = store.add(key, step), time.monotonic() + FAREWELL
     while not is_reached(count) and time.monotonic() < deadline:
         time.sleep(0.01)
+        # `add` of 0 reads the counter.
         count = store.add(key, 0)
 
 
@@ -182,8 +188,11 @@ def _wait_for_key(store: Store, key: str, expected: str = "") -> bool:
             expected = ""
         if time.monotonic() > deadline:
             return False
+        # Polls, as `Store.wait` would write its time-out to the log.
         time.sleep(BEAT / 5)
+        # `add` of 0 reads the counter; `get` would block until the first heartbeat.
         latest = store.add("beats", 0)
+        # Each heartbeat renews the deadline, as a search may take longer than any fixed time-out.
         if latest > beats:
             beats, deadline = latest, time.monotonic() + PATIENCE
     return True
@@ -196,6 +205,7 @@ def _send_result(
     try:
         result = make()
         _send_answer(store, {"result": write(result)})
+    # Also interrupts and exits of rank 0, for which the other ranks would wait `PATIENCE` seconds.
     except BaseException as error:
         fields = {k: v for k, v in vars(error).items() if isinstance(v, (int, str))}
         _send_answer(store, {"kind": type(error).__name__, "message": str(error), "fields": fields})
@@ -209,6 +219,7 @@ def _receive_result_or_raise(store: Store) -> str:
     answer: dict[str, Any] = json.loads(zlib.decompress(b"".join(pieces)))
     if "result" in answer:
         return str(answer["result"])
+    # Errors of Shardwright are raised again with their class, so that callers can catch them.
     error_type, message = getattr(errors, str(answer["kind"]), None), answer["message"]
     if error_type is None:
         raise PlanError(f"rank 0 raised {answer['kind']}: {message}\nsee the log of rank 0")
@@ -236,6 +247,7 @@ def _describe_setting_difference(ranks: Sequence[tuple[str, Mapping[str, Any], s
     """
     first, expected, _ = ranks[0]
     for rank, (host, facts, _) in enumerate(ranks):
+        # The names of both ranks, as a setting may be missing on either.
         for name in [*expected, *facts]:
             here, there = (json.dumps(each.get(name)) for each in (facts, expected))
             if here != there:
@@ -254,6 +266,7 @@ def _describe_shared_device(ranks: Sequence[tuple[str, Mapping[str, Any], str | 
         ranks: (host name, settings by name, unique value or None) of each rank; the unique value
             names the accelerator.
     """
+    # From (host, device) to the first rank that uses the device.
     users: dict[tuple[str, str], int] = {}
     for rank, (host, _, device) in enumerate(ranks):
         first = rank if device is None else users.setdefault((host, device), rank)

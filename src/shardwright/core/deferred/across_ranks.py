@@ -16,6 +16,8 @@ from shardwright.core.torch_internals import pytree
 
 def records_of(tensors: Iterable[Tensor]) -> list[Record]:
     """Return the distinct initialization records of the deferred tensors among `tensors`."""
+    # A dict keeps the order of `tensors`, so that all ranks share the states of records in one
+    # order.
     return list(dict.fromkeys(t._record for t in tensors if isinstance(t, Deferred)))
 
 
@@ -54,6 +56,8 @@ def share_generator_states(
             if operation.draw is not None and isinstance(operation.draw.start, Tensor)
         }
         before = [state.clone() for state in start_states.values()]
+        # May be collective: all ranks have the same records, hence states of the same number and
+        # size.
         share(start_states)
         if not all(map(torch.equal, before, start_states.values())):
             record.forget_generator_states()

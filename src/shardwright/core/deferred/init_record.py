@@ -139,6 +139,7 @@ class Record:
 
     def storage_view(self, tensor: Tensor) -> StorageView:
         """Return the `StorageView` of a meta tensor; assign a number to its storage if needed."""
+        # The id of the storage, not of the tensor, so that views have the number of their base.
         number = self._storage_numbers.setdefault(storage_id(tensor), len(self._storages))
         if number == len(self._storages):
             # The reference keeps the storage alive, so that no other storage gets the same id.
@@ -168,6 +169,8 @@ class Record:
     ) -> None:
         """Append an operator call on the meta device, unless it only creates views."""
         reads, updates, fills = self._find_accessed_storages(function, args, kwargs)
+        # After the storages of the arguments are numbered: a result with a numbered storage is a
+        # view.
         new_views = tuple(
             self.storage_view(result)
             if isinstance(result, Tensor) and not self.has_storage_of(result)
@@ -201,9 +204,12 @@ class Record:
         reads, updates, fills = set[int](), set[int](), set[int]()
         for argument, value in bind_arguments(function, args, kwargs):
             written = argument.alias_info is not None and argument.alias_info.is_write
+            # Only then are earlier values irrelevant to a replay; schemas mark `out=` arguments
+            # only.
             overwritten = argument.is_out or function.overloadpacket in OVERWRITING
             for tensor in pytree.tree_leaves(value):
                 if isinstance(tensor, Tensor) and on_meta(tensor):
+                    # A complete overwrite of a part of a storage is an update of the storage.
                     written_storages = (
                         fills if overwritten and _covers_full_storage(tensor) else updates
                     )
@@ -232,6 +238,7 @@ class Record:
 
     def forget_generator_states(self) -> None:
         """Forget the recorded generator states, so that a replay does not advance generators."""
+        # The keys stay, as a replay restores the states of these generators at its end.
         self._draws_by_state = {generator: {} for generator in self._draws_by_state}
 
     def _record_random_draw(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
@@ -245,6 +252,7 @@ class Record:
         # The state must change, to identify this draw. One number is enough: drawing all numbers of
         # the operation would take as long as initializing the model.
         torch.empty(1, device="cpu").uniform_(generator=generator)
+        # The index that `add` gives to this operation next.
         self.add_generator_state(generator, len(self.operations))
         return Draw(generator, start)
 
@@ -315,6 +323,7 @@ def on_meta(tensor: Tensor) -> bool:
 def _covers_full_storage(tensor: Tensor) -> bool:
     """Whether a tensor covers its storage, so that a write to the tensor overwrites all
     elements."""
+    # A contiguous view may still be smaller than its storage.
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
@@ -328,6 +337,7 @@ def check_unchanged(data: TensorVersion) -> Tensor:
     Raises:
         DeferredError: if the tensor was modified in place.
     """
+    # In-place operators increase the version; writes through NumPy or `data` do not.
     if version(data.tensor) != data.version:
         raise DeferredError(
             f"a tensor of shape {tuple(data.tensor.shape)} from which parameters are initialized "

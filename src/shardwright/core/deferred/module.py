@@ -76,5 +76,6 @@ def _replace_tensor_contents(tensor: Tensor, value: Tensor) -> None:
     """Make the object `tensor` have the class, memory and values of `value`."""
     # An assignment to `tensor.data` can change neither the class nor the type of device.
     if isinstance(tensor, nn.Parameter):
+        # `swap_tensors` also swaps the class, which for a parameter must stay `nn.Parameter`.
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

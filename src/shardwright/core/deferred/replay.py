@@ -104,8 +104,10 @@ def plan_replay(
         steps.append((number, finished_here, operation.storages - live))
         # Values before a complete overwrite are not needed, unless the operation also reads them.
         live |= finished_here
+        # In this order, as an operation that overwrites a storage may read it first.
         live -= operation.fills
         live |= operation.reads
+        # A draw that starts where another ended needs the state after that draw.
         if operation.draw is not None and isinstance(operation.draw.start, int):
             required_draws.update({operation.draw.start} - record.states_after.keys())
     never_written = {view.storage for view in requested.values()}.difference(*finished.values())
@@ -144,6 +146,8 @@ def _run_scheduled_operations(
     with _replay_context(record):
         for number, finished_here, freeable in schedule.steps:
             _run_recorded_operation(record, number, storages)
+            # Storages are numbered in the order of their creation, so results follow the order of
+            # the model.
             for storage in sorted(finished_here):
                 for name in names[storage]:
                     results[name] = on_finished(name, requested[name].of(storages[storage]))
@@ -174,6 +178,7 @@ def _run_recorded_operation(
     draw = operation.draw
     if draw is not None:
         start = record.states_after[draw.start] if isinstance(draw.start, int) else draw.start
+        # Set before each draw, as a replay skips draws whose end states are known and not needed.
         draw.generator.set_state(start)
     results = operation.function(*args, **kwargs)
     if draw is not None:
@@ -191,6 +196,7 @@ def _get_result_storage(
     Raises:
         DeferredError: if shape, strides, offset or dtype differ from the result on the meta device.
     """
+    # The recorded views of later operations assume the memory layout of the meta result.
     if (tuple(result.shape), result.stride(), result.storage_offset(), result.dtype) != (
         view.shape,
         view.stride,
@@ -209,6 +215,8 @@ def _get_result_storage(
 def _replay_context(record: Record) -> Iterator[None]:
     """Context that disables the caller's dispatch and function modes and gradients, and at its end
     restores the record's generators and the default dtype."""
+    # A replay leaves no trace in the caller's random stream; `advance_generators` moves it on
+    # purpose.
     states = [(generator, generator.get_state()) for generator in record.generators()]
     dtype = torch.get_default_dtype()
     try:

@@ -52,6 +52,7 @@ class Deferred(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # PyTorch then asks the other class, which records the operator itself.
         if any(hasattr(tensor_type, RECORDS_OPERATORS) for tensor_type in types):
             return NotImplemented
         leaves = pytree.tree_leaves((args, kwargs))
@@ -197,6 +198,8 @@ def _record_or_run(
             except NotImplementedError as error:
                 # The shape of the result depends on values, or the operator has no meta kernel.
                 _refuse_missing_meta_kernel(function, targets, error)
+        # Reads of values (`.item()`, shapes that depend on them) and writes to ordinary tensors run
+        # now.
         args, kwargs = pytree.tree_map_only(Deferred, value_of, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -209,6 +212,7 @@ def _record_call(
 
     def meta_argument(tensor: Tensor) -> Tensor:
         if on_meta(tensor):
+            # The view shares the storage, by which the record recognizes results that are views.
             on_meta_device = tensor.detach()
         else:
             on_meta_device = torch.empty_strided(
@@ -219,6 +223,7 @@ def _record_call(
 
     def result_or_original(result: Tensor) -> Tensor:
         return (
+            # In-place and `out=` operators return an argument: return the caller's object for it.
             original_of[id(result)] if id(result) in original_of else _make_deferred(result, record)
         )
 
@@ -278,6 +283,7 @@ def values_of(tensors: Mapping[str, Tensor], on_finished: OnFinished) -> dict[st
     values: dict[str, Tensor] = {}
     for record, views in requested.items():
         values |= replay(record, views, on_finished)
+        # After the replay, which leaves the states of the draws in the record.
         advance_generators(record)
     return values
 
@@ -297,6 +303,7 @@ def _make_meta_device_keywords(function: Any, kwargs: dict[str, Any]) -> dict[st
 def _would_run_on_cpu(tensors: Iterable[Tensor], kwargs: dict[str, Any]) -> bool:
     """Whether an operator call would run on the CPU outside the deferred-initialization context;
     meta tensors count as CPU."""
+    # `device=None` in an operator's call means the CPU.
     device = kwargs.get("device") or torch.device("cpu")
     return all(t.device.type in ("cpu", "meta") for t in tensors) and device.type in ("cpu", "meta")
 
