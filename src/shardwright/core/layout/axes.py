@@ -26,6 +26,7 @@ def prime_factors(number: int) -> tuple[int, ...]:
             factors.append(factor)
             number //= factor
         factor += 1
+    # A remainder above 1 has no factor up to its square root: it is prime.
     return (*factors, number) if number > 1 else tuple(factors)
 
 
@@ -56,6 +57,7 @@ def shard_index(axes: Axes, sizes: tuple[int, ...], coordinates: Mapping[int, in
     """
     index = 0
     for axis in axes:
+        # Mixed radix, the first axis being the most significant digit.
         index = index * sizes[axis] + coordinates[axis]
     return index
 
@@ -82,12 +84,14 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
     inner, *outer = sorted(strides | {1})
     sizes: tuple[int, ...] = ()
     for stride in outer:
+        # Strides of nested groups divide each other; those of (2, 3) and (3, 2) contain 2 and 3.
         if stride % inner:
             raise LayoutError(
                 f"device matrices {', '.join(map(str, device_matrices))} have no common axes:"
                 f" groups of {inner} and groups of {stride} neighboring devices do not nest\n"
                 "use sizes of which one divides the other, such as (8,) and (2, 4)"
             )
+        # Strides ascend from the innermost axis, so later factors go in front.
         sizes = prime_factors(stride // inner) + sizes
         inner = stride
     return sizes
@@ -118,6 +122,7 @@ def axes_with_devices(
         raise LayoutError(
             f"alias_names {names}: {INTERLEAVED!r} must be the last axis\nmove it to the end"
         )
+    # The virtual axis is the last and has no devices, so no coordinate changes without it.
     count = len(names) - (INTERLEAVED in names)
     return sizes[:count], names[:count]
 
@@ -128,6 +133,7 @@ def _check_device_matrix(sizes: object) -> None:
             f"device_matrix must be a tuple of positive ints, not {sizes!r}\nuse for example (2, 4)"
         )
     for size in sizes:
+        # In Python, True and False are ints.
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise LayoutError(
                 f"device_matrix {sizes} contains {size!r}\nevery size must be an int of at least 1"

@@ -81,6 +81,7 @@ class CollectiveSpec:
         """
         if self.pattern == "point_to_point":
             return self.passes * size
+        # (p-1)/p of the larger tensor per pass; -(-a // b) is a / b rounded up.
         return -(-self.passes * (group - 1) * size // group)
 
 
@@ -130,6 +131,7 @@ def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
     before, after = _find_differing_axes(source, target)
     sizes = source.device_matrix
     axes = sorted(axis for dim in before for axis in dim)
+    # Along each dimension the coarsest cells that divide the shards of both layouts.
     cuts = [
         lcm(source.layout.size(a), target.layout.size(b))
         for a, b in zip(before, after, strict=True)
@@ -180,6 +182,7 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
         return None
     size = source.layout.size
     count_pairs = [(size(a), size(b)) for a, b in zip(before, after, strict=True)]
+    # Cells of one source shard: if there are fewer than devices, some pairs exchange nothing.
     cells = prod(lcm(a, b) // a for a, b in count_pairs)
     return tuple(axes) if cells < size(axes) else None
 
@@ -231,11 +234,15 @@ COLLECTIVES = {
     spec.name: spec
     for spec in (
         CollectiveSpec("slice", local=True, backward="all_gather"),
+        # Gloo implements a reduce-scatter as an all-reduce of which each rank keeps its shard.
         CollectiveSpec("reduce_scatter", backward="all_gather", gloo_rounds=2),
         CollectiveSpec("permute", backward="permute", pattern="point_to_point"),
         CollectiveSpec("all_to_all", backward="all_to_all", pattern="pairwise"),
+        # A ring all-reduce is a reduce-scatter and an all-gather; with `vary`, Megatron's g and f.
         CollectiveSpec("all_reduce", passes=2, rounds=2),
         CollectiveSpec("vary", local=True, backward_if_varying="all_reduce"),
+        # The gradient of a replicated tensor is equal on all devices: each slices its block
+        # locally.
         CollectiveSpec("all_gather", backward_if_varying="reduce_scatter"),
         CollectiveSpec(
             "all_to_all_v",

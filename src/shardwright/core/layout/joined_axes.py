@@ -26,6 +26,7 @@ def join_axes(
     """
     # (index of the list, index in the list) of each occurrence, by axis.
     occurrences: list[set[tuple[int, int]]] = [set() for _ in range(count)]
+    # Equal lists impose equal constraints.
     for list_index, axes in enumerate(dict.fromkeys(lists)):
         for index, axis in enumerate(axes):
             occurrences[axis].add((list_index, index))
@@ -33,6 +34,7 @@ def join_axes(
     for axis in range(count):
         for group in joined:
             following = {(list_index, index + 1) for list_index, index in occurrences[group[-1]]}
+            # Axes that occur in no list follow each other, as their sets are empty.
             if following == occurrences[axis] and may_join(group[-1], axis):
                 group.append(axis)
                 break
@@ -50,6 +52,7 @@ def joined_device_matrix(matrix: DeviceMatrix, joined: tuple[Axes, ...]) -> Devi
     """
     sizes = tuple(map(matrix.size, joined))
     names = tuple(matrix.named(axes, "_") for axes in joined)
+    # The joined axes may be in another order than those of `matrix`, and the ranks with them.
     ranks = sorted(matrix.ranks, key=TensorLayout(matrix, joined).block)
     in_order = ranks == list(range(len(ranks)))
     return DeviceMatrix(sizes, names, None if in_order else tuple(ranks))
@@ -71,6 +74,7 @@ def layout_on_joined_axes(
     group_of_first_axis = {axes[0]: group_index for group_index, axes in enumerate(joined)}
 
     def groups_of(axes: Axes) -> Axes:
+        # The first axis represents its group; the comparison below detects incomplete groups.
         groups = tuple(group_of_first_axis[axis] for axis in axes if axis in group_of_first_axis)
         if tuple(axis for group in groups for axis in joined[group]) != axes:
             raise LayoutError(
@@ -80,6 +84,7 @@ def layout_on_joined_axes(
         return groups
 
     def groups_of_set(axes: frozenset[int]) -> frozenset[int]:
+        # Partial and varying axes have no order of their own: take that of the groups.
         in_order = tuple(axis for group in joined for axis in group if axis in axes)
         return frozenset(groups_of(in_order))
 

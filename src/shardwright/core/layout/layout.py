@@ -49,6 +49,7 @@ class Layout:
     device_matrix: tuple[int, ...]
     alias_names: tuple[str, ...]
     rank_list: tuple[int, ...] | None = None
+    # Not compared: it only allows entries to name the virtual axis.
     interleaved: bool = field(default=False, compare=False, repr=False)
 
     def __init__(
@@ -70,9 +71,11 @@ class Layout:
         if rank_list is not None:
             check_ranks(rank_list, prod(sizes))
         values = (sizes, names, rank_list, len(names) < len(given_names[0]))
+        # A frozen dataclass raises on `self.x = …`.
         vars(self).update(zip(self.__dataclass_fields__, values, strict=True))
 
     def __hash__(self) -> int:
+        # Computed once: layouts are keys of all caches of the searches.
         return self._hash
 
     @cached_property
@@ -148,6 +151,7 @@ class Layout:
                 f"this layout has no rank {rank}\nuse one of its ranks, from {first} to {last}"
             )
         position, coordinates = self._position_of_rank[rank], []
+        # The last axis varies fastest in rank order.
         for size in reversed(self.device_matrix):
             position, coordinate = divmod(position, size)
             coordinates.append(coordinate)
@@ -417,6 +421,7 @@ def _factor_coarse_axes(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes,
             f"the device matrices {fine.device_matrix} and {coarse.device_matrix} do not have the"
             " same ranks\nuse device matrices with the same ranks"
         )
+    # For each axis of `coarse`, pairs (-change of its coordinate, axis of `fine`).
     strides: list[list[tuple[int, int]]] = [[] for _ in coarse.device_matrix]
     step = fine.num_devices
     start = coarse.coordinates(fine.ranks[0])
@@ -424,6 +429,7 @@ def _factor_coarse_axes(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes,
     # coordinate changes, and the larger the change, the more significant the fine axis is.
     for axis, size in enumerate(fine.device_matrix):
         step //= size
+        # An axis with one device has no second device to step to.
         if size == 1:
             continue
         moved = coarse.coordinates(fine.ranks[step])
@@ -432,6 +438,7 @@ def _factor_coarse_axes(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes,
             if delta:
                 strides[coarse_axis].append((-delta, axis))
     fine_axes = tuple(tuple(axis for _, axis in sorted(axes)) for axes in strides)
+    # The steps began at the first rank only; this compares the coordinates of all ranks.
     if not _is_refinement(coarse, fine, fine_axes):
         raise LayoutError(
             f"an axis of the device matrix {coarse.device_matrix} is not a product of axes of the"
@@ -446,6 +453,7 @@ def _is_refinement(coarse: DeviceMatrix, fine: DeviceMatrix, fine_axes: tuple[Ax
     if tuple(map(fine.size, fine_axes)) != coarse.device_matrix:
         return False
     used = [axis for axes in fine_axes for axis in axes]
+    # Checked here, because `TensorLayout` raises for an axis that is used twice.
     if len(set(used)) != len(used):
         return False
     products = TensorLayout(fine, fine_axes)

@@ -119,6 +119,8 @@ class RedistributionStep:
         shard. `layout` is `self.source` or `self.target`."""
         sizes = self.source.device_matrix
         pairs = zip(self.source.axes, self.target.axes, strict=True)
+        # A permute keeps the numbers of shards, so leading and trailing axes that both layouts have
+        # in common do not change the destination.
         differing = [_remove_common_axes(before, after) for before, after in pairs]
         layout_index = 0 if layout is self.source else 1
         positions: dict[tuple[int, ...], list[int]] = {}
@@ -251,6 +253,7 @@ def joined_step(
         step = RedistributionStep(spec.name, axes, None, None, first.source, second.target)
         forward = sum(s.forward_bytes(shape, itemsize) for s in (first, second))
         backward = sum(s.backward_bytes(shape, itemsize) for s in (first, second))
+        # Equal volume suffices: one step has the latency of one collective instead of two.
         if (
             step.forward_bytes(shape, itemsize) <= forward
             and step.backward_bytes(shape, itemsize) <= backward
@@ -269,10 +272,12 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
     for (operation, _), group in groupby(path, key=lambda step: (step.operation, step.backward)):
         steps = list(group)
         gathers_or_scatters = operation in ("all_gather", "reduce_scatter")
+        # Two steps on one dimension have a fixed order: only its last axes can be gathered.
         if not gathers_or_scatters or len({s.dim for s in steps}) < len(steps):
             ordered += steps
             continue
         layout = steps[0].source
+        # The smallest index is the outermost axis, which has the slowest links.
         for step in sorted(steps, key=lambda s: min(s.axes), reverse=operation == "reduce_scatter"):
             ordered.append(_rebase_step(step, layout))
             layout = ordered[-1].target
@@ -298,6 +303,7 @@ def _check_layouts(source: TensorLayout, target: TensorLayout, shape: Shape) -> 
             f"{source} and {target} are on different device matrices\n"
             "express both on the same device matrix with `TensorLayout.on()`"
         )
+    # Both raise if the layout does not divide the shape.
     source.shard_shape(shape)
     target.shard_shape(shape)
     if source.varying:
@@ -341,6 +347,7 @@ class _RouteProblemTranslation:
     ) -> route_search.Problem:
         """Return the search problem for the cheapest route from `source` to `target`."""
         sizes = tuple(self.layout.size(axes) for axes in self.joined)
+        # Axes of a group move together, so the first one identifies the group.
         problem_axis = {axes[0]: index for index, axes in enumerate(self.joined)}
         num_devices = prod(sizes)
 
@@ -354,6 +361,7 @@ class _RouteProblemTranslation:
             sizes,
             tuple(to_problem(source.axes[dim]) for dim in self.dims),
             tuple(to_problem(target.axes[dim]) for dim in self.dims),
+            # Axes over which the target stays partial take part in no move.
             frozenset(to_problem(source.partial - target.partial)),
             frozenset(to_problem(target.varying)),
             tuple(gcd(size, num_devices) if size else num_devices for size in local_sizes),
@@ -389,6 +397,7 @@ def _translate_move(
     axes = translation.mesh_axes(move.axes)
     if move.operation == route_search.PERMUTE:
         pairs = zip(source.axes, target.axes, strict=True)
+        # A permute of the route search names no axes: its group is all axes that change places.
         axes = tuple(
             sorted(
                 {
@@ -424,6 +433,8 @@ def _group_redistributed_axes(
     """
     fixed = {axis for axes in prefixes for axis in axes}
     before, after = _compute_axis_states(source, fixed), _compute_axis_states(target, fixed)
+    # An axis behind the common prefix moves even if its index stays the same, because only the last
+    # axes of a dimension can be gathered or moved.
     moving = [a for a in before if before[a] != after[a] or before[a][1] is not None]
 
     if len(moving) <= route_search.ALL_MOVES_AXES:
@@ -438,7 +449,8 @@ def _group_redistributed_axes(
             for state in (before, after)
         )
 
-    # Partial and varying axes have no order in a layout: order them as in the other layout.
+    # Partial and varying axes have no order in a layout: order them as in the other layout. `str`,
+    # because a state is a dimension (int) or a name.
     moving.sort(
         key=lambda a: (str(before[a][0]), str(after[a][0]), before[a][1] or 0, after[a][1] or 0)
     )

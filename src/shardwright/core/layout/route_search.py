@@ -173,6 +173,7 @@ def route(problem: Problem) -> Path:
     """
     path = _build_plain_route(problem, problem.start)
     cost = _compute_total_cost(problem, problem.source, path)
+    # With one or two axes the plain route is a good enough upper bound for the exact search.
     if len(problem.sizes) > 2:
         cost, path = _heuristic_search(problem, cost, path)
     if len(problem.sizes) <= EXACT_AXES:
@@ -220,8 +221,10 @@ def _exact_search(problem: Problem, limit: int) -> Path | None:
     queue: list[tuple[int, int, Path, int, State]] = [(0, 0, (), 0, problem.start)]
     while queue and len(expanded) < EXACT_STATES:
         _, _, path, path_cost, state = heappop(queue)
+        # Tested when taken from the queue: at insertion a cheaper path may still be ahead.
         if state == goal:
             return path
+        # Several paths may lead to a state; the first one taken from the queue is the cheapest.
         if state in expanded:
             continue
         expanded.add(state)
@@ -229,6 +232,7 @@ def _exact_search(problem: Problem, limit: int) -> Path | None:
             next_state = move.apply(state)
             local_size = problem.local_size(next_state.axes_by_dim)
             bound = path_cost + cost + _bound_remaining_cost(problem, local_size, target_size)
+            # `<=`, so that a route with the cost of the limit but fewer moves is found too.
             if bound <= limit and next_state not in expanded:
                 heappush(queue, (bound, len(path) + 1, (*path, move), path_cost + cost, next_state))
     return None
@@ -249,6 +253,8 @@ def _compute_move_cost(problem: Problem, move: Move, local_size: int) -> int:
     """Return the communication volume of a move, in the forward and, if differentiable, the
     backward pass."""
     group, spec = problem.num_shards(move.axes), COLLECTIVES[KINDS[move.operation]]
+    # An all-gather multiplies the local size; all other kinds start from the larger size. A permute
+    # has no axes, but sends the local tensor whatever its group is.
     larger = group * local_size if move.operation == ALL_GATHER else local_size
     cost = 0 if spec.local else spec.sent_volume(larger, group)
     if problem.differentiable and (backward := spec.backward_of(move.varying)) is not None:
@@ -276,9 +282,11 @@ def _find_candidate_moves(problem: Problem, state: State) -> list[tuple[int, Mov
     moves = sharding_moves
     moves += _iterate_gathering_moves(problem, state, settled)
     partial = sorted(state.partial)
+    # All subsets: a reduce-scatter may be better for the other partial axes.
     for length in range(1, len(partial) + 1):
         for axes in combinations(partial, length):
             moves.append(Move(ALL_REDUCE, -1, -1, axes, state.axes_by_dim))
+    # One move for all axes: one all-reduce of the gradient over two axes sends less than two.
     if varying := tuple(sorted(free & problem.varying)):
         moves.append(Move(VARY, -1, -1, varying, state.axes_by_dim, varying=True))
     for axes_by_dim in _iterate_axis_permutations(
@@ -333,10 +341,13 @@ def _iterate_gathering_moves(problem: Problem, state: State, settled: Axes) -> I
     """
     tries_all_moves = len(problem.sizes) <= ALL_MOVES_AXES
     for dim, axes in enumerate(state.axes_by_dim):
+        # Only trailing axes: gathering a leading axis would leave a strided set of blocks.
         for begin in range(settled[dim], len(axes)):
             suffix = axes[begin:]
             remaining_axes = _replace_axes(state.axes_by_dim, dim, axes[:begin])
             varying = problem.varying.intersection(suffix)
+            # Mixed axes would need two gradients, a slice over some and a reduce-scatter over
+            # others.
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, remaining_axes, bool(varying))
             for to_dim, to_axes in enumerate(state.axes_by_dim):
@@ -360,6 +371,7 @@ def _iterate_axis_permutations(
         axes: the axes that may shard a dimension.
     """
     if len(problem.sizes) > EXACT_AXES:
+        # Too many assignments to list: only the target itself is tried.
         counts = [problem.num_shards(dim) for dim in axes_by_dim]
         available = axes.issuperset(axis for dim in problem.target for axis in dim)
         if available and counts == [problem.num_shards(dim) for dim in problem.target]:
@@ -393,6 +405,7 @@ def _list_equal_count_assignments(
             yield ()
             return
         for axis in sorted(available):
+            # An axis of size 1 changes no count, but would multiply the assignments.
             if sizes[axis] > 1 and count % sizes[axis] == 0:
                 for later_axes in sequences(count // sizes[axis], available - {axis}):
                     yield (axis, *later_axes)
@@ -429,6 +442,7 @@ def _build_plain_route(problem: Problem, state: State) -> Path:
         if len(axes) > settled[dim]:
             axes_by_dim = _replace_axes(axes_by_dim, dim, axes)
             moves.append(Move(SLICE, dim, -1, axes[settled[dim] :], axes_by_dim))
+    # The all-gathers above have made the axes that they gather varying.
     gathered = {axis for axes in state.axes_by_dim for axis in axes}
     if replicated := tuple(sorted(problem.varying - gathered - state.varying)):
         moves.append(Move(VARY, -1, -1, replicated, axes_by_dim, varying=True))

@@ -31,12 +31,14 @@ def draw_devices(counts: Shape, sizes: Shape | None, ranks_of: Callable[[Shape],
         return f"{index}" if sizes is None else f"{index * sizes[dim]}:{(index + 1) * sizes[dim]}"
 
     ndim = len(counts)
+    # Scalars and vectors are drawn with one row.
     *leading_counts, rows, columns = (1, 1, *counts)[-max(ndim, 2) :]
     pictures = []
     for leading in product(*map(range, leading_counts)):
         header = [edge_label(ndim - 1, column) for column in range(columns)] if ndim else [""]
         table = [["", *header]]
         for row in range(rows):
+            # `ndim` may be 0, and a slice from -0 would be the full tuple.
             blocks = ((*leading, row, column)[-ndim:] if ndim else () for column in range(columns))
             label = edge_label(ndim - 2, row) if ndim > 1 else ""
             table.append([label, *(" ".join(map(str, ranks_of(block))) for block in blocks)])
@@ -62,6 +64,7 @@ def _format_html_table(grid: str, hues: dict[str, float]) -> str:
         grid: text of the grid, with its title.
         hues: hue of each set of devices, in degrees; new sets are added.
     """
+    # Only grids with leading dimensions have a title, which ends with a bracket.
     title, bracket, table = grid.rpartition("]\n")
     head, _, *body = ([each.strip() for each in line.split("|")[:-1]] for line in table.split("\n"))
     rows = "".join(f"<th>{name}</th>" for name in head)
