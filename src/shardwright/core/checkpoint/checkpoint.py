@@ -128,6 +128,7 @@ class Checkpoints:
             DamagedCheckpointError: if the checkpoint of `step`, or without `step` every checkpoint,
                 is damaged.
         """
+        # Newest first: an older checkpoint is used only if all newer ones are damaged.
         candidates = value_of_rank(self.steps())[::-1] if step is None else [step]
         if not candidates:
             raise CheckpointError(
@@ -183,9 +184,12 @@ class Checkpoints:
                 between ranks.
         """
         model_state = checkpoint_state.model_tensors(net).items()
+        # Keys are `model.<name>`, but `only` has the names of the model.
         tensors = {k: t for k, t in model_state if only is None or k.partition(".")[2] in only}
         if optimizer is not None:
             tensors |= checkpoint_state.optimizer_tensors(net, optimizer)
+        # One rank suffices: on several devices random operators are seeded by seed, step, name and
+        # shard, not by the states of these generators.
         if is_rank_0():
             tensors |= checkpoint_state.random_tensors(checkpoint_state.device_of(net))
         info = CheckpointInfo(
@@ -199,6 +203,8 @@ class Checkpoints:
             optimizer=None if optimizer is None else type(optimizer).__name__,
             run=run,
         )
+        # One checkpoint at a time: saves share a process group, and a failure of the last one is
+        # raised here.
         self.wait()
         check_saves_agree(position, info.optimizer)
         if has_other_ranks() and self._group is None:
@@ -215,6 +221,8 @@ class Checkpoints:
         writer = PublishingWriter(self.path(position.step), info, self._keep)
         save_options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         save_options["no_dist"] = self._group is None
+        # With fake ranks there is one real rank; DCP's own planner would miss the shards of the
+        # others.
         if dist.is_initialized() and self._group is None:
             save_options["planner"] = OneRankPlanner()
         path = self.path(position.step)
@@ -241,6 +249,7 @@ class Checkpoints:
                 locks.enter_context(lock_folders(self.folder))
                 self._locks = locks
             clear_leftovers(self.folder)
+        # Returned and not raised, as the other ranks wait for this value.
         except (LockError, OSError) as error:
             return f"rank 0: {error}"
         return None
@@ -251,6 +260,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if the checkpoint could not be written.
         """
+        # Cleared first, so that a failure is raised once.
         pending, self._pending = self._pending, None
         if pending is not None:
             path, future = pending
@@ -329,6 +339,8 @@ class Checkpoints:
         names = match_saved_names(
             net, shapes, str(folder), new_adapters=optimizer is None, strict=strict
         )
+        # After the comparison of names and shapes, so that a checkpoint of another model changes
+        # nothing.
         allocate_memory(net)
         # A pipeline stage has only some of the model's tensors, and reads only those.
         local, optimizer_state = checkpoint_state.model_tensors(net), dict[str, Tensor]()
@@ -342,6 +354,7 @@ class Checkpoints:
             )
         device = checkpoint_state.device_of(net)
         generators = checkpoint_state.random_tensors(device) if random else {}
+        # A run on another type of device has saved no state of this device's generator.
         generators = {key: state for key, state in generators.items() if key in saved}
         with convert_errors(folder):
             destinations = {**model_state, **optimizer_state, **generators}

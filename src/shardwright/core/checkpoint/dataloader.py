@@ -43,6 +43,9 @@ class PlannedLoader:
     def __iter__(self) -> Iterator[Any]:
         self.sampler.set_epoch(self._epoch, self._sample)
         for batch in self._loader:
+            # Counted here and not in the sampler, from which workers of the `DataLoader` read
+            # ahead; before the `yield`, so that a position that is saved in the loop's body is
+            # after this batch.
             self._sample = min(self._sample + self.sampler.batch_size, self.sampler.samples)
             yield batch
         self._epoch, self._sample = self._epoch + 1, 0
@@ -120,6 +123,7 @@ def dataloader(
             )
     if not isinstance(seed, int):
         raise DataError(f"seed={seed!r} is not an integer\npass for example seed=0")
+    # One device without a process group reads like rank 0.
     rank = dist.get_rank() if dist.is_initialized() else 0
     sampler = BatchSampler(
         samples, plan, rank, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -142,6 +146,7 @@ def _num_samples(dataset: Any) -> int:
     problem = "" if hasattr(dataset_type, "__getitem__") else "no sample indices"
     try:
         length = len(dataset)
+    # TypeError: the class has no `__len__`; NotImplementedError: it has one that only raises.
     except (TypeError, NotImplementedError):
         problem = "no length"
     if isinstance(dataset, IterableDataset) or problem:

@@ -32,7 +32,9 @@ def convert_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
+        # `failures` maps ranks to (exception, traceback).
         rank, (cause, _) = next(iter(error.failures.items()))
+        # The checkpoint's own folder may not exist.
         free = shutil.disk_usage(path.parent).free
         disk_full = f": no space left ({free} bytes are free)" if free < FULL_DISK_BYTES else ""
         reason = f"{type(cause).__name__}: {cause}"

@@ -120,6 +120,7 @@ class CheckedFile:
         """
         checksums = self.checksums
         last = checksums.size if end is None else min(end, checksums.size)
+        # The upper end is rounded up, as the last block may be partial.
         for number in range(start // checksums.block, -(-last // checksums.block)):
             if number in self._verified_block_numbers:
                 continue
@@ -135,6 +136,7 @@ class CheckedFile:
         return set()
 
     @cached_property
+    # Mapped, so that only the blocks that are verified are read from the disk.
     def _map_file(self) -> mmap.mmap:
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

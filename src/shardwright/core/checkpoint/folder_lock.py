@@ -112,6 +112,7 @@ def _acquire_lock(path: Path) -> int | None:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Without O_TRUNC, as the file has the name of the process that holds the lock.
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except (FileExistsError, FileNotFoundError):
             # Another process removed the folder between the two calls: try again, unless the parent
@@ -124,8 +125,10 @@ def _acquire_lock(path: Path) -> int | None:
         except BlockingIOError:
             holder = os.pread(file, 1000, 0).decode(errors="replace")
             os.close(file)
+            # A rank of a launcher that has locked the folder for all its ranks.
             if holder.startswith((_process_id_text(os.getpid()), _process_id_text(os.getppid()))):
                 return None
+            # The holder may be about to exit, such as a run that is restarted.
             if time.monotonic() > deadline:
                 raise LockError(
                     f"{path.parent} is in use by {holder or 'another process'}\n"
@@ -133,6 +136,8 @@ def _acquire_lock(path: Path) -> int | None:
                 ) from None
             time.sleep(0.05)
             continue
+        # Network file systems may not support `flock`: a warning, as the run itself is not
+        # affected.
         except OSError as error:
             os.close(file)
             warnings.warn(

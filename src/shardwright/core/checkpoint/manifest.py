@@ -31,6 +31,7 @@ _LAST_ENTRY = ',\n "checksum": '
 _BLOCK_BYTES = 1 << 22
 """Bytes per read when the checksum of a file is computed."""
 
+# Threads suffice, as reads and `zlib.crc32` of large blocks release the GIL.
 _VERIFYING_THREADS = 4
 
 
@@ -90,6 +91,7 @@ class CheckpointInfo:
     def to_json(self) -> str:
         """Return the content of `checkpoint.json`, checksum included."""
         return _append_checksum(
+            # Without the closing brace, so that the checksum can be appended as the last entry.
             json.dumps({"version": VERSION, **asdict(self)}, indent=1).removesuffix("\n}")
         )
 
@@ -113,6 +115,7 @@ class CheckpointInfo:
         try:
             content = _read_entries(path)
             version = content.pop("version")
+        # Damaged bytes may still be JSON, of any structure.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
             raise _damage_error(path, error) from None
         if version not in (1, VERSION):
@@ -126,6 +129,7 @@ class CheckpointInfo:
             info = TypeAdapter(CheckpointInfo).validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             raise _damage_error(path, error) from None
+        # A path instead of a name would make the run read files outside of the checkpoint.
         for name in info.files:
             if not is_plain_name(name):
                 raise _damage_error(path, ValueError(f"{name!r} is not the name of a file"))
@@ -144,6 +148,7 @@ def open_regular_file(path: Path) -> io.BufferedReader:
         OSError: if the file cannot be opened, or is a link, a folder, a pipe or a device: a
             checkpoint from elsewhere could make a run read other files, or wait forever.
     """
+    # O_NOFOLLOW makes a link an error; without O_NONBLOCK, opening a pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(path, flags)
@@ -200,11 +205,13 @@ def _read_entries(path: Path) -> dict[str, Any]:
     with open_regular_file(path) as file:
         file_text = file.read().decode()
     body, last_entry, _ = file_text.rpartition(_LAST_ENTRY)
+    # The text is compared as a whole, so that damage behind the checksum is found too.
     if last_entry and file_text != _append_checksum(body):
         raise ValueError(
             f"the checksum of {path.name} does not match its content: copy the checkpoint again"
         )
     content: dict[str, Any] = parse_json(file_text, path.name, CheckpointError)
+    # Checkpoints of version 1 have no checksum.
     if content.pop("checksum", None) is None and content["version"] == VERSION:
         raise ValueError(f"{path.name} has no entry 'checksum': copy the checkpoint again")
     return content
@@ -212,6 +219,7 @@ def _read_entries(path: Path) -> dict[str, Any]:
 
 def _damage_error(path: Path, error: Exception) -> DamagedCheckpointError:
     missing = isinstance(error, FileNotFoundError)
+    # The second line of a message is its remedy, here the inner error's.
     reason = str(error).partition("\n")[0]
     if isinstance(error, OSError) and error.errno:
         reason = os.strerror(error.errno)

@@ -53,6 +53,8 @@ def match_saved_names(
     saved_name_of = _saved_name_by_model_name(first, saved)
     state = original_module(net).state_dict()
     tensors = {first[name]: value for name, value in state.items() if isinstance(value, Tensor)}
+    # A checkpoint with any adapter must have all of them; only one without is the model's base
+    # weights.
     skip_adapters = new_adapters and not any(_ADAPTER_PARAMETER.search(name) for name in saved)
     required = {
         name: value
@@ -101,10 +103,13 @@ def _saved_name_by_model_name(first: dict[str, str], saved: Iterable[str]) -> di
         first: the first name of each tensor of the model, by any name of the tensor.
         saved: the saved names.
     """
+    # Reversed, so that the first of tied names wins.
     by_plain_name = {_remove_peft_affixes(name): name for name in reversed(first)}
     result: dict[str, str] = {}
     for name in saved:
+        # An exact name has precedence over one that matches only without the affixes of `peft`.
         model_name = name if name in first else by_plain_name.get(_remove_peft_affixes(name))
+        # Files of `torch.save` have all names of a tied tensor; the first in the file is read.
         result.setdefault(name if model_name is None else first[model_name], name)
     return result
 

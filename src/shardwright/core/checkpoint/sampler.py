@@ -124,8 +124,10 @@ class BatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.arange(self.samples)
         if self.shuffle:
+            # As `DistributedSampler` of PyTorch seeds the order of an epoch.
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.samples, generator=generator)
+        # Resumes within the order of the full epoch, so the batch size may have changed since.
         order = order[self.sample :]
         for index in range(len(self)):
             batch = order[index * self.batch_size : (index + 1) * self.batch_size]
@@ -166,6 +168,7 @@ def _batch_layout(plan: Plan) -> TensorLayout:
         DataError: if inputs are sharded differently along the batch.
     """
     batched = [leaf for leaf in plan.inputs if isinstance(leaf, dict) and leaf["shape"]]
+    # Only inputs of the same size of dimension 0 as the first input have the batch dimension.
     names = [leaf["name"] for leaf in batched if leaf["shape"][0] == batched[0]["shape"][0]]
     axes = {layout.axes[0] for name, layout in _input_layouts(plan) if name in names}
     if len(axes) != 1:

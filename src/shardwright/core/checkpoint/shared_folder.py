@@ -40,6 +40,7 @@ def check_shared_folder(folder: Path) -> None:
     # With equal paths, the file may exist but not be visible yet.
     sees = _wait_until_visible(folder / marker, MAX_VISIBILITY_SECONDS if own_path == path else 0.0)
     seen = values_of_ranks((own_path, sees))
+    # After the exchange, before which other ranks may not have looked for the file yet.
     if is_rank_0():
         (folder / marker).unlink()
     for rank, (other, sees_marker) in enumerate(seen):

@@ -78,6 +78,8 @@ def drop_tied_duplicates(
     """
 
     def lowest_rank(tensor: Tensor) -> int:
+        # Each stage has a mesh of its own ranks. Of ordinary tensors, which all ranks keep here,
+        # DCP writes one copy.
         return int(tensor.device_mesh.mesh.min()) if isinstance(tensor, DTensor) else 0
 
     lowest_ranks = {key: lowest_rank(tensor) for key, tensor in tensors.items()}
@@ -93,6 +95,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each parameter group, such as the learning rate, as JSON values."""
     return [
         {
+            # For example a learning rate of an optimizer that is `capturable`.
             key: value.item() if isinstance(value, Tensor) else value
             for key, value in group.items()
             if key != "params"
@@ -121,6 +124,7 @@ def allocate_optimizer_state(
     for key in saved:
         section, _, suffix = key.partition(".")
         if section == OPTIMIZER:
+            # Names of parameters contain dots, keys of the state do not.
             keys_of_parameter.setdefault(suffix.rpartition(".")[0], []).append(key)
     tensors = {}
     for _, name, parameter in _optimizer_parameters(net, optimizer):
@@ -188,6 +192,8 @@ def _groups_with_saved_settings(
             f"{type(optimizer).__name__} has {len(current)}\n"
             f"construct the optimizer with {len(saved)} groups, or load without an optimizer"
         )
+    # Settings that the checkpoint lacks, such as those of a newer PyTorch, keep their current
+    # value.
     restored = [
         {**old, **{key: _convert_setting(value, old.get(key)) for key, value in new.items()}}
         for old, new in zip(current, saved, strict=True)
@@ -248,6 +254,8 @@ def _optimizer_parameters(
     names = {parameter: first[name] for name, parameter in net.named_parameters()}
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for index, parameter in enumerate(parameters):
+        # Counted in `index` nevertheless: indices are those of the optimizer, whatever the rank
+        # stores.
         if is_of_other_stage(parameter):
             continue
         if parameter not in names:
@@ -266,6 +274,8 @@ def first_names(net: nn.Module) -> dict[str, str]:
     The names differ for tied tensors only.
     """
     first_by_id: dict[int, str] = {}
+    # `keep_vars`, as `state_dict` otherwise detaches each tensor, so that tied ones have different
+    # ids.
     state = original_module(net).state_dict(keep_vars=True)
     return {name: first_by_id.setdefault(id(value), name) for name, value in state.items()}
 
@@ -279,5 +289,6 @@ def original_module(net: nn.Module) -> nn.Module:
 def _convert_setting(value: Any, current: Any) -> Any:
     """Convert a saved JSON value to the type of the optimizer's current setting."""
     if isinstance(current, Tensor):
+        # JSON has no tuples, which Adam's `betas` are.
         return torch.full_like(current, value)
     return tuple(value) if isinstance(value, list) else value

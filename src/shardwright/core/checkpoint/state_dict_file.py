@@ -82,6 +82,7 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
     writer = FileSystemWriter(shards)
     writer.fs = ChecksumFileSystem()
     with convert_errors(path):
+        # Saved by all ranks, each its shards; replicated ones once.
         state_dict_saver.save(
             dict(checkpoint_state.drop_tied_duplicates(tensors)), storage_writer=writer
         )
@@ -97,6 +98,7 @@ def _merge_shards(net: nn.Module, path: Path, tensors: dict[str, Tensor]) -> Non
 
         _write_model_file(net, path, read)
         shutil.rmtree(shards)
+    # Ranks return only when the file is complete.
     dist.barrier()
 
 
@@ -114,6 +116,7 @@ def _remove_shards(folder: Path) -> None:
         )
     if is_rank_0():
         shutil.rmtree(folder, ignore_errors=True)
+    # No rank writes its shards before the leftovers are removed.
     dist.barrier()
 
 
@@ -135,6 +138,7 @@ def _is_distributed(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a model is sharded or divided into several pipeline stages."""
     planned = wrapped_model(net)
     stages = planned.execution.devices.stages if isinstance(planned, ParallelModule) else 1
+    # With several stages a rank may have ordinary tensors only, but it lacks those of other stages.
     return stages > 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
@@ -176,6 +180,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
     for file in files[rank::ranks]:
         if (checked := CheckedFile.open(file, CheckpointError)) is not None:
             checked.verify()
+    # Mapped into memory, not read.
     saved = {name: value for file in files for name, value in _read_tensors(file).items()}
     shapes = {name: value.shape for name, value in saved.items()}
     names = match_saved_names(net, shapes, str(path), new_adapters=True)
@@ -236,6 +241,7 @@ def _write_model_file(net: nn.Module, path: Path, read: Callable[[str], Tensor])
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_tensors(net, path, partial, first, read)
+        # Checksums of an earlier file of this name would not match the new content.
         if checksum_file(path).exists():
             publish_with_checksum(partial, path)
         else:
@@ -252,6 +258,7 @@ def _write_tensors(
     first: Mapping[str, str],
     read: Callable[[str], Tensor],
 ) -> None:
+    # Each tied tensor is read once.
     tensors = {name: read(name).detach().cpu() for name in dict.fromkeys(first.values())}
     if path.suffix == ".safetensors":
         _save_safetensors(tensors, partial, path)
@@ -273,6 +280,7 @@ def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) 
     """
     try:
         contiguous = {
+            # A contiguous view of a larger storage must be copied too.
             name: tensor.contiguous()
             if tensor.untyped_storage().nbytes() == tensor.nbytes
             else tensor.clone(memory_format=torch.contiguous_format)
@@ -281,8 +289,11 @@ def _save_safetensors(tensors: Mapping[str, Tensor], partial: Path, path: Path) 
         # `transformers` rejects files without this entry.
         save_file(contiguous, partial, metadata={"format": "pt"})
     except SafetensorError as error:
+        # The texts of Rust's I/O errors end in their number, which gives the message of the system.
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(os.strerror(int(number[1])) if number else str(error)) from None
+    # A dtype that the format lacks (KeyError), a sparse tensor (ValueError), shared memory
+    # (RuntimeError).
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: safetensors cannot store this model: {error}\nuse a path with suffix .pt"

@@ -96,6 +96,7 @@ class CheckpointReader(FileSystemReader):
                 )
             if name not in sizes:
                 path = Path(self.path) / name
+                # A missing file counts as empty, so that the next check names it.
                 sizes[name] = path.lstat().st_size if path.is_file() else 0
             if info.offset + info.length > sizes[name]:
                 raise ValueError(
@@ -109,12 +110,14 @@ def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, 
     """Raise ValueError if a chunk of a tensor is in no file, outside the tensor, or larger than the
     bytes in its file."""
     for chunk in tensor.chunks:
+        # DCP identifies the chunks of a tensor by their offsets.
         info = storage.get(MetadataIndex(key, chunk.offsets))
         ranks = {len(chunk.offsets), len(chunk.sizes), len(tensor.size)}
         ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
         if (
             info is None
             or len(ranks) > 1
+            # The file also has the header of `torch.save`, so it may be longer but not shorter.
             or chunk.sizes.numel() * tensor.properties.dtype.itemsize > info.length
             or any(end > size for end, size in zip(ends, tensor.size, strict=False))
         ):
@@ -144,6 +147,7 @@ class PublishingWriter(FileSystemWriter):
         DCP gathers the results on the coordinator, so that checksums need no further communication.
         """
         results = super().write_data(plan, planner).wait()
+        # A rank without results has written no file.
         if results:
             checksums = dict(self._files.checksums)
             results[0] = _ChecksumResult(**vars(results[0]), checksums=checksums)
@@ -155,6 +159,7 @@ class PublishingWriter(FileSystemWriter):
         """Write the checksums and rename the folder; called by DCP on the coordinator only, once
         all ranks have written."""
         super().finish(metadata, results)
+        # The coordinator's own files, with the metadata that `finish` has just written.
         files = dict(self._files.checksums)
         for result in (result for rank_results in results for result in rank_results):
             if isinstance(result, _ChecksumResult):
@@ -163,6 +168,7 @@ class PublishingWriter(FileSystemWriter):
         with (partial / INFO_FILE).open("w", encoding="utf-8") as file:
             file.write(replace(self._info, files=files).to_json())
             file.flush()
+            # On the disk before the rename: after a power loss, `step-N` must not have empty files.
             os.fsync(file.fileno())
         # The earlier checkpoint of this step is removed only once the new one has its name.
         replaced = _rename_before_removal(self._folder)
@@ -227,6 +233,7 @@ class ChecksumFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
+        # DCP writes the metadata under a temporary name.
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 

@@ -24,6 +24,7 @@ def read_torch_file(file: Path, *, mapped: bool = False, weights_only: bool | No
         CheckpointError: if the file cannot be read, or has objects that `weights_only` refuses.
     """
     try:
+        # `torch.load` maps files of the zip format only, and raises for the older format.
         mapped = mapped and zipfile.is_zipfile(file)
         return torch.load(file, map_location="cpu", mmap=mapped, weights_only=weights_only)
     except Exception as error:  # damaged files may cause any error
