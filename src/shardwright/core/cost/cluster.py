@@ -161,10 +161,12 @@ class Device:
             sides: mean number of keys of a query, and the head size; () for many keys.
         """
         share = 1.0
+        # Slices instead of indices, as `sides` may be empty.
         for keys in sides[:1]:
             share *= keys / (keys + self.attention_half)
         for head_size in sides[1:]:
             size, half = min(head_size, REFERENCE_HEAD_SIZE), self.attention_head_half
+            # Normalized to 1 for the head size with which the efficiency was measured.
             share *= size / (size + half) * (REFERENCE_HEAD_SIZE + half) / REFERENCE_HEAD_SIZE
         return share
 
@@ -286,6 +288,7 @@ class Cluster:
                 groups = ranks // (level.devices or 1)
                 divisors = (n for n in range(1, size + 1) if size % n == 0)
                 reach = max(n for n in divisors if _are_blocks_in_one_group(groups, n))
+            # A level that joins no more ranks along the axis than the inner levels is not crossed.
             if reach > joined:
                 spans.append((number, reach // joined))
             joined = reach

@@ -83,6 +83,7 @@ def cluster_file_text(cluster: Cluster) -> str:
     """Return the YAML text of a measured cluster, with a digest that detects later edits."""
     content = cluster_to_yaml(cluster)
     return (
+        # The digest is of the parsed text, as the reader digests what it has parsed.
         f"{content}{DIGEST}: {content_digest(parse_yaml(content, cluster.name, ConfigError))!r}\n"
     )
 
@@ -94,6 +95,7 @@ def _non_default_fields(config: Device | LinkLevel) -> dict[str, Any]:
     return {
         each.name: dict(value) if isinstance(value, Mapping) else value
         for each, value in values
+        # Fields without a default have `dataclasses.MISSING`, which differs from every value.
         if value != each.default
     }
 
@@ -168,6 +170,7 @@ class _ClusterMappingReader:
 
     def share(self, key: str, default: float = 1.0) -> float:
         """Return the value of `key` in the file, a fraction from 0 to 1."""
+        # Times are divided by efficiencies, so only a share with default 0 may be 0.
         share = self.number(key, SHARE, default, allows_zero=not default)
         if share > 1:
             raise ConfigError(
@@ -238,6 +241,7 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         memory_bandwidth=reader.number("memory_bandwidth", BYTES_PER_SECOND),
         matrix_efficiency=reader.share("matrix_efficiency"),
         memory_efficiency=reader.share("memory_efficiency"),
+        # None, not 1.0: `Device` then takes the efficiency of matrix products.
         attention_efficiency=(
             reader.share("attention_efficiency")
             if "attention_efficiency" in reader.mapping
@@ -246,6 +250,7 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
         attention_half=reader.number("attention_half", {"": 1.0}, 0.0, allows_zero=True),
         attention_head_half=reader.number("attention_head_half", {"": 1.0}, 0.0, allows_zero=True),
         matrix_half=reader.number("matrix_half", {"": 1.0}, 0.0, allows_zero=True),
+        # Not a share: norms that are composed of several operators move more than a fused kernel.
         norm_traffic=reader.number("norm_traffic", SHARE, 1.0),
         pointwise_traffic=reader.share("pointwise_traffic"),
         overlaps_parameters=reader.boolean("overlaps_parameters", True),

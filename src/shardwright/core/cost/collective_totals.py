@@ -59,6 +59,7 @@ def collective_totals(
     totals: dict[tuple[str, Axes], list[float]] = {}
     for chunk in partitioned.chunks_of(stage):
         for collective, axes, calls, size in _collectives_of_chunk(chunk, pipeline.micro_batches):
+            # Steps may list the axes of one group in different orders.
             total = totals.setdefault((collective, tuple(sorted(axes))), [0, 0, 0])
             seconds = 0.0 if links is None else links.seconds(collective, axes, size)
             per_call = (1, COLLECTIVES[collective].sent_volume(size, mesh.size(axes)), seconds)
@@ -114,8 +115,10 @@ def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Coll
     one reduce-scatter and one all-reduce of its gradients, each over all of its axes."""
     # Level 3 (ZeRO-3) frees gathered parameters after use, so each micro-batch gathers them.
     gathers = micro_batches if bucket.level == "level3" else 1
+    # Reshard after forward: the backward pass gathers the parameters again.
     gathers += micro_batches if bucket.regathers else 0
     stored_bytes = bucket.numel * bucket.members[0].value.itemsize
+    # Gradients are reduced by the backward passes of the steps that gather or replicate parameters.
     steps = {
         "all_gather": [step for step in bucket.steps if step.operation == "all_gather"],
         "reduce_scatter": [step for step in bucket.steps if step.backward == "reduce_scatter"],
@@ -127,5 +130,6 @@ def _collectives_of_bucket(bucket: Bucket, micro_batches: int) -> Iterator[_Coll
             reductions = 1 if bucket.reduces_once else micro_batches
             calls = gathers if collective == "all_gather" else reductions
             group_size = prod(step.group_size for step in steps_of_collective)
+            # With HSDP the all-reduce follows the reduce-scatter, so it sends shards.
             size = stored_bytes if collective == "all_reduce" else stored_bytes * group_size
             yield collective, axes, calls, size

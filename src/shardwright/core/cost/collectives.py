@@ -54,6 +54,7 @@ class Links:
                 more than `num_bytes` at once.
         """
         levels_of_group = self._link_levels_of_group(axes)
+        # A group of one device, such as an axis of size 1.
         if not levels_of_group:
             return 0.0
         pattern = COLLECTIVES[collective].pattern
@@ -86,6 +87,7 @@ class Links:
         seconds, level_bytes, devices = 0.0, num_bytes, prod(size for _, size in levels_of_group)
         for level, size in levels_of_group:
             link = self.cluster.levels[level]
+            # Trees and gloo's rings run level by level, each with the messages of its own group.
             hops: float = sequential_messages(link, size)
             if link.collectives == RINGS and num_rounds(link, collective) == 1:
                 # NCCL's ring passes through all devices of the group; `hops` are the hops of the

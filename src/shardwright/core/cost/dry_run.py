@@ -118,6 +118,7 @@ def dry_run_chunk(
         on_share: called with the completed fraction of lowering and actions.
         kernels: kernels of the device type; by default those of this machine's devices.
     """
+    # One run cannot measure both: either backward pass frees the activations of the forward pass.
     if BACKWARD in pass_types and BACKWARD_INPUT in pass_types:
         split, full = (
             dry_run_chunk(
@@ -196,6 +197,7 @@ class _MetaChunk:
         # The last rank needs the most memory: with causal attention its queries read the most keys.
         coordinates = mesh.coordinates(mesh.ranks[-1])
         devices = Devices(mesh, META, lambda function: function(coordinates))
+        # PyTorch rejects operators whose arguments are on the meta device and on another one.
         constants = {value: tensor.to(META) for value, tensor in chunk.graph.constants.items()}
         if constants:
             chunk = replace(chunk, graph=replace(chunk.graph, constants=constants))
@@ -245,6 +247,7 @@ class _MetaChunk:
         and net change of memory as a `Phase`."""
         start = len(self.live_bytes.history)
         function()
+        # Labeled before bytes are summed: events refer to storages, whose categories are set here.
         end = self.label_live_tensors(category)
         num_events = self.live_bytes.events_until_peak(start, end)
         peak_bytes, change = (
@@ -266,6 +269,8 @@ class _MetaChunk:
             has_several_micro_batches: whether a step has several micro-batches; if not, the second
                 result is {}.
         """
+        # `stage_backward_weight` calls `torch.autograd.grad` and adds to `grad` itself, so the
+        # hooks that mark accumulations would not run.
         if self.splits_backward or not has_several_micro_batches:
             first = {
                 pass_type: self.run_action(pass_type) for pass_type in track(pass_types, on_share)
@@ -296,6 +301,7 @@ class _MetaChunk:
             later: memory of the same action of a later micro-batch.
         """
         events = self.live_bytes.history[start:]
+        # Last position first, so that an insertion does not shift the positions that follow.
         for position, gradient in reversed(self.accumulated_gradients):
             # After the event that frees the added tensor.
             events.insert(position + 1 - start, (gradient, True))
@@ -306,6 +312,7 @@ class _MetaChunk:
     def _preallocate_gradients(self) -> None:
         """Allocate a gradient of each parameter that the backward pass reaches, as an earlier
         micro-batch would have done."""
+        # Received activations are leaves too, but get new gradients in each micro-batch.
         leaves = {id(leaf) for leaf in self.module.unsharded.leaves()}
         for leaf in filter(lambda leaf: id(leaf) in leaves, _reachable_leaves(self.outputs)):
             leaf.grad = torch.empty(leaf.shape, dtype=leaf.dtype, device=META)
@@ -382,6 +389,7 @@ class _MetaChunk:
         gradient."""
         module, step = self.module, self.module.step
         tensors = module.unsharded.tensors()
+        # Not by calling the module, which returns the loss or the values for the next chunk only.
         outputs, _ = module.program(tensors, step.buffers, module.read(0, self.inputs))
         return tuple(t for t in outputs if isinstance(t, Tensor) and t.requires_grad)
 
@@ -424,6 +432,7 @@ class _MetaChunk:
                 inputs,
                 self.module.parameters(),
             )
+            # PyTorch's stages keep them for the weight pass, which may run many passes later.
             self.retained_tensors = [*outputs, *(gradients or ()), *inputs]
         else:
             self._receive_gradients()
@@ -477,6 +486,7 @@ class DryRunCache:
     def __init__(self, on_accelerator: bool | None = None) -> None:
         self.kernels = FusedKernels(on_accelerator)
         self._runs: dict[object, DryRun] = {}
+        # Shared by all chunks, whose repeated blocks call operators with equal shapes.
         self._operator_results: dict[Any, Any] = {}
 
     def of(

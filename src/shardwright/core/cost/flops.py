@@ -128,8 +128,10 @@ def _compute_work(
     if op.target in _LOOKUPS:
         (_, features), (_, index_factors) = inputs[:2]
         rows = op.inputs[1].numel * op.inputs[0].shape[1] * op.inputs[0].itemsize
+        # Cutting features or indices divides the looked-up rows; cutting the vocabulary does not.
         read = [*inputs[1:], (rows, features & outputs[0][1] | index_factors)]
     forward = () if is_view(op) else (*read, *outputs)
+    # Without a differentiable output, as under `no_grad`, autograd never reaches the inputs.
     num_gradients = sum(needs_gradient) if differentiable else 0
     backward: tuple[tuple[int, frozenset[str]], ...] = ()
     # The gradients of outputs have the sizes of the outputs.
@@ -202,12 +204,14 @@ def _matmul_dims(
         frozenset(name for name in dims if name is not None)
         for dims in (*rule.inputs[:2], rule.outputs[0])
     )
+    # By einsum's roles: in all three tensors a batch of products, in the right and the result n.
     batch, columns = lhs_factors & rhs_factors & out, (rhs_factors & out) - lhs_factors
     batch_size, num_columns = (
         prod(rule.capacity[name] for name in names) for names in (batch, columns)
     )
     results = op.output.numel
     return (
+        # m: results per product and column; k: multiplications per result, at two FLOPs each.
         (results / batch_size / num_columns, (lhs_factors & out) - rhs_factors),
         (float(num_columns), columns),
         (flops / 2 / results, (lhs_factors & rhs_factors) - out),
@@ -283,6 +287,7 @@ def _count_flops_with_torch(op: Op) -> float:
         with counter:
             op.target(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
+        # The operator has no kernel for the meta device, or its kernel reads values.
         return 0.0
     return float(counter.get_total_flops())
 
@@ -328,6 +333,7 @@ def _expert_flops(op: Op) -> float:
     its experts."""
     arguments = call_arguments(op)
     matrices = arguments["gate_up"].numel + arguments["down"].numel
+    # Dimension 0 of the stacked matrices is the expert.
     expert_numel = matrices / arguments["down"].shape[0]
     return float(2.0 * arguments["ids"].numel * expert_numel)
 

@@ -39,6 +39,7 @@ class FusedKernels:
     def __enter__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name, kernel in self._kernels.items():
+            # This key precedes PyTorch's composite kernel, and only for tensors on the meta device.
             self._library.impl(name, kernel, "AutogradMeta")  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
@@ -86,6 +87,7 @@ def _accelerator_attention(
     is_half_precision = query.dtype in (torch.float16, torch.bfloat16)
     is_grouped = query.ndim == 4 and query.shape[1] != key.shape[1]
     out: Tensor
+    # Flash attention has kernels for heads of up to 256, equal for queries, keys and values.
     has_flash = query.ndim == 4 and is_half_precision and len(sizes) == 1 and max(sizes) <= 256
     # Only flash and cuDNN attention support fewer key heads than query heads; cuDNN also a mask.
     needs_bias = attn_mask is not None and (not is_grouped or attn_mask.requires_grad)
@@ -99,7 +101,9 @@ def _accelerator_attention(
     kernel = aten._scaled_dot_product_efficient_attention.default
     mask = _convert_mask_to_score_bias(attn_mask, query)
     if mask is not None:
+        # A view: the kernel takes a bias for every head and query, repeated by strides of 0.
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    # Only the backward pass reads the log-sum-exp of the scores.
     saves = any(tensor.requires_grad for tensor in (query, key, value))
     out = kernel(query, key, value, mask, saves, dropout_p, is_causal, scale=scale)[0]
     return out
@@ -150,6 +154,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _accelerator_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    # The condition of PyTorch's fused kernel (`aten/src/ATen/native/Dropout.cpp`).
     if not train or not 0 < p < 1:
         out: Tensor = call_composite(aten.dropout.default, x, p, train)
         return out

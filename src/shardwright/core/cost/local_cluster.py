@@ -56,6 +56,7 @@ def save_local_cluster(cluster: Cluster) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, cluster_file_text(replace(cluster, name=LOCAL)))
     except OSError as error:
+        # A home folder that is read-only, as in many containers, must not prevent planning.
         logger.warning(
             "could not save the measurements of this machine: %s\n"
             "set XDG_CACHE_HOME to a writable folder; otherwise each run measures again",

@@ -108,10 +108,12 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
     return Device(
         memory=device_memory(device),
         rates=rates,
+        # With `out`, as allocating a result would be timed too.
         memory_bandwidth=moved_bytes / seconds(partial(torch.add, x, y, out=x)),
         overhead=seconds(SmallTransformer(device).train)
         / (OPERATORS_PER_BLOCK * BLOCKS)
         / concurrent_processes,
+        # The rates are those of one process that uses all cores, which further processes share.
         at_full_rate=1 if device == CPU else None,
     )
 
@@ -153,4 +155,5 @@ class _SmallTransformerBlock(nn.Module):
 def _apply_rope(x: Tensor) -> Tensor:
     """Apply a rotary position embedding with a constant angle to `x`."""
     half = x.shape[-1] // 2
+    # Cosine and sine of one angle.
     return x * 0.6 + torch.cat([-x[..., half:], x[..., :half]], -1) * 0.8

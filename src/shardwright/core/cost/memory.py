@@ -234,10 +234,12 @@ def memory_lower_bounds(
         chunks = partitioned.chunks_of(number)
         shards = trained_shards(chunks, table_shapes_of(partitioned.graph))
         stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
+        # The second `stored` is the gradients, which the optimizer reads in the layout of storage.
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
         if partitioned.pipeline.micro_batches > 1:
             needed += sum(map(_live_bytes_between_micro_batches, chunks))
         inputs = sum(_input_bytes(chunk, leaves) for chunk in chunks)
+        # The largest: the received tensors of two chunks need not be alive at the same time.
         received = max(_received_bytes(chunk) for chunk in chunks)
         stages.append(needed + inputs * partitioned.pipeline.micro_batches + received)
     return stages
@@ -352,6 +354,7 @@ def _stage_memory(
         moments: all actions of the step, in order.
     """
     totals = _peak_bytes_of_actions(bytes_before_step, moments)
+    # The first of equal peaks, where memory first becomes scarce.
     index = max(range(len(moments)), key=totals.__getitem__)
     moment = moments[index]
     # Most actions of a step share their `change` object.
@@ -364,6 +367,7 @@ def _stage_memory(
         for change, num_repeats in repeated.values()
     ]
     sizes = sum_by_category(bytes_before_step, *changes, moment.peak_bytes)
+    # Moments outside of passes have chunk 0, perhaps of another stage; they list no tensors.
     ops = next((c.graph.ops for c in chunks if c.number == moment.chunk), chunks[0].graph.ops)
     curve = zip(moments, totals, strict=True) if len(moments) <= MAX_CURVE_PASSES else ()
     return StageMemory(
@@ -422,6 +426,7 @@ def _compute_action_memories(
         if (*key, is_repeated_pass) not in changes:
             border = borders[action.chunk]
             shared = border.shared_bytes(action.pass_type)
+            # The shared bytes have been allocated by a neighbor on this stage.
             border_change = border.border_change(action.pass_type, is_repeated_pass) - shared
             changes[*key, is_repeated_pass] = (
                 sum_by_category(phase.peak_bytes, {ACTIVATIONS: -shared}),

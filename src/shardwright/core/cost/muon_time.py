@@ -37,10 +37,13 @@ def orthogonalization_seconds(
     shapes: dict[Axes, list[Shape]] = defaultdict(list)
     for value in graph.parameters:
         if value.name in names and value.requires_grad:
+            # Matrices that are sharded over the same devices are exchanged together, whatever
+            # dimensions the axes shard.
             axes = tuple(sorted(chain.from_iterable(communication.initial_layouts[value].axes)))
             shapes[axes].append(value.shape)
     seconds = 0.0
     for axes, axes_shapes in shapes.items():
+        # In the order in which `core/runtime/muon.py` forms batches.
         axes_shapes.sort(key=prod, reverse=True)
         devices = model.mesh.size(axes)
         for first in range(0, len(axes_shapes), devices):
@@ -48,6 +51,7 @@ def orthogonalization_seconds(
             # All devices wait for the largest matrix.
             seconds += _newton_schulz_seconds(batch_shapes[0], model) * ITERATIONS
             if devices > 1:
+                # Updates are sent in bfloat16, in which `torch.optim.Muon` orthogonalizes.
                 local = sum(map(prod, batch_shapes)) * torch.bfloat16.itemsize / devices
                 seconds += 2 * model.links.seconds("all_to_all", axes, local)
     return seconds
@@ -56,8 +60,10 @@ def orthogonalization_seconds(
 def _newton_schulz_seconds(shape: Shape, model: TimeModel) -> float:
     """Return the seconds of a Newton-Schulz iteration: `A = X Xᵀ`, `A²` and their product with
     `X`."""
+    # `torch.optim.Muon` transposes tall matrices, so that `X Xᵀ` has the smaller size.
     m, k = sorted(shape)
     dtype, device = torch.bfloat16, model.device
     wide, square = device.rate(dtype, (m, k, m)), device.rate(dtype, (m, m, m))
+    # 2 m²k FLOPs each for `X Xᵀ` and the product with `X`, 2 m³ for `A²`.
     products = 4 * m * m * k / wide + 2 * m * m * m / square
     return products + ITERATION_OPERATORS * device.overhead

@@ -108,9 +108,12 @@ def optimizer_bytes(
         PlanError: if the name of the optimizer is unknown, or its state cannot be measured.
     """
     shards = [TrainedShard(*each) for each in parameters]
+    # A step of LBFGS needs a closure, and its state is flat, over all parameters.
     if isinstance(optimizer, torch.optim.LBFGS):
         return _lbfgs_bytes(optimizer, shards)
     factories = _factories_by_shard(optimizer, shards)
+    # Layers repeat shapes, and a measurement runs two steps. Results of instances are cached in
+    # this call only, since each call makes new constructors of their groups.
     measures = {
         make_optimizer: partial(_named_optimizer_bytes, make_optimizer)
         if isinstance(make_optimizer, str)
@@ -128,6 +131,7 @@ def optimizer_bytes(
         if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
             full_update = measures[make_optimizer](shard.full, shard.dtype, shard.full)
             needed = full_update.temporary + _muon_exchange_bytes(shard)
+        # A maximum: the temporary tensors of one parameter are freed before the next is updated.
         temporary = max(temporary, needed)
     return OptimizerBytes(state, temporary)
 
@@ -186,9 +190,11 @@ def _factories_by_shard(
     """Return the name or constructor of each parameter's optimizer; None for a parameter that the
     optimizer does not update."""
     if isinstance(optimizer, str):
+        # Raises for an unknown name, also if there are no parameters.
         _optimizer_factory(optimizer)
         names: list[StateFactory | None] = [optimizer] * len(shards)
         if optimizer == "muon":
+            # `MuonAdamW` updates embedding tables as AdamW does.
             names = ["adamw" if shard.is_table else optimizer for shard in shards]
         return names
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -201,6 +207,7 @@ def _factories_by_shard(
     # The optimizer is an example, over parameters of other shapes.
     if not any(shard.full in factories for shard in shards):
         return [_group_factory(optimizer, {})] * len(shards)
+    # By shape, in the order of the groups: shards have no parameter objects to look up.
     return [factories[s.full].pop(0) if factories.get(s.full) else None for s in shards]
 
 
@@ -211,6 +218,7 @@ def _group_factory(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -
     options = {
         key: value
         for key, value in {**optimizer.defaults, **group}.items()
+        # Groups have keys that are no arguments, such as `initial_lr` of learning-rate schedulers.
         if key in signature and key != "params"
     }
     return lambda parameters: optimizer_class(parameters, **options)
@@ -296,6 +304,7 @@ def _replicated_state_bytes(make_optimizer: MakeOptimizer, shape: Shape, dtype: 
 
 def _derived_parameter(value: Tensor) -> Tensor:
     parameter = value.as_subclass(_DerivedTensor)
+    # A clone, whose storage counts beside that of the parameter.
     parameter.grad = value.clone().as_subclass(_DerivedTensor)
     return parameter.requires_grad_()
 
@@ -332,6 +341,7 @@ def _scale_bytes_of_small_parameter(
         stored = shape if isinstance(tensor, _DerivedTensor) else full
         sizes = dict(zip(small, stored, strict=True))
         state += _scaled_numel(tensor.shape, sizes, prod(small), prod(stored)) * tensor.itemsize
+    # Temporary tensors are as large as the parameter; a scalar has no elements to scale.
     temporary = measured.temporary * prod(shape) // max(prod(small), 1)
     return OptimizerBytes(state, temporary)
 

@@ -132,6 +132,7 @@ def _actions_of_torch_schedule(
         stage_actions = [
             Action(each.stage_index, each.computation_type.value, each.microbatch_index)
             for each in order
+            # None is an idle time slot; other actions send, receive or gather parameters.
             if each is not None and each.is_compute_op and each.microbatch_index is not None
         ]
         # PyTorch's list for the last stage of 1F1B numbers forward passes from 1, although this
@@ -331,6 +332,7 @@ def _ordered_passes(
     # Each round runs each stage until it needs inputs that have not arrived from another stage.
     while unfinished:
         num_done = len(passes)
+        # A sorted copy: stages are discarded in the loop, and the order must be reproducible.
         for stage in sorted(unfinished):
             order = orders[stage]
             while positions[stage] < len(order):
@@ -341,6 +343,7 @@ def _ordered_passes(
                     break
                 border = None
                 if sender is not None and pipeline.stage_of(sender.chunk) != stage:
+                    # Border c lies between chunks c and c + 1, in both directions.
                     border = min(action.chunk, sender.chunk)
                 sent_by = None if sender is None else indices[sender]
                 passes.append(_PassWithDependencies(action, stage, last[stage], sent_by, border))
@@ -363,6 +366,7 @@ def _find_sender_candidates(pipeline: PipelineSpec, action: Action) -> list[Acti
     # The last chunk computes the loss, from which its backward pass starts.
     if chunk == pipeline.num_chunks - 1:
         return [Action(chunk, FORWARD, micro_batch)]
+    # A schedule may split the backward passes of some micro-batches only.
     return [Action(chunk + 1, each, micro_batch) for each in (BACKWARD, BACKWARD_INPUT)]
 
 

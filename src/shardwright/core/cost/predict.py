@@ -117,6 +117,7 @@ def _chunk_seconds(
             link = model.links.cluster.link_between(source * devices, target * devices)
             send = link.call + link.latency + time.sent_bytes / link.rate
         forward, backward = time.step.forward_seconds, time.step.backward_seconds
+        # Without stages no schedule runs passes, and a step is one call.
         if pipeline.stages > 1:
             overhead = model.device.pass_overhead
             forward, backward = forward + overhead, backward + overhead
@@ -128,6 +129,7 @@ def _overlaps_of_chunk(
 ) -> Mapping[Transfer, Overlap] | None:
     if overlaps_products:
         pipelined = product_overlaps(chunk.graph, chunk.communication)
+        # Kernels that pipeline a product with its collective need no early start.
         return pipelined if blocking else {**chunk.overlaps, **pipelined}
     return None if blocking else chunk.overlaps
 
@@ -231,6 +233,7 @@ def predict(
     # mean of the seconds of all stages instead of the longest path.
     if model.shares_processor:
         average_busy = (1 - stages.bubble) * stages.seconds
+        # Twice: outputs forward and their gradients backward.
         sent = 2 * pipeline.micro_batches * sum(chunk.send for chunk in seconds_of_chunks)
         seconds = average_busy + (sent + sum(once_per_step)) / pipeline.stages
         return Predicted(cluster, steps, stages, seconds)

@@ -30,7 +30,7 @@ def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfe
     """
     products: dict[Transfer, list[Op]] = {}
     for op in filter(_is_linear_layer, graph.ops):
-        # The first input of a matrix product is its activation.
+        # Input 0 of a linear layer is its activation, which the last step of a route produces.
         for transfer in communication.routes[op.name, 0][-1:]:
             products.setdefault(transfer, []).append(op)
     result = {}
@@ -42,6 +42,7 @@ def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfe
             continue
         producer = graph.producer.get(transfer.value)
         adjacent_products = products.get(transfer, [])
+        # Only the first step of a route reads the result of the producer itself.
         if producer is not None and transfer.previous is None and _is_linear_layer(producer):
             adjacent_products = [producer, *adjacent_products]
         if adjacent_products:

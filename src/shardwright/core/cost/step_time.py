@@ -126,6 +126,7 @@ class StepTime:
         part slows down `computation`."""
         if not self.overlaps_parameters:
             return communication
+        # max(0, G − B) + s · min(G, B) for G seconds beside B of computation and slowdown s.
         return communication - (1 - self.slowdown) * min(communication, computation)
 
     @property
@@ -176,6 +177,7 @@ def step_time(
     forward, backward = _sum_seconds(
         model.operator_seconds(op, cuts.get(op.name, {})) for op in graph.ops
     )
+    # `torch.utils.checkpoint` stops at the last tensor that autograd needs (early stop).
     repeated = communication.recomputed_ops if repeats_segments else communication.repeated_ops
     recomputed = [op for op in graph.ops if op.name in repeated]
     backward += sum(model.recompute_seconds(op, cuts.get(op.name, {})) for op in recomputed)
@@ -240,6 +242,7 @@ def hidden_seconds(
     hidden = {}
     for transfer, overlap in overlaps.items():
         sent, returned = model.step_seconds(transfer.step, transfer.value, transfer.trained)
+        # Of a collective that is pipelined with a product the first or the last part stays exposed.
         sent, returned = overlap.fraction * sent, overlap.fraction * returned
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
         backward_part = hide(returned, "weight", overlap.delayed_linears)
@@ -321,8 +324,10 @@ def _gather_and_reduce_seconds(bucket: Bucket, model: TimeModel) -> ForwardBackw
         if step.operation == "all_gather":
             local *= step.group_size
             gather += model.links.seconds("all_gather", step.axes, local)
+        # `vary` comes first in a route, so the all-reduce of HSDP has the size of a shard.
         if step.backward is not None and bucket.trained:
             reduce += model.links.seconds(step.backward, step.axes, local)
+    # No copies for a bucket that is not gathered, or not reduced.
     return gather and gather + copy_seconds, reduce and reduce + copy_seconds
 
 

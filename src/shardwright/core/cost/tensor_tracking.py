@@ -162,6 +162,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.history.append((tracked, True))
         self.current_bytes += tracked.size
 
+        # Removed at once: the id of a freed storage may be that of the next one.
         def record_release(_: Any) -> None:
             del self._storages[key]
             self.history.append((tracked, False))
@@ -284,6 +285,7 @@ def _cache_key_of_argument(argument: Any) -> Any:
             of these.
     """
     if (value_type := type(argument)) in _PLAIN_TYPES:
+        # With the type, as 1, 1.0 and True are equal keys but promote dtypes differently.
         return value_type, argument
     if isinstance(argument, Tensor):
         # `is_meta` distinguishes scalars: autograd wraps a Python number in a CPU tensor, which

@@ -99,6 +99,7 @@ class TimeModel:
         Args:
             shard_counts: number of shards of each factor.
         """
+        # Every factor is a loop of the operator, so each cut divides the FLOPs.
         share = 1 / prod(shard_counts.values())
 
         def local_size(size: float, factors: frozenset[str]) -> float:
@@ -127,6 +128,7 @@ class TimeModel:
         rate = self.device.rate(work.dtype, sides, work.category == "attention")
         overhead = self.device.overhead
         forward = backward = 0.0
+        # Views move no bytes and launch no kernel, so they take no overhead either.
         if work.forward_bytes:
             forward = overhead + seconds(work.forward_flops, work.forward_bytes)
             forward += memory_seconds(work.forward_moved)
@@ -240,6 +242,7 @@ class TimeModel:
         if self.optimizer_shard_size is None:
             return self.parameter_weight * self.update_seconds(num_bytes)
         num_replicas = self.mesh.num_devices // num_shards
+        # -1 stands for all devices that replicate the parameter.
         if self.optimizer_shard_size > 0:
             num_replicas = min(num_replicas, self.optimizer_shard_size)
         return self.parameter_weight * self.update_seconds(num_bytes / num_replicas)

@@ -46,9 +46,11 @@ def routed_shares(
         share_sent_once = 1 - (1 - 1 / devices) ** top_k
         share = share_sent_once if sends_once else min(1.0, top_k / devices)
         for index, value in enumerate(op.inputs):
+            # A step that another operator reads too, such as a router, must send all tokens.
             route = [
                 each for each in communication.routes[op.name, index] if num_consumers[each] == 1
             ]
+            # Input 0 is the tokens. The chosen experts and their weights are sent in full.
             if index == 0:
                 shares |= dict.fromkeys(route, share)
             elif _is_computed_from_parameters(graph, value):

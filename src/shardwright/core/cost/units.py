@@ -43,5 +43,6 @@ def parse_quantity(text_or_number: Any, units: dict[str, float]) -> float | None
     try:
         size = float(number) * units.get(unit, 1.0)
     except ValueError:
+        # Such as `1.2.3`, which the pattern accepts.
         return None
     return size if math.isfinite(size) else None
