@@ -27,6 +27,7 @@ _PUBLIC_NAMES = {
 __all__ = sorted(_PUBLIC_NAMES)
 
 
+# Called for names that are not in `globals()`, so once per name (PEP 562).
 def __getattr__(name: str) -> Any:
     if name == "materialise":
         warnings.warn(
@@ -40,6 +41,7 @@ def __getattr__(name: str) -> Any:
             value = import_module(f"{module}.{source_name}")
         globals()[name] = value
         return value
+    # A subpackage, such as `shardwright.run`, that nothing has imported so far.
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,6 +55,8 @@ def run_command() -> None:
     main = _import_cli_main(sys.argv[1:])
     try:
         if handles_interrupt:
+            # The imports are over: from here on Ctrl-C raises KeyboardInterrupt, which commands may
+            # handle.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
     except KeyboardInterrupt:
@@ -77,6 +79,7 @@ def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
     """Yield the YAML files among the arguments, except values of options."""
     if not arguments or arguments[0] not in CONFIG_COMMANDS:
         return
+    # The value of an option stands after the option.
     for before, argument in pairwise(arguments):
         if argument.endswith((".yaml", ".yml")) and not before.startswith("-"):
             yield Path(argument)
@@ -92,6 +95,7 @@ def _load_known_keys_module() -> ModuleType:
 
 
 def _exit_on_interrupt(number: int, frame: FrameType | None) -> None:
+    # Not `sys.exit`, whose exception an import may swallow too.
     os._exit(INTERRUPTED)
 
 
@@ -99,6 +103,7 @@ def _import_cli_main(arguments: Sequence[str]) -> Callable[[], None]:
     """Import the command line, with a note if this takes seconds, and return its entry point."""
     note = ""
     if _runs_without_torch(arguments):
+        # First, so that torch is not found although it is installed.
         sys.meta_path.insert(0, PlaceholderModules())
     elif "--no-progress" in arguments:
         pass
@@ -119,6 +124,7 @@ def _import_cli_main(arguments: Sequence[str]) -> Callable[[], None]:
 def _runs_without_torch(arguments: Sequence[str]) -> bool:
     if not arguments or arguments[0] == "init" or arguments == ["--version"]:
         return True
+    # `--help`, or the help of one command.
     return arguments[-1] == "--help" and len(arguments) <= 2
 
 
@@ -148,6 +154,7 @@ class _PlaceholderModule(ModuleType):
     """Module in which every attribute is an exception class, valid in `except` and annotations."""
 
     def __getattr__(self, name: str) -> type[Exception]:
+        # Python asks modules for `__path__` and others, and must not get a class.
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (Exception,), {})

@@ -52,6 +52,7 @@ def printable(text: str, lines: bool = True) -> str:
 
 
 def _escape_character(match: re.Match[str]) -> str:
+    # In UTF-16, as JSON escapes characters beyond U+FFFF as a surrogate pair.
     units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
@@ -67,8 +68,10 @@ def _shorten_message(message: str, limit: int = MAX_MESSAGE) -> str:
     if len(message) <= limit:
         return message
     problem, newline, remedy = message.partition("\n")
+    # Only a message of two lines is a problem and a remedy.
     if not newline or "\n" in remedy:
         return _omit_middle(message, limit)
+    # At most half, so that a long remedy does not displace the problem.
     remedy = _omit_middle(remedy, limit // 2)
     return f"{_omit_middle(problem, limit - 1 - len(remedy))}\n{remedy}"
 

@@ -59,6 +59,7 @@ def share_reporter(
         nonlocal last_reported, last_time
         done = int(_REPORTS_PER_PHASE * share)
         is_due = clock() - last_time >= _SECONDS_BETWEEN_REPORTS
+        # 0 was reported at the start of the phase; the next phase reports its own.
         if last_reported < done < _REPORTS_PER_PHASE and is_due:
             last_reported, last_time = done, clock()
             on_progress(phase, done, _REPORTS_PER_PHASE)

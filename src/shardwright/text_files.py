@@ -103,17 +103,23 @@ def write_text(path: str | Path, text: str) -> None:
     target = Path(path)
     with suppress(FileNotFoundError):
         target.stat()  # Raises OSError for a loop of links.
+    # A pipe or device cannot be replaced by a rename.
     if target.exists() and not target.is_file():  # Such as /dev/stdout.
         target.write_text(text, encoding="utf-8")
         return
+    # Through links, so that a rename replaces the file and not the link to it.
     target = target.resolve()
+    # In the same folder, since a rename is atomic only within a file system.
     partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # On disk before the rename, or a crash could leave an empty file in place of the old
+            # one.
             os.fsync(file.fileno())
         if target.exists():
+            # The new file has the permissions of the old one instead of the umask's.
             partial.chmod(stat.S_IMODE(target.stat().st_mode))
         partial.replace(target)
     except BaseException as error:
@@ -160,9 +166,11 @@ def parse_json(text: str, location: str, error_type: ErrorType) -> Any:
     """
     try:
         data = json.loads(text, object_pairs_hook=_dict_with_unique_keys)
+        # JSON has no aliases, so the size of the text bounds the number of values.
         _check_plain_data(data, math.inf)
     except json.JSONDecodeError as error:
         raise error_type(f"{location}: invalid JSON: {error}\nwrite the file again") from None
+    # `json.loads` recurses, and reaches Python's limit before `_check_plain_data` can count.
     except RecursionError:
         raise error_type(f"{location}: {_TOO_DEEP}") from None
     except ValueError as error:
@@ -257,6 +265,7 @@ def _format_value_path(path: _ValuePath) -> str:
 def _describe_unsupported_value(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
         return "integers must be from -2^63 to 2^63 - 1"
+    # A lone surrogate can be neither encoded as UTF-8 nor printed.
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
         return "the string has an unpaired surrogate"
     return ""
@@ -287,6 +296,7 @@ class _PlainYamlLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
+        # PyYAML raises these errors for scalars such as `!!int x`, without a position in the file.
         except (ValueError, ArithmeticError, KeyError, AttributeError, TypeError) as error:
             if isinstance(error, yaml.YAMLError):
                 raise

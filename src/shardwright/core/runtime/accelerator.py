@@ -48,6 +48,7 @@ VISIBLE_DEVICES_VARIABLES = (
 
 def loopback_interfaces() -> dict[str, str]:
     """Return environment variables that make backends listen on the loopback interface only."""
+    # "lo" on Linux, "lo0" on macOS.
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     return {f"{backend}_SOCKET_IFNAME": name for backend in BACKENDS for name in loopback}
 
@@ -99,6 +100,7 @@ def hardware_of(device: torch.device) -> str | None:
 
     Return None for the CPU, which processes may share.
     """
+    # The variable is part of the name: device 0 of two processes may be two accelerators.
     return None if device.type == "cpu" else f"{device} of {_read_visible_devices() or 'all'}"
 
 
@@ -174,6 +176,7 @@ def forked_generators() -> Iterator[Callable[[int], object]]:
     # `torch.manual_seed` and `fork_rng()` would take all accelerators, and the former formats a
     # stack trace for each type that is not initialized, which takes longer than many operators.
     available = torch.accelerator.is_available()
+    # An empty list forks the generator of the CPU only.
     with torch.random.fork_rng([torch.accelerator.current_device_index()] if available else []):
         yield _seed_default_generators if available else torch.default_generator.manual_seed
 
@@ -185,6 +188,7 @@ def _seed_default_generators(seed: int) -> None:
 
 def pinned(tensor: Tensor) -> Tensor:
     """Return a copy of `tensor` in pinned host memory, which allows asynchronous copies."""
+    # A copy from pageable memory blocks the host until it is done, even with `non_blocking=True`.
     return tensor.pin_memory()
 
 
@@ -224,6 +228,7 @@ class Intervals:
 
     def add(self, first: float | DeviceEvent, last: float | DeviceEvent, sign: int = 1) -> None:
         """Add the interval between two results of `timestamp`, or subtract it if `sign` is -1."""
+        # Both are floats or both are events, as `timestamp` returns one type per device.
         if isinstance(first, float) and isinstance(last, float):
             self._seconds += sign * (last - first)
         elif isinstance(first, DeviceEvent) and isinstance(last, DeviceEvent):
@@ -313,6 +318,7 @@ class SideStream:
 def _has_communication_backend(accelerator: torch.device) -> bool:
     try:
         return backend_of(accelerator) != HOST_BACKEND
+    # Raised for device types without any backend, such as MPS.
     except ValueError:
         return False
 

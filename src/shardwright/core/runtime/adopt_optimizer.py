@@ -46,6 +46,7 @@ class ParameterOrigin:
         for model in self.models:
             path, _, leaf = self.name.rpartition(".")
             parameter = getattr(model.get_submodule(path), leaf, None)
+            # The user may have replaced the parameter of this name since planning.
             if isinstance(parameter, nn.Parameter) and _get_parameter_origin(parameter) is self:
                 yield parameter
 
@@ -78,6 +79,7 @@ def mark_planned(
         parameters: the planned parameters, by name.
         origins: the origins of the model's parameters, by name.
     """
+    # Of the whole model, as a rank with pipeline stages has only some of the parameters.
     model_origins = frozenset(origins.values())
     for name, parameter in parameters.items():
         parameter.origin = origins[name]  # type: ignore[attr-defined]
@@ -148,6 +150,7 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
         net: a planned model.
     """
     planned = {_get_parameter_origin(parameter): parameter for parameter in net.parameters()}
+    # Parameters that were registered after planning have no origin.
     planned.pop(None, None)
     model_origins = frozenset[ParameterOrigin]().union(
         *(getattr(parameter, "model_origins", ()) for parameter in net.parameters())
@@ -156,6 +159,7 @@ def adopt_parameters_of_model(optimizer: Optimizer, net: nn.Module) -> None:
         parameters = []
         for parameter in group["params"]:
             origin = _get_parameter_origin(parameter)
+            # None for a parameter of this model that another stage owns.
             new = planned.get(origin) if origin in model_origins else parameter
             if new is not parameter and parameter in optimizer.state:
                 state = optimizer.state.pop(parameter)
@@ -181,6 +185,7 @@ def _is_planned_parameter(parameter: Tensor) -> bool:
     return hasattr(parameter, "model_origins")
 
 
+# Cached, so that the hook is registered once per process.
 @cache
 def _refuse_steps_without_gradients() -> None:
     """Make optimizer steps raise `PlanError` if the optimizer's parameters have no gradients, but
@@ -197,6 +202,7 @@ def _refuse_steps_without_gradients() -> None:
         # The hook runs for every optimizer of the process, also for those of other models.
         if closure is not None or first is None or _get_parameter_origin(first) is None:
             return
+        # The iterator has already yielded `first`.
         _check_parameters_have_gradients(type(optimizer).__name__, [first, *parameters])
 
     register_optimizer_step_pre_hook(before_step)
@@ -209,10 +215,12 @@ def _check_parameters_have_gradients(optimizer: str, parameters: Iterable[Tensor
     is_planned = _is_planned_parameter(parameters_with_origin[0][0])
     # One gradient suffices: parameters that a backward pass did not reach have none either.
     if any(parameter.grad is not None for parameter, _ in parameters_with_origin):
+        # Remembered, as `zero_grad` removes the gradients after the step.
         for parameter, origin in parameters_with_origin if not is_planned else ():
             origin.trained_in_original = origin.trained_in_original or parameter.grad is not None
         return
     for _, origin in parameters_with_origin:
+        # Gradients of the other model only, planned or original, show that the two were confused.
         counterparts = (
             p for p in origin.parameters_of_models() if _is_planned_parameter(p) != is_planned
         )

@@ -59,6 +59,8 @@ class EnterBucket:
 
     def __call__(self, *shards: Tensor) -> EnteredBucket:
         without_gradient: set[int] = set()
+        # One token instead of one gradient per shard, so that a bucket's gradients stay one flat
+        # tensor.
         token = _EnterBucketFunction.apply(self.bound, without_gradient, *shards)  # type: ignore[no-untyped-call]
         # Detached, as gradients reach the shards through the token only.
         return EnteredBucket(token, tuple(shard.detach() for shard in shards), without_gradient)
@@ -87,6 +89,7 @@ class ReuseGathered:
 
     def __call__(self, entered: EnteredBucket, cached: Sequence[Tensor]) -> EnteredBucket:
         token = _StartGatherFunction.apply(self.bound, entered.token)  # type: ignore[no-untyped-call]
+        # The cached members take the place of the shards, which `UseAsStored` returns unchanged.
         return EnteredBucket(token, tuple(cached), entered.without_gradient)
 
 
@@ -145,6 +148,7 @@ class _EnterBucketFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         shards = enumerate(ctx.bound.shard_gradients(gradients[0]))
+        # `_FinishGatherFunction.backward` has filled the set earlier in this backward pass.
         return None, None, *(None if n in ctx.without_gradient else shard for n, shard in shards)
 
 
@@ -177,7 +181,9 @@ class _FinishGatherFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.bound, ctx.without_gradient = bound, without_gradient
         ctx.first = tensors[0].shape, tensors[0].dtype, tensors[0].device
+        # None tells a member that the backward pass does not reach from one with a zero gradient.
         ctx.set_materialize_grads(False)
+        # Views, since autograd treats an input that is returned unchanged as modified in place.
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
@@ -190,4 +196,5 @@ class _FinishGatherFunction(torch.autograd.Function):
             # Even without gradients this rank must take part in the collective.
             shape, dtype, device = ctx.first
             gradients = (torch.zeros(shape, dtype=dtype, device=device), *gradients[1:])
+        # None for the members: their gradients flow through the token.
         return None, None, ctx.bound.reduce(gradients), *(None for _ in gradients)

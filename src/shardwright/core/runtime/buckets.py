@@ -79,6 +79,7 @@ class BoundBucket:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Compute dtype of the bucket's parameters, in which collectives run."""
+        # Buckets are made of parameters of one dtype, so any member has it.
         return self.bucket.members[0].value.dtype
 
     @cached_property
@@ -114,6 +115,7 @@ class BoundBucket:
                 out = torch.cat([blocks[position] for position in gather.group.order])
         if self._is_flat_buffer_a_member:
             return [out.view(self._get_unsharded_member_shape(0))]
+        # The first dimensions enumerate the ranks, each with its shards of all members in a row.
         split = torch.split(out.view(*self._gather_group_sizes, self.numel), self.sizes, -1)
         return [self._join_member_blocks(number, piece) for number, piece in enumerate(split)]
 
@@ -208,9 +210,12 @@ class BoundBucket:
         orders = []
         count = len(self.gathers)
         for member, shape in zip(self.bucket.members, self.shapes, strict=True):
+            # Reversed like `_gather_group_sizes`, in which the last all-gather comes first.
             dims = [step.dim for step in member.steps if step.operation == "all_gather"][::-1]
             order: list[int] = []
             for dim in range(len(shape)):
+                # Blocks of a dimension that several all-gathers shard are joined, the outermost
+                # index first.
                 order += [number for number, cut in enumerate(dims) if cut == dim]
                 order.append(count + dim)
             orders.append(tuple(order))
@@ -220,6 +225,7 @@ class BoundBucket:
     def _is_flat_buffer_a_member(self) -> bool:
         """Whether the flat buffer is a view of a single member, so that no copy is needed."""
         order = self._block_dim_permutations[0]
+        # With the identity as permutation, the concatenated shards already are the full tensor.
         return len(self.sizes) == 1 and order == tuple(range(len(order)))
 
     def _get_unsharded_member_shape(self, number: int) -> tuple[int, ...]:
@@ -242,6 +248,7 @@ class BoundBucket:
             return example.reshape(-1)
         if not self.gathers:
             pairs = zip(gradients, self.sizes, strict=True)
+            # Zeros for a member without gradient, so that all ranks reduce buffers of one layout.
             return torch.cat(
                 [example.new_zeros(size) if g is None else g.reshape(-1) for g, size in pairs]
             )

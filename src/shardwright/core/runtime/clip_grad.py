@@ -42,6 +42,7 @@ def clip_grad_norm_(
     norm = norm_over_devices(counted, devices)
     gradient_dtype = next((gradient.dtype for gradient in shards.values()), torch.float32)
     norm = norm.to(dtype or gradient_dtype)
+    # Compared between ranks in the next call: a rank that clips otherwise would diverge.
     if math.isfinite(max_norm):
         training_record().max_norm += max_norm
     if shards and math.isfinite(max_norm):
@@ -81,6 +82,7 @@ def norm_over_devices(
             # Over the default process group: all devices of all stages at once.
             is_maximum = math.isinf(norm_type)
             dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM)
+    # After the all-reduce, since powers add up over ranks and norms do not.
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 

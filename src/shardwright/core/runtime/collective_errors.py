@@ -49,6 +49,7 @@ class ProgramLine:
 
     def __str__(self) -> str:
         lines = [line.strip() for line in self.source.splitlines()]
+        # Without the `del` that frees variables after their last use.
         shown = shorten(
             lines[self.line - 1].partition("; del ")[0], MAX_LINE_LENGTH, placeholder=" …"
         )
@@ -57,6 +58,7 @@ class ProgramLine:
     @property
     def computes(self) -> bool:
         """Whether the line calls an operator: the comment above names an operator, not a bucket."""
+        # Lowering writes the name of an operator, or the number of a bucket, above each line.
         above = self.source.splitlines()[self.line - 2].strip()
         return above.startswith("# ") and not above.startswith("# bucket ")
 
@@ -69,6 +71,7 @@ class ProgramLine:
         """
         first = self.line - 2
         started = _STARTED.match(lines[self.line - 1])
+        # Other operators stand between the start and the finish, whose consumer comes next.
         if started is not None:
             finish = f"finish_{started[2]}({started[1]})"
             first = next((n for n, line in enumerate(lines) if finish in line), first)
@@ -110,6 +113,7 @@ def naming_redistributions(call: str = "") -> Iterator[None]:
     except RuntimeError as error:
         # Pipeline schedules wrap the error of the collective.
         root_cause: BaseException = error
+        # The innermost cause has the traceback that leads to the collective.
         while root_cause.__cause__ is not None:
             root_cause = root_cause.__cause__
         description = _describe_failed_collective(root_cause, call)
@@ -133,6 +137,7 @@ def _describe_failed_collective(error: BaseException, call: str) -> str | None:
     """
     frames = list(walk_tb(error.__traceback__))
     modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    # Ranks compare calls outside of programs, so no frame names a redistribution.
     if modules[-1] == _GUARD_MODULE:
         return "the comparison of the ranks' calls"
     if not (
@@ -156,6 +161,7 @@ def _describe_failed_collective(error: BaseException, call: str) -> str | None:
     # Other errors of torch.distributed, such as a wrong argument, are not communication failures.
     if not descriptions and PEER_FAILURE.search(str(error)):
         descriptions = [call or _describe_caller_of_collective(frames)]
+    # Without duplicates: methods of a bucket that call each other have a frame each.
     return ", ".join(dict.fromkeys(descriptions)) or None
 
 

@@ -183,6 +183,7 @@ def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
 
 def _split_into_blocks_of_ranks(blocks: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     ordered = list(blocks)
+    # Shard i goes to the rank that owns it, at position `order[i]` of the group.
     for block, position in zip(blocks, group.order, strict=True):
         ordered[position] = block
     return ordered
@@ -200,6 +201,7 @@ def wait(x: Tensor, waits: WaitTimer) -> Tensor:
 def sendable(x: Tensor) -> Tensor:
     """Return `x` in a form that all backends can send: contiguous, with conjugate and negative bits
     resolved, and with complex numbers as pairs of real numbers."""
+    # Conjugation and negation are bits of a tensor, of which its memory knows nothing.
     x = x.contiguous().resolve_conj().resolve_neg()
     return torch.view_as_real(x) if x.is_complex() else x
 
@@ -208,6 +210,7 @@ def complete(x: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
     """Wait for `x`, the pending result of a collective on a `sendable` tensor; return the result in
     `dtype`, the dtype of the tensor before `sendable`."""
     out = wait(x, group.waits)
+    # Already complex if an earlier call has completed it.
     return torch.view_as_complex(out) if dtype.is_complex and not out.is_complex() else out
 
 
@@ -221,6 +224,7 @@ class _RedistributeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: TensorFunction, backward: TensorFunction) -> Tensor:
+        # Recorded now: autograd calls `backward` without a frame of the program.
         ctx.backward_function, ctx.call_site = backward, program_line()
         out = forward(x)
         # Autograd treats an input that is returned unchanged differently from a view of it.
@@ -274,6 +278,7 @@ def _bind_all_gather(step: RedistributionStep, devices: Devices) -> BoundCollect
     group, dim = devices.group(step.axes), _get_sharded_dim(step)
     if step.backward == "reduce_scatter":
         return BoundCollective(all_gather(dim, group), reduce_scatter(dim, group))
+    # The gradient of a replicated result is equal on all ranks, so each keeps its block of it.
     return BoundCollective(all_gather(dim, group), _bind_local_block_slice(step, devices))
 
 
@@ -329,9 +334,11 @@ def _send_and_receive_counts(
         axes: the mesh axes of the group.
         devices: this rank's view of the devices.
     """
+    # Sorted, because `to` counts positions in the order of the mesh, as the process group does.
     group = devices.group(tuple(sorted(axes)))
     # The collective's splits are numbers of rows: 1 for the one partner, 0 for other ranks.
     sources = [to.index(position) for position in range(group.size)]
+    # This rank sends to a position if it is the source of that position.
     send = [_make_position_indicator(devices, group, source) for source in sources]
     return group, send, [_make_position_indicator(devices, group, target) for target in to]
 
@@ -419,6 +426,8 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}
         targets = [target_of[position] for position in blocks]
         permute = _bind_block_permutation(targets, axes, devices)
+        # Only a ring overlaps the exchange with computation, and needs its start apart from its
+        # end.
         if operation != RING:
             return Reduce(permute, permute.forward.start, identity)
         group, send, receive = _send_and_receive_counts(targets, axes, devices)
@@ -442,6 +451,7 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
 
     if operation != "sum":
         return Reduce(run, start, finish)
+    # Each rank has one term of a varying gradient; otherwise all ranks have the full gradient.
     backward = all_reduce(group) if varying else blocking(identity)
     return Reduce(BoundCollective(blocking(run), backward), start, finish)
 

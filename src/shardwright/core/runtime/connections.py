@@ -27,17 +27,21 @@ def close_connections(store: Store) -> None:
     Args:
         store: the store of the process group; connections to its server stay open.
     """
+    # Prefix stores wrap the store that has the port.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     server_port = getattr(store, "port", None)
     with _duplicate_sockets_of_process() as sockets:
+        # An accepted connection has the local port of the socket that listened for it.
         listening = {_get_local_port(each) for each in sockets if _is_listening_socket(each)} - {
             server_port
         }
         for each in sockets:
             if not _is_listening_socket(each) and _get_local_port(each) in listening:
+                # The other rank may have closed the connection first.
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
+    # NCCL and other backends can abort a communicator, which gloo cannot.
     if dist.get_backend() != HOST_BACKEND and dist.group.WORLD is not None:
         dist.group.WORLD.abort()
 
@@ -48,6 +52,8 @@ def _duplicate_sockets_of_process() -> Iterator[list[socket.socket]]:
     sockets = []
     for file in [*FILE_DESCRIPTORS.iterdir()]:
         with suppress(OSError, ValueError):  # Other files, and the descriptor of the folder.
+            # Of a duplicate, since closing the socket object closes its descriptor, and gloo's must
+            # stay open.
             sockets.append(socket.socket(fileno=os.dup(int(file.name))))
     try:
         yield [each for each in sockets if each.family in (socket.AF_INET, socket.AF_INET6)]

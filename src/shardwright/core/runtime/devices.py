@@ -131,6 +131,7 @@ class Devices:
                 devices.
         """
         total = matrix.num_devices * stages
+        # A plan for one device needs no process group, also on one of several ranks.
         if total == 1:
             return cls(matrix, device, lambda function: function(()), named_ranges=named_ranges)
         if not dist.is_initialized():
@@ -145,11 +146,13 @@ class Devices:
             )
         # Before the first collective, which starts gloo's threads.
         worker_threads.apply_workarounds()
+        # Stages are outermost: the ranks of a stage are consecutive, and near each other.
         stage, rank = divmod(dist.get_rank(), matrix.num_devices)
         coordinates = matrix.coordinates(rank)
         devices = cls(
             matrix, device, lambda function: function(coordinates), rank, stage, stages, True
         )
+        # Groups of an earlier matrix are reused, because a communicator takes memory and seconds.
         groups = {} if subgroups is None else subgroups
         devices = replace(devices, _subgroups=groups, named_ranges=named_ranges)
         # Creating a group is collective; all ranks do so here in the same order.
@@ -178,6 +181,7 @@ class Devices:
                 into it.
         """
         key = matrix, mesh_axes
+        # Without process groups there is nothing to create.
         if key == (self.matrix, self.mesh_axes) or not self.connected:
             return self
         if key not in self._devices_by_matrix:
@@ -210,6 +214,7 @@ class Devices:
         mesh = DeviceMesh.from_group(
             [group_named(self.group(axes).name) for axes in mesh_axes],
             device_type,
+            # Ranks of the default process group: each stage has a mesh of its own.
             ranks + self.stage * self.matrix.num_devices,
             mesh_dim_names=joined.alias_names,
         )
@@ -228,6 +233,7 @@ class Devices:
         # Groups over the same axes in any order share a process group; only block indices differ.
         order, sizes = [0] * self.matrix.size(axes), self.matrix.device_matrix
         for coordinates in all_coordinates(self.matrix):
+            # Shard i along `axes` is owned by the rank at this position of the sorted group.
             order[shard_index(axes, sizes, coordinates)] = shard_index(key, sizes, coordinates)
         return Group(axes, self._group_names[key], len(order), tuple(order), self.waits)
 
@@ -265,6 +271,7 @@ class Devices:
         """
         if stages not in self._groups_by_stages:
             size = self.matrix.num_devices
+            # One list for each position in a stage: the ranks at that position, one per stage.
             peers = [[stage * size + rank for stage in stages] for rank in range(size)]
             self._groups_by_stages[stages] = self._find_or_create_subgroup(peers)
         return self._groups_by_stages[stages]
@@ -295,6 +302,7 @@ class Devices:
     def _find_or_create_subgroup(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
         """Create or reuse a process group for each list of ranks, and return the group of this
         rank; None if no list contains this rank. Collective over the default process group."""
+        # By partition instead of axes, as two device matrices may divide the ranks in the same way.
         key = tuple(sorted(map(tuple, ranks)))
         if key not in self._subgroups:
             self._subgroups[key] = _create_subgroup(ranks, self.device)
@@ -355,5 +363,6 @@ def _can_create_only_own_group(device: torch.device) -> bool:
     """
     if not has_other_ranks():
         return True
+    # This name contains the number of groups that the rank has created so far.
     names = gathered(torch.tensor(text_hash(name_of_local_group([])), device=device))
     return bool((names == names[0]).all())

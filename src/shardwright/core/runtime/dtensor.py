@@ -40,6 +40,7 @@ def local_shard(
         copy: False to share memory with `tensor` if the shard is the full tensor.
     """
     block = tensor.detach()[layout.slices(devices.rank, tuple(tensor.shape))]
+    # A view of a part would keep the memory of the full tensor alive.
     local = block.to(devices.device, copy=copy or block.shape != tensor.shape)
     return as_dtensor(local.contiguous(), tensor, layout, devices)
 
@@ -56,8 +57,10 @@ def as_dtensor(local: Tensor, like: Tensor, layout: TensorLayout, devices: Devic
         local,
         devices.mesh,
         placements(layout_on_joined_axes(layout, devices.mesh_axes, devices.mesh_matrix)),
+        # `run_check` would communicate: it compares metadata and broadcasts replicated shards.
         run_check=False,
         shape=like.shape,
+        # Contiguous strides, as `like` may be a view with others.
         stride=torch.empty(like.shape, device="meta").stride(),
     )
 
@@ -69,6 +72,7 @@ def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
     Raises:
         PlanError: if a tensor is the shard of another rank.
     """
+    # With duplicates, because a state has a tied parameter under each of its names.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         full = state.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(full, Tensor):
@@ -76,6 +80,7 @@ def shard_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *_
         if isinstance(full, DTensor):
             _check_mesh_coordinates(prefix + name, full, parameter)
         elif full.shape == parameter.shape:
+            # In the parameter's dtype and on its device; a copy, as a view would keep `full` alive.
             shard = local_part_of(full.detach(), parameter).to(local_tensor(parameter), copy=True)
             state[prefix + name] = with_spec(shard.contiguous(), spec_of(parameter))
 
@@ -93,6 +98,7 @@ def _check_mesh_coordinates(name: str, saved: DTensor, parameter: DTensor) -> No
             `parameter`.
     """
     saved_at, loaded_at = (
+        # The coordinate is None on a rank outside of the mesh.
         (tuple(tensor.device_mesh.shape), tuple(tensor.device_mesh.get_coordinate() or ()))
         for tensor in (saved, parameter)
     )
@@ -131,6 +137,7 @@ def _shard_full_optimizer_states(optimizer: Optimizer) -> None:
             if isinstance(full, DTensor):
                 _check_mesh_coordinates(key, full, parameter)
             is_full = isinstance(full, Tensor) and not isinstance(full, DTensor)
+            # Scalars, such as Adam's `step`, stay as they are.
             if is_full and full.ndim and full.shape == parameter.shape:
                 shard = local_part_of(full, parameter).clone(memory_format=torch.contiguous_format)
                 state[key] = with_spec(shard, spec_of(parameter))
@@ -142,8 +149,10 @@ class _LocalShardsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        # None for parameters that the backward pass does not reach, as without sharding.
         ctx.set_materialize_grads(False)
         ctx.specs = [spec_of(p) for p in parameters]
+        # Views, since autograd treats an input that is returned unchanged as modified in place.
         return tuple(shard.view_as(shard) for shard in map(local_tensor, parameters))
 
     @staticmethod
@@ -155,6 +164,7 @@ class _LocalShardsFunction(torch.autograd.Function):
 def local_shards(parameters: Mapping[str, Tensor], layout: DeviceMatrix) -> dict[str, Tensor]:
     """Return the local shards of `parameters`, by name, as differentiable functions of the
     parameters."""
+    # On one device, parameters are ordinary tensors.
     if layout.num_devices == 1:
         return dict(parameters)
     shards = _LocalShardsFunction.apply(*parameters.values())  # type: ignore[no-untyped-call]
@@ -183,6 +193,8 @@ def add_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tens
                     gradient = with_spec(gradient, spec_of(parameter))
                 torch.autograd.backward(parameter, gradient)
             elif accumulated is not None:
+                # On local shards, without the host time that DTensor dispatch takes for each
+                # parameter.
                 detached_local(accumulated).add_(gradient)
             elif isinstance(parameter, DTensor):
                 parameter.grad = with_spec(gradient, spec_of(parameter))

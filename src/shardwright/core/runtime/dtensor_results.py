@@ -58,8 +58,10 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
     shard."""
     tensor: DTensor = args[0]
     local, mesh = local_tensor(tensor), tensor.device_mesh
+    # PyTorch's own result is right there, and needs no communication.
     if _draws_as_one_device(tensor):
         return operator(*args, **kwargs)
+    # Every rank draws all numbers, so that the generators advance alike; the first rank's are used.
     full = operator(local.new_empty(tensor.shape), *args[1:], **kwargs)
     broadcast_from_first_rank(full, mesh)
     shard = local_part_of(full, tensor).contiguous()

@@ -61,6 +61,7 @@ class EqualReplicas:
         for number in range(len(results)):
             first = gathered[0][number]
             for rank, digest in enumerate(gathered):
+                # Entry 1 is the sum of absolute values; the sum itself may cancel to nearly 0.
                 if ((digest[number] - first).abs() > TOLERANCE * first[1].abs()).any():
                     raise CaptureError(
                         f"local_map {self.name!r}: result {number} differs between ranks with the"
@@ -78,6 +79,7 @@ def result_digest(result: Tensor) -> Tensor:
     # NaN would compare unequal, and one-byte integers would overflow their sum.
     values = values.nan_to_num() if values.is_floating_point() else values.long()
     flat = values.flatten()[:_SAMPLE].double()
+    # All different and of one magnitude, so that each element counts, and each by its position.
     weights = torch.linspace(1, 2, len(flat), dtype=torch.float64, device=flat.device)
     # Permuted results have equal sums, but different weighted sums.
     sums = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)

@@ -36,6 +36,7 @@ class CheckedCustomOp:
         # Otherwise wrong shapes would raise an error in a later operator only, far from their
         # cause.
         results = result if isinstance(result, (tuple, list)) else (result,)
+        # An operator may also return numbers, which have no shape.
         returned = tuple((tuple(p.shape), p.dtype) for p in results if isinstance(p, Tensor))
         if returned != self.expected and not self._differs_only_by_float64(returned):
             raise CaptureError(

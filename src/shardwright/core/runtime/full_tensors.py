@@ -30,6 +30,7 @@ def can_compute_on_full_tensors(operator: OpOverload) -> bool:
     """Whether an operator returns no view of its arguments, and changes no shape in place."""
     if torch.Tag.inplace_view in operator.tags:
         return False
+    # A view would be of the gathered copy, and later writes into it would not reach the DTensor.
     returns = schema_of(operator).returns
     return all(r.alias_info is None or r.alias_info.is_write for r in returns)
 
@@ -41,6 +42,7 @@ def is_random_operator(operator: OpOverload) -> bool:
 
 def broadcast_from_first_rank(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Broadcast a tensor from the first rank of the mesh to all ranks, once per mesh axis."""
+    # Axis after axis, so that in the end all ranks have the tensor of the rank at coordinates 0.
     for dim in range(mesh.ndim):
         torch.distributed.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
 
@@ -60,10 +62,12 @@ def compute_on_shards(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 def _is_elementwise(operator: OpOverload, args: tuple[Any, ...]) -> bool:
     name = operator_name(operator)
+    # Replicas of one shard would draw different numbers.
     if not written_arguments(operator) or is_random_operator(operator):
         return False
     if name == "index_put_":
         return _assigns_scalar_by_mask(*args)
+    # Foreach and fused operators of optimizers are elementwise, whether or not PyTorch tags them.
     return torch.Tag.pointwise in operator.tags or name.startswith(("_foreach_", "_fused_"))
 
 
@@ -72,6 +76,7 @@ def _assigns_scalar_by_mask(
 ) -> bool:
     """Whether `tensor[indices] = value` is elementwise: assigns a scalar by a mask of the tensor's
     shape."""
+    # Row indices would select other rows of each shard; a mask is sharded like the tensor.
     mask = indices[0]
     is_mask = mask is not None and mask.dtype == torch.bool and mask.shape == tensor.shape
     return is_mask and len(indices) == 1 and value.numel() == 1 and not accumulate
@@ -103,7 +108,9 @@ def _have_combinable_layouts(tensors: Sequence[Any]) -> bool:
     ordinary = (x for x in tensors if isinstance(x, Tensor) and not isinstance(x, DTensor))
     return (
         all(have_same_layout(spec, specs[0]) for spec in specs)
+        # For terms of a sum, f(a) + f(b) is not f(a + b) in general.
         and not any(placement.is_partial() for spec in specs for placement in spec.placements)
+        # A larger ordinary tensor has the full shape, which does not fit a shard.
         and all(tensor.numel() == 1 for tensor in ordinary)
     )
 
@@ -120,6 +127,7 @@ def compute_on_full_tensors(
     gathered: dict[int, tuple[DTensor, Tensor]] = {}
 
     def gather(tensor: DTensor) -> Tensor:
+        # Once per tensor, so that an argument that is passed twice is one tensor, as on one device.
         if id(tensor) not in gathered:
             gathered[id(tensor)] = tensor, _copy_full_tensor(tensor)
         return gathered[id(tensor)][1]
@@ -130,6 +138,7 @@ def compute_on_full_tensors(
     writes = written_arguments(operator)
     written = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
     if is_random_operator(operator):
+        # Every rank has drawn its own numbers; those of the first rank are used.
         for tensor in pytree.tree_leaves((results, pytree.tree_map_only(DTensor, gather, written))):
             broadcast_from_first_rank(tensor, mesh)
     by_id: dict[int, Tensor] = {}
@@ -142,6 +151,7 @@ def compute_on_full_tensors(
     replicated = (Replicate(),) * mesh.ndim
 
     def as_result(tensor: Tensor) -> Tensor:
+        # An in-place operator returns its argument itself.
         if id(tensor) in by_id:
             return by_id[id(tensor)]
         return DTensor.from_local(tensor, mesh, replicated, run_check=False)
@@ -159,6 +169,7 @@ def _write_full_tensor_to_shards(tensor: DTensor, full: Tensor) -> None:
     """Write `full`, equal on all ranks, into the shards of a DTensor."""
     mesh = tensor.device_mesh
     replicated = DTensor.from_local(full, mesh, (Replicate(),) * mesh.ndim, run_check=False)
+    # A partial placement is written below as one term: the value on the first rank, 0 on others.
     sharded = [Replicate() if p.is_partial() else p for p in tensor.placements]
     shard = local_tensor(replicated.redistribute(placements=sharded))
     coordinates = mesh.get_coordinate() or ()

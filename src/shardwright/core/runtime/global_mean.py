@@ -42,6 +42,7 @@ class _GlobalMeanFunction(torch.autograd.Function):
         dtype = torch.promote_types(total.dtype, torch.float32)
         addends = total.detach().reshape(-1), count.to(total.device).reshape(1)
         sums = torch.cat([tensor.to(dtype) for tensor in addends])
+        # Also on a rank with a count of 0, which the others wait for.
         dist.all_reduce(sums)
         # The ranks' losses are averaged, but this one is a sum over all ranks.
         ctx.factor = dist.get_world_size() / sums[-1].to(total.dtype)

@@ -119,6 +119,7 @@ def _get_batch_size(leaves: Sequence[Any], dims: SampleDims | None = None) -> in
 
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    # A set, because the root of a square is its own counterpart.
     return sorted({*small, *(number // n for n in small)})
 
 
@@ -147,6 +148,7 @@ def global_leaves(
         return list(leaves)
     result = []
     for value, leaf in zip(planned, leaves, strict=True):
+        # A tensor without dimensions cannot be sharded.
         if value is None and isinstance(leaf, Tensor) and leaf.ndim:
             raise PlanError(
                 f"a call passes a tensor of shape {tuple(leaf.shape)} that the planned call did "

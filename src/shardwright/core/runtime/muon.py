@@ -127,15 +127,19 @@ def _update_shards_of_matrices(
     by_group: dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, _MatrixRanks]]] = {}
     for param, grad, buffer in matrices:
         local_grad, local_buffer = detached_local(grad), detached_local(buffer)
+        # As in `torch.optim.Muon`: a moving average of gradients, with Nesterov's look-ahead.
         local_buffer.lerp_(local_grad, 1 - momentum)
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
         owners = _find_ranks_of_matrix(
             param.device_mesh, _get_placements(param), tuple(param.shape)
         )
+        # `torch.optim.Muon` orthogonalizes in bfloat16, so sending float32 would only double the
+        # bytes.
         by_group.setdefault(owners.group, []).append((param, update.bfloat16(), owners))
     for group, group_matrices in by_group.items():
         # Matrices of similar sizes take equally long.
+        # The sort is stable, so that all ranks process equal matrices together.
         group_matrices.sort(key=lambda each: -each[0].numel())
         size = dist.get_world_size(group)
         for first in range(0, len(group_matrices), size):
@@ -146,7 +150,10 @@ def _update_shards_of_matrices(
             )
             for (param, *_state), shard in zip(concurrent, shards, strict=True):
                 local = detached_local(param)
+                # As in `torch.optim.Muon`: decoupled weight decay by the rate itself, then the
+                # update.
                 local.mul_(1 - rate * weight_decay)
+                # Adjusted by the full shape, which a DTensor has as its own.
                 local.add_(shard, alpha=-adjusted_rate(rate, adjust_lr_fn, param.shape))
 
 
@@ -165,10 +172,12 @@ def _orthogonalize_shards(
     updates = [update for update, _ in matrices]
     flat = torch.cat([update.flatten() for update in updates])
     sent = [update.numel() for update in updates] + [0] * (ranks - len(updates))
+    # All shards of a matrix have one size; 0 for a rank beyond the number of matrices.
     received = [sent[rank]] * ranks
     blocks = _exchange_elements(flat, sent, received, owners.group)
     if rank < len(updates):
         blocks = _orthogonalize_blocks(blocks, *matrices[rank], options)
+    # Also by ranks without a matrix: the exchange is collective.
     returned = _exchange_elements(blocks, received, sent, owners.group)
     shards = torch.split(returned, [size for size in sent if size])
     return [shard.view(u.shape) for shard, u in zip(shards, updates, strict=True)]
@@ -179,6 +188,7 @@ def _orthogonalize_blocks(
 ) -> Tensor:
     """Orthogonalize a matrix given as its shards in the order of ranks; return the shards of the
     result."""
+    # The last end of any shard along a dimension is the full size.
     stops = zip(*([each.stop for each in slices] for slices in owners.slices), strict=True)
     full = blocks.new_empty([max(each) for each in stops])
     for slices, block in zip(owners.slices, torch.split(blocks, shard.numel()), strict=True):
@@ -214,6 +224,7 @@ def _find_ranks_of_matrix(
     layout = from_placements(placements, matrix, len(shape))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    # Along other axes there are replicas, whose ranks do the same among themselves.
     ranges = [
         range(size) if _is_shard_placement(placement) else (index,)
         for size, placement, index in zip(sizes, placements, coordinate, strict=True)
@@ -225,6 +236,7 @@ def _find_ranks_of_matrix(
     )
     slices = tuple(layout.slices(position, shape) for position in positions)
     dims = [dim for dim, placement in enumerate(placements) if _is_shard_placement(placement)]
+    # The mesh has one group per axis, and none over several axes.
     group = mesh.get_group(dims[0]) if len(dims) == 1 else _create_process_group(ranks)
     return _MatrixRanks(group, dist.get_group_rank(group, dist.get_rank()), slices)
 

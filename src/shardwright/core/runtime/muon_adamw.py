@@ -87,7 +87,9 @@ class MuonAdamW(Optimizer):
         )
         shared_options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         defaults = {**shared_options, "betas": betas, "eps": eps, "tables": frozenset(tables)}
+        # The same dictionaries as in the two optimizers, so that a scheduler's rate reaches both.
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], defaults)
+        # `Optimizer` copies all defaults into the groups, and `tables` is not an option of a step.
         for group in self.param_groups:
             group.pop("tables", None)
 
@@ -103,6 +105,7 @@ class MuonAdamW(Optimizer):
         """
         loss = None
         if closure is not None:
+            # `step` runs without gradients, but the closure needs them.
             with torch.enable_grad():
                 loss = closure()
         optimizers: tuple[tuple[Any, bool], ...] = ((self._muon, True), (self._adamw, False))

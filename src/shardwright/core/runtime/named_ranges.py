@@ -61,6 +61,7 @@ class CollectiveRange:
 
     @classmethod
     def of(cls, collective: str, axes: Axes, matrix: DeviceMatrix) -> CollectiveRange:
+        # Sorted, so that a group has one name, whatever the order in which its axes shard.
         return cls(collective, matrix.named(tuple(sorted(axes))), matrix.size(axes))
 
     def send(self, num_bytes: int) -> record_function:
@@ -136,6 +137,7 @@ def wrap_reduction(
         backward = reduction.backward_collective if reduction.varying else None
         run = wrap_step(run, collective, backward, axes, matrix)
         return Reduce(run, start, end, reduce.call_site)
+    # Without a gradient, as of a maximum.
     return Reduce(lambda x: end(start(x)), start, end, reduce.call_site)
 
 

@@ -49,6 +49,7 @@ class StartCollective:
 
     def __call__(self, x: Tensor) -> Pending:
         token = _StartCollectiveFunction.apply(x, self.bound) if x.requires_grad else None  # type: ignore[no-untyped-call]
+        # Detached, because the gradient flows through the token.
         return Pending(token, self.bound.forward.start(x.detach()), x.dtype)
 
 
@@ -89,6 +90,8 @@ class _FinishCollectiveFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        # Only started: `_StartCollectiveFunction.backward` waits, after the operators between the
+        # two.
         return ctx.backward_collective.start(gradients[0]), None, None, None
 
 
@@ -122,6 +125,7 @@ class DelayGradient:
         if not weight.requires_grad:
             return DelayedWeight(weight, None, None)
         tokens = _DelayGradientFunction.apply(weight, self.x_shape, self.shape)  # type: ignore[no-untyped-call]
+        # Detached, because `_DelayGradientFunction` returns the gradient.
         return DelayedWeight(weight.detach(), *tokens)
 
 
@@ -145,6 +149,7 @@ class _DelayGradientFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         gradient, x = gradients
+        # dW = dYᵀ X, with all leading dimensions flattened into rows.
         return gradient.flatten(0, -2).t() @ x.flatten(0, -2), None, None
 
 

@@ -32,6 +32,7 @@ def move_hooks(stored: Tensor, parameter: Tensor, shard: Shard) -> None:
         parameter: the user's parameter.
         shard: shards a full gradient like `stored`.
     """
+    # PyTorch registers no hooks on tensors that require no gradient.
     if not stored.requires_grad:
         return
     for hooks, register in (

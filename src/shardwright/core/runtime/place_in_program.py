@@ -30,9 +30,11 @@ def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         if module == "torch.distributed.distributed_c10d" and code.co_name in WORLD_COLLECTIVES:
+            # `torch.distributed` takes None for the default group.
             group = frame.f_locals.get("group")
             waits_in = code.co_name if group in (None, dist.group.WORLD) else ""
         elif code.co_filename != PROGRAM and not LIBRARIES.match(module):
+            # Generated programs and libraries are skipped: the next frame is the user's.
             return waits_in, f"{Path(code.co_filename).name}, line {frame.f_lineno}"
         frame = frame.f_back
     return waits_in, ""
@@ -41,6 +43,7 @@ def waiting_call_and_line(frame: FrameType | None) -> tuple[str, str]:
 def last_exception() -> str:
     """Return type and message of the exception that ends this process; empty if the process ends
     without an exception."""
+    # The interpreter sets it for an uncaught exception, before exit handlers run.
     error = getattr(sys, "last_value", None)
     message = f"{type(error).__name__}: {error}".partition("\n")[0]
     return shorten(message, 200, placeholder=" …") if error is not None else ""

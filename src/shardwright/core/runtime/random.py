@@ -61,6 +61,7 @@ class Seeded:
     shard: Index
 
     def __call__(self, seed: int, *args: Any, **kwargs: Any) -> Any:
+        # Below 2^62, so that the sum with a shard's index fits into 64 bits.
         stream = (seed * _SEEDS + self.number) * _STRIDE % 2**62
         # Forked, so that draws outside the program do not depend on the plan.
         with forked_generators() as seed_generators:
@@ -75,6 +76,7 @@ class Seeded:
 
 def recompute_segment(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` with activation checkpointing; random operators must be `Seeded`."""
+    # Seeded operators draw equal numbers again, so the states of generators need not be saved.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -122,8 +122,10 @@ class RankCalls:
     def end(self) -> None:
         """Stop the watching thread, and report to other ranks that this rank ends."""
         self._ended.set()
+        # Bounded, as the thread may be blocked in the store.
         self._thread.join(ERROR_DELAY)
         with suppress(RuntimeError):  # The store is gone, and with it the run.
+            # With the common error all ranks end, and none of them too early.
             if not self.error:
                 state = replace(
                     self._make_rank_state(), is_inside=False, exception=last_exception()
@@ -147,9 +149,11 @@ class RankCalls:
             DataError: on all ranks, if they wait for each other in different calls.
             CommunicationError: if another rank has ended, or does not respond.
         """
+        # Inner calls follow from the outermost on every rank.
         if self._depth:
             yield
             return
+        # The thread whose stack shows where this rank waits.
         self._thread_id = threading.get_ident()
         is_expected = self._count_call(name)
         try:
@@ -158,6 +162,7 @@ class RankCalls:
                     self._wait_until_all_begin_call(max_wait)
                 yield
         except BaseException as error:
+            # Not counted, so that a caller may catch the error and repeat the call.
             self._remove_last_call(name, error)
             raise
         finally:
@@ -166,6 +171,7 @@ class RankCalls:
     @contextmanager
     def backward_passes(self) -> Iterator[None]:
         """Context of a call of autograd, whose first backward pass through a model is counted."""
+        # Calls of autograd may be nested, as in a reentrant checkpoint.
         is_within_another, self._in_backward = self._in_backward, False
         try:
             with self.explaining_errors():
@@ -199,6 +205,7 @@ class RankCalls:
         self._calls.append(f"{name} {self._counts[name]}")
         self._depth, self._count, self._changed = 1, self._count + 1, time.monotonic()
         self._is_retry, self._has_differed = self._has_differed, False
+        # A repeated call waits for all ranks, since others may still be in the refused one.
         return self._expected.begin(name) and not self._is_retry
 
     def _remove_last_call(self, name: str, error: BaseException) -> None:
@@ -216,6 +223,7 @@ class RankCalls:
         """Report that this rank has begun the current call, and wait until all ranks have begun the
         call."""
         key = f"begun {self._count} {self._calls[-1]}"
+        # The last rank to arrive releases the others.
         if self._barrier_store.add(key, 1) >= self._world_size:
             self._barrier_store.set(f"all have {key}", "")
             if self._last_barrier not in ("", key):  # Else a call that was refused on all ranks.
@@ -225,6 +233,8 @@ class RankCalls:
         self._wait_for_store_key(key, max_wait)
 
     def _wait_for_store_key(self, key: str, max_wait: float) -> None:
+        # From about 1 ms, doubling: ranks usually arrive together, within a step that should stay
+        # fast.
         pause, begun = POLL_INTERVAL / 512, time.monotonic()
         warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
@@ -238,6 +248,7 @@ class RankCalls:
                     f" {self._calls[-1]}, the time-out of the process group\nmake this call on all"
                     " ranks, or pass a longer `timeout` to `init_process_group`"
                 )
+            # Only in long waits, as it takes several more requests to the store.
             if pause == POLL_INTERVAL:
                 self._read_or_set_common_error()
             if warns_at is not None and time.monotonic() > warns_at:
@@ -246,6 +257,7 @@ class RankCalls:
                     *(self._rank, WARN_AFTER, self._calls[-1]),
                 )
                 warns_at = None
+            # Other ranks may need this rank to return before they can begin the call.
             if time.monotonic() - begun > max_wait:
                 return
             time.sleep(pause)
@@ -263,6 +275,7 @@ class RankCalls:
                 time.sleep(ERROR_DELAY)
             raise
         except RuntimeError as error:
+            # Other errors have their cause on this rank.
             if not PEER_FAILURE.search(str(error)):
                 raise
             deadline = time.monotonic() + ERROR_DELAY
@@ -271,6 +284,7 @@ class RankCalls:
                 with suppress(RuntimeError):  # The store may be gone.
                     self._read_or_set_common_error()
                 self._ended.wait(POLL_INTERVAL / 8)
+            # Raised by the store's client when the process that serves the store has ended.
             if not self.error and isinstance(error, dist.DistNetworkError):
                 raise CommunicationError(store_has_ended(self._make_rank_state())) from error
             if not self.error:
@@ -296,6 +310,7 @@ class RankCalls:
 
     def _exchange_states_until_end(self, world: ref[dist.ProcessGroup]) -> None:
         with suppress(RuntimeError):  # The store is gone, and with it the run.
+            # A later default group has a counter and a thread of its own.
             while (
                 not (self._ended.wait(POLL_INTERVAL) or self.error) and world() is dist.group.WORLD
             ):
@@ -304,8 +319,10 @@ class RankCalls:
     def _exchange_states_with_store(self) -> None:
         """Write the state of an idle rank to the store, and read the common error of all ranks."""
         is_idle = time.monotonic() - self._changed > IDLE_SECONDS
+        # Adding 0 reads a counter that no rank may have written yet; `get` would block for it.
         request = self._store.add("requests", 0) if is_idle else 0
         content = f"{request} {self._make_rank_state().to_json()}" if is_idle else ""
+        # Changes are counted, so that rank 0 need not read all states to see that nothing is new.
         if content != self._written:
             self._store.set(f"rank {self._rank}", content)
             self._store.add("changes", 1)
@@ -324,6 +341,7 @@ class RankCalls:
         wrote the state of its rank.
         """
         changes = self._store.add("changes", 0)
+        # Reading all states takes a request per rank.
         if changes == self._seen_changes and not self._request:
             return
         self._seen_changes = changes
@@ -336,6 +354,7 @@ class RankCalls:
             self._request = 0
         elif not self._request:
             self._request = self._store.add("requests", 1)
+        # All states were written after the request and still differ, so no rank is just slow.
         elif all(int(request) >= self._request for request, _, _ in answers):
             self._store.set("error", error)
 
@@ -343,6 +362,7 @@ class RankCalls:
         frame = sys._current_frames().get(self._thread_id)
         waits_in, line = waiting_call_and_line(frame)
         is_inside = self._depth > 0
+        # Elsewhere the rank computes, and its line would mislead.
         line = line if is_inside or waits_in else ""
         waits_in = "" if is_inside else waits_in
         state = RankState(self._rank, self._count, tuple(self._calls), is_inside, waits_in, line)

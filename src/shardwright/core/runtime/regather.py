@@ -95,6 +95,7 @@ class RegatherRun:
             self._owners[weak.cdata] = (packed, member, weak)
 
     def pack(self, tensor: Tensor) -> Tensor | GatheredView:
+        # By storage, as autograd also saves views, such as the transposed weight of a linear layer.
         owner = self._owners.get(storage_id(tensor))
         if owner is None:
             return tensor
@@ -126,6 +127,7 @@ class RegatherRun:
                 "inplace operation (such as `optimizer.step()`) since the forward pass\n"
                 "call `backward()` before modifying parameters"
             )
+        # Also in a backward pass with `create_graph=True`, which would record the gather.
         with torch.no_grad():
             if packed.tensors is None:
                 self._gather_members_of_bucket(packed)

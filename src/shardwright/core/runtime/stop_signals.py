@@ -77,6 +77,7 @@ class StopSignals:
         Collective: every rank must call this method after the same steps. The method all-reduces
         one number, on the CPU if the process group has a backend for CPU tensors.
         """
+        # Once true it stays so, without another collective.
         if self.stopped_by is None:
             self.stopped_by = self._find_signal_of_any_rank()
         return self.stopped_by is not None
@@ -87,6 +88,7 @@ class StopSignals:
         if not has_other_ranks():
             return None if self._received is None else (0, signal.Signals(self._received))
         rank, base = dist.get_rank(), signal.NSIG
+        # The rank in the high digits, so that one maximum gives a rank together with its signal.
         code = 0 if self._received is None else (rank + 1) * base + self._received
         box = torch.tensor(code, device=device_of_host_values())
         with counted_call("StopSignals.requested"):
@@ -99,5 +101,6 @@ class StopSignals:
         if self._received is None:
             self._received, self._received_at = number, now
         elif now - self._received_at > REPEAT_SECONDS:
+            # Restores the earlier handlers, so that the signal ends a run that hangs.
             self.__exit__(None, None, None)
             signal.raise_signal(number)

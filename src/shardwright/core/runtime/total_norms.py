@@ -55,12 +55,14 @@ class StageParameters:
                 `full`; a missing parameter is owned by the first stage.
             devices: this rank's view of the devices.
         """
+        # `stages` knows a tied parameter by its first name only.
         first = {id(parameter): name for name, parameter in full.named_parameters()}
         stages_of_names = {
             name: stages.get(first[id(parameter)], (0,))
             for name, parameter in full.named_parameters(remove_duplicate=False)
         }
         dtypes = [parameter.dtype for parameter in full.parameters()]
+        # bfloat16 promotes to every wider dtype; parameters in float16 give float32.
         dtype = reduce(torch.promote_types, dtypes, torch.bfloat16)
         return StageParameters(dict(module.named_parameters()), stages_of_names, devices, dtype)
 
@@ -129,8 +131,10 @@ class TotalNorms:
         """
         models = _find_models_in_norm_call(listed, source)
         groups = self.groups(measured)
+        # PyTorch itself computes the norm of tensors on one mesh.
         if not models and len(groups) < 2:
             return None
+        # Negated, so that NaN is refused too.
         if not norm_type > 0:
             raise PlanError(
                 f"`torch.nn.utils.{function}` with norm_type={norm_type} is not supported for "
@@ -152,7 +156,9 @@ class TotalNorms:
         if models:
             counted = [tensor for tensor in stage_tensors if counts[_make_memory_key(tensor)]]
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
+        # In float64, so that combining the norms loses no digits.
         stacked_norms = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
+        # The norm of the parts' norms is the norm of all elements.
         norm: Tensor = torch.linalg.vector_norm(stacked_norms, norm_type)
         return norm.to(reduce(torch.promote_types, dtypes))
 
@@ -179,9 +185,12 @@ def _find_models_in_norm_call(
         for module, model in models.items():
             for path, child in module.named_modules():
                 if child is source:
+                    # On one stage PyTorch's own norm is right, and ranks of other stages do not
+                    # call it.
                     return [model] if len(model.stages_below(path)) > 1 else []
         inside = set(source.modules())
         return [model for module, model in models.items() if module in inside]
+    # Perhaps a stage without the requested parameters, whose rank must join the collective.
     if not listed:
         return list(models.values())[:1]
     memory = {_make_memory_key(tensor) for tensor in listed}

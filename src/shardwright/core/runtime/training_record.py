@@ -23,6 +23,7 @@ from shardwright.core.runtime.devices import stages_of_plan
 NUM_COLUMNS = 4
 """Number of 64-bit integers into which a `TrainingRecord` is packed."""
 
+# Doubles travel by their bits, in a tensor of int64.
 _NUMBERS, _INTEGERS = struct.Struct("<3d"), struct.Struct("<3q")
 
 
@@ -57,6 +58,7 @@ class TrainingRecord:
         """
         self.steps += 1
         self.learning_rate += _compute_checksum(groups[0].get("lr"))
+        # Weighted by position, so that options exchanged between two groups change the checksum.
         for weight, group in enumerate(groups, 1):
             self.options += weight * _compute_group_checksum(group)
 
@@ -73,6 +75,7 @@ def _compute_group_checksum(group: Mapping[str, Any]) -> float:
 def _compute_checksum(option: Any) -> float:
     """Return a checksum of the finite numbers in an option of an optimizer."""
     if isinstance(option, int | float):
+        # A sum with NaN would differ from itself on every rank.
         return float(option) if math.isfinite(option) else 0.0
     if isinstance(option, list | tuple):
         return sum(weight * _compute_checksum(value) for weight, value in enumerate(option, 1))

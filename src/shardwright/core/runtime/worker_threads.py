@@ -30,6 +30,7 @@ def _wait_for_threads_at_exit() -> None:
     finished, and needs the GIL to do so. A thread that still waits for the GIL when the interpreter
     ends aborts the process.
     """
+    # Exit handlers run while threads can still take the GIL.
     atexit.register(time.sleep, 0.2)
 
 
