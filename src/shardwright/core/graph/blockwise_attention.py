@@ -71,6 +71,7 @@ def blockwise_attention(
         )
         return out.transpose(1, 2), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    # Index of the key at the position of query 0, once the keys at negative positions are dropped.
     mask = _BlockMask(tensors, vectors, terms, causal, window, start - max(0, first_key))
     for slices, allowed in mask.blocks():
         out[..., slices[0], :] = _attend_block(_slice_rows(tensors, slices), allowed, scale)
@@ -93,6 +94,8 @@ def _attention_backward(
     start: int,
     first_key: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # Keys at negative positions keep gradients of zero; `nonnegative_gradients` are views of the
+    # others.
     gradients = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     tensors, nonnegative_gradients = (
         _drop_negative_positions(each, first_key) for each in ((query, key, value), gradients)
@@ -121,6 +124,7 @@ def _attention_backward(
             blocks = [tensor.detach().requires_grad_() for tensor in _slice_rows(tensors, slices)]
             block = _attend_block(blocks, allowed, scale)
         part_gradients = torch.autograd.grad(block, blocks, gradient[..., slices[0], :])
+        # Several blocks of queries read a key, so its gradients add up.
         for total, part_gradient in zip(
             _slice_rows(nonnegative_gradients, slices), part_gradients, strict=True
         ):
@@ -176,6 +180,8 @@ class _BlockMask:
             yield (slice(first, end), key_range, key_range), allowed
 
     def _compute_block_mask(self, rows: slice, keys: slice) -> Tensor:
+        # The mask is a band of the full mask: shift its diagonals to the block's first query and
+        # key.
         diagonal = self.offset + rows.start - keys.start
         count = (rows.stop - rows.start, keys.stop - keys.start)
         mask = self.query.new_ones(count, dtype=torch.bool)
@@ -191,6 +197,7 @@ class _BlockMask:
         return mask
 
     def _slice_vector(self, vector: Tensor, rows: slice, keys: slice) -> Tensor:
+        # One element per query, per key, or one for all pairs, which broadcasts.
         if vector.shape[-2] > 1:
             return vector[..., rows, :]
         return vector[..., keys] if vector.shape[-1] > 1 else vector
@@ -229,12 +236,15 @@ def _can_use_flash(tensors: Sequence[Tensor], causal: bool, window: int | None, 
     """Whether PyTorch's flash kernel, which supports sliding windows but no other mask, can compute
     this attention."""
     query, _, value = tensors
+    # Only `windowed_attention` has a window and no terms. Its last key is that of the last query,
+    # where flash kernels align their window too.
     return has_flash(query, value) and causal and window is not None and not terms
 
 
 def has_flash(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch has a flash kernel for these tensors that returns the log-sum-exp."""
     size = query.shape[-1]
+    # FlashAttention-2 runs on Ampere and newer, with head sizes up to 256 that are multiples of 8.
     return (
         query.device.type == "cuda"
         and torch.version.hip is None
@@ -277,6 +287,7 @@ def _(gradient: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, vectors, *ctx.options = inputs
+    # The flash kernel's backward pass reads output and log-sum-exp; the blocks are recomputed.
     ctx.save_for_backward(query, key, value, *output, *vectors)
 
 

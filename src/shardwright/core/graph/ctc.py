@@ -34,6 +34,7 @@ def ctc_losses(
     """
     lengths = input_lengths, target_lengths
     losses: Tensor = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)[0]
+    # `aten._ctc_loss` reads `zero_infinity` in the backward pass only.
     return torch.where(losses == torch.inf, 0, losses) if zero_infinity else losses
 
 

@@ -46,6 +46,7 @@ def cross_entropy(
     rows = logits.shape[:-1]
     classes = logits.shape[-1]
     probabilities = target.is_floating_point()
+    # `F.cross_entropy` has the classes in dimension 1: flatten all other dimensions into rows.
     loss = F.cross_entropy(
         logits.reshape(-1, classes),
         target.reshape(-1, classes) if probabilities else target.reshape(-1),
@@ -119,6 +120,7 @@ def batch_norm_train(
     """
     if running_mean is None or running_var is None:
         return F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
+    # Copies, since `F.batch_norm` updates its arguments in place and this function is pure.
     mean, variance = running_mean.detach().clone(), running_var.detach().clone()
     y = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
     return y, mean, variance
@@ -145,6 +147,7 @@ def instance_norm_train(
     Returns:
         The normalized `x`, and the new running statistics, `[c]`, without gradient.
     """
+    # Copies, since `F.instance_norm` updates its arguments in place and this function is pure.
     mean, variance = running_mean.detach().clone(), running_var.detach().clone()
     y = F.instance_norm(x, mean, variance, weight, bias, True, momentum, eps)
     return y, mean, variance
@@ -153,6 +156,7 @@ def instance_norm_train(
 class _AssignParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
+        # A view, since autograd treats inputs that are returned unchanged specially.
         return value.view_as(value)
 
     @staticmethod
@@ -215,9 +219,11 @@ def experts(
     # other devices come last.
     local_ids = ids.reshape(-1) - first  # type: ignore[operator]
     absent = (local_ids < 0) | (local_ids >= num_local)
+    # Rows of experts on other devices have weight 0: no result and no gradient.
     scale = weights.reshape(-1, 1).masked_fill(absent.unsqueeze(-1), 0)
     # Stable: devices that replicate the computation must add rows in the same order.
     local_ids, order = local_ids.masked_fill(absent, num_local).sort(stable=True)
+    # Number of rows up to and including each local expert, in sorted order.
     ends = torch.searchsorted(local_ids, torch.arange(num_local, device=x.device), right=True)
     sharded = total is not None and num_local < total
     # The number of local rows depends on values. Under `torch.compile` and on simulated ranks it
@@ -228,6 +234,7 @@ def experts(
         if sharded and not tail
         else None
     )
+    # The clamp keeps the tail, with id `num_local`, within the biases that are read below.
     local_ids, order = local_ids[:count].clamp(max=num_local - 1), order[:count]
     if not sharded:
         # Rows with an id out of range are computed by the last expert, with weight 0.

@@ -36,6 +36,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
             (`torch.finfo(x.dtype).eps`).
     """
     new = {
+        # Neither storage nor arguments keep a dtype of their own: nothing may round.
         value: replace(value, dtype=double_dtype(value.dtype), outer_dtype=None)
         for value in graph.values()
     }
@@ -51,6 +52,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
             return replace(
                 op,
                 target=SEGMENT_MATMUL,
+                # True: `torch._grouped_mm` accepts rows behind the last group.
                 args=(*(new[value] for value in op.inputs), True),
                 kwargs={},
                 outputs=(new[op.output],),
@@ -62,6 +64,7 @@ def graph_in_float64(graph: Graph, twin: Graph | None = None) -> Graph:
         return replace(op, target=target, args=args, kwargs=kwargs, outputs=outputs)
 
     constants = list(graph.constants.values())
+    # If the operators do not pair up, the constants may have another order.
     if twin is not None and twin_of and len(twin.constants) == len(constants):
         constants = list(twin.constants.values())
     return replace(
@@ -155,6 +158,7 @@ def module_in_float64(module: nn.Module, values: Mapping[str, Tensor]) -> nn.Mod
         module: the module to copy; its parameters may be on the meta device.
         values: the values of parameters and buffers, by name.
     """
+    # `deepcopy` first looks an object up in `memo`, so each tensor is replaced by its float64 copy.
     memo: dict[int, Any] = {**memo_of_process_groups(module)}
     for name, parameter in module.named_parameters():
         double = in_float64(values[name])
@@ -236,6 +240,7 @@ def grouped_product(
     if offs is None or bias is not None or (mat_a.ndim, mat_b.ndim) != (2, 3):
         product: Tensor = GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
     else:
+        # True: `torch._grouped_mm` accepts rows behind the last group.
         product = segment_matmul(mat_a, mat_b, offs, True)
     return product
 
@@ -250,6 +255,7 @@ _CASTS = {
 
 def in_float64(tensor: Tensor) -> Tensor:
     """Copy and detach a tensor, with its dtype converted by `double_dtype`."""
+    # `to` returns the tensor itself if it has the dtype already, hence the clone.
     return tensor.detach().clone().to(double_dtype(tensor.dtype))
 
 

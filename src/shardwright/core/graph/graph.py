@@ -279,6 +279,7 @@ class Graph:
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """Return the model's result, in its pytree structure, with `outputs` as leaves."""
+        # Behind the leaves of the result are the tensors that the call stores in Python objects.
         return pytree.tree_unflatten(list(outputs[: self.out_spec.num_leaves]), self.out_spec)
 
     def _repr_html_(self) -> str:
@@ -356,6 +357,7 @@ class Graph:
             digest.update(f"{value.name}{value.shape}{value.dtype}\n".encode())
         for op in self.ops:
             call = f"{op.name} {target_name(op.target)} {op.args} {op.kwargs}"
+            # The `repr` of a value has its name and shape, but not its dtype.
             outputs = [(value, value.dtype) for value in op.outputs]
             digest.update(f"{call} {outputs}\n".encode())
         digest.update(f"{self.inputs} {self.outputs} {self.updates}".encode())
@@ -366,6 +368,7 @@ def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
     """Return the operators that compute `values` from the model's inputs, in execution order; None
     if `values` depend on parameters or buffers."""
     needed, ops = set(values), list[Op]()
+    # Backwards, so that one pass finds the producers of all needed values.
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):
             ops.append(op)

@@ -67,6 +67,7 @@ class HostNumbers:
         values: dict[fx.Node, Any] = {}
         for node, index in self.inputs.items():
             number = inputs[index]
+            # Dynamo passes floats as tensors without dimensions.
             values[node] = number.item() if isinstance(number, Tensor) else number
         _run_number_operations(self.nodes, values)
         return values
@@ -92,6 +93,7 @@ def _find_operations_on_numbers(
     """Return the operations of a graph on numbers in `operands` and on their results."""
     numbers = dict.fromkeys(operands)
     for node in graph.nodes:
+        # A node without operands creates a value, and is no operation on numbers.
         reads = node.all_input_nodes
         if reads and numbers.keys() >= set(reads) and _is_operation_on_numbers(node):
             numbers.setdefault(node)
@@ -114,10 +116,13 @@ def _find_item_calls(
         numbers: nodes of the numbers that do not come from tensors.
         output: the output node of the graph.
     """
+    # On a float input, which is a tensor for Dynamo, `item` reads nothing from the device.
     items = [n for n in graph.nodes if _reads_tensor_value(n) and n.args[0] not in numbers]
     while True:
         later = _find_operations_on_numbers((*numbers, *items), graph)
         on_host = {*items, *later, output}
+        # If an operator on tensors reads an item, operations that combine it with other items are
+        # not on the host either, so repeat until nothing changes.
         remaining = [item for item in items if not _is_read_outside(item, on_host)]
         if remaining == items:
             return tuple(items), later
@@ -172,6 +177,7 @@ def _is_symbolic_number(node: fx.Node) -> bool:
 
 def _is_python_number(node: fx.Node) -> bool:
     example = node.meta.get("example_value")
+    # Dynamo makes a float64 tensor of a float input, and reads the number with `item`.
     is_float = isinstance(example, Tensor) and example.ndim == 0 and example.dtype == torch.float64
     items = (user.op == "call_method" and user.target == "item" for user in node.users)
     return _is_symbolic_number(node) or (is_float and bool(node.users) and all(items))

@@ -38,6 +38,7 @@ def interpret(
     tensors: dict[Value, Tensor] = {v: parameters[v.name] for v in graph.parameters}
     tensors |= {v: buffers[v.name] for v in graph.buffers}
     tensors |= {v: t for v, t in zip(graph.inputs, leaves, strict=True) if isinstance(v, Value)}
+    # The operators of the graph start after the casts of parameters and inputs.
     tensors |= {v: t.to(v.dtype) for v, t in tensors.items() if v.outer_dtype is not None}
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     tensors |= {v: t.to(device) for v, t in graph.constants.items()}

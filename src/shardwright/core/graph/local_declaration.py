@@ -64,8 +64,10 @@ class Declaration:
         """Return the size of each dimension name, from the tensor arguments of a call."""
         return {
             name: size
+            # Not strict: `tensors` may go on with parameters and buffers, which have no entry.
             for entry, tensor in zip(self.inputs, tensors, strict=False)
             for name, size in zip(entry, tensor.shape, strict=True)
+            # A name such as `_h` is never sharded, but its size determines results too.
             if name != "_"
         }
 
@@ -84,4 +86,5 @@ class Declaration:
 
 
 def _get_dim_names(entry: ShapeEntry) -> DimNames:
+    # A number is the size of a dimension that no input has.
     return tuple(None if token[0] == "_" or token.isdigit() else token for token in entry)

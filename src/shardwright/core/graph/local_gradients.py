@@ -50,15 +50,18 @@ class _EmptyResultsFunction(torch.autograd.Function):
         ctx.input_types = [(t.shape, t.dtype, t.device) for t in tensors]
         device = tensors[0].device if tensors else torch.device("meta")
         empty = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results)
+        # Autograd raises if an integer tensor requires a gradient.
         ctx.mark_non_differentiable(*(tensor for tensor in empty if not is_floating(tensor)))
         if saved_bytes is None:
             ctx.save_for_backward(*tensors, *empty)
         else:
+            # Memory in place of the tensors that the code would save, as long as the graph lives.
             ctx.saved = torch.empty(saved_bytes, dtype=torch.uint8, device=device)
         return empty
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # The first two arguments of `forward` are no tensors.
         inputs = zip(ctx.input_types, ctx.needs_input_grad[2:], strict=True)
         return (
             None,
@@ -88,6 +91,7 @@ def connect_unused_inputs(
         tensors: the inputs of the code.
     """
     trained = [tensor for tensor in tensors if tensor.requires_grad]
+    # Without results that require a gradient, no backward pass comes here.
     if not trained or not any(result.requires_grad for result in results):
         return tuple(results)
     reached = reached_by_gradients(results, trained)
@@ -143,6 +147,7 @@ class _ConnectUnusedInputs(torch.autograd.Function):
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         results, unused = tensors[:count], tensors[count:]
         ctx.unused_types = [(t.shape, t.dtype, t.device) for t in unused]
+        # Results that no loss reads pass None on instead of zeros.
         ctx.set_materialize_grads(False)
         # Views, since autograd treats inputs that are returned unchanged specially.
         views = tuple(result.view_as(result) for result in results)
@@ -187,6 +192,7 @@ class _OnEachRankFunction(torch.autograd.Function):
         ctx.runs = {}
         saved: set[int] = set()
         for rank in ranks:
+            # Autograd functions run `forward` without recording, but each rank needs its own graph.
             with on_simulated_rank(rank), torch.enable_grad():
                 inputs = [
                     (tensor if shards is None else shards[rank]).detach()
@@ -211,6 +217,7 @@ class _OnEachRankFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Reading `saved_tensors` runs the hooks that gather parameters again.
         local, _ = [tensors_by_rank(gradient) for gradient in gradients], ctx.saved_tensors
         gradients_of_rank: dict[int, list[Tensor | None]] = {}
         for rank, (inputs, results) in ctx.runs.items():
@@ -222,6 +229,7 @@ class _OnEachRankFunction(torch.autograd.Function):
                 ]
                 trained = [tensor for tensor in inputs if tensor.requires_grad]
                 outputs, output_gradients = [r for r, _ in pairs], [g for _, g in pairs]
+                # Retained, because the caller may run its own backward pass twice.
                 computed = iter(
                     torch.autograd.grad(outputs, trained, output_gradients, retain_graph=True)
                 )
@@ -236,6 +244,7 @@ def record_saved_inputs(
     inputs: Sequence[Tensor], saved: set[int]
 ) -> AbstractContextManager[object]:
     """Return a context that adds the indices of `inputs` that autograd saves to `saved`."""
+    # By storage, since autograd may save a view of an input.
     index_of_storage = {storage_id(tensor): index for index, tensor in enumerate(inputs)}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def function_text(function: Callable[..., Any]) -> str:
         bound = [*map(_format_argument, function.args)]
         bound += [f"{name}={_format_argument(x)}" for name, x in function.keywords.items()]
         return f"{function_text(function.func)}({', '.join(bound)})"
+    # An object with `__call__` has no `__qualname__`.
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -92,6 +93,7 @@ def function_text(function: Callable[..., Any]) -> str:
 def _format_argument(argument: Any) -> str:
     if isinstance(argument, Tensor):
         return f"Tensor {list(argument.shape)}"
+    # The `repr` of other objects may have an address, which differs between ranks.
     is_plain = isinstance(argument, (str, int, float, complex, bool, type(None), torch.dtype))
     return repr(argument) if is_plain else type(argument).__qualname__
 
@@ -113,6 +115,7 @@ class _LocalMapModule:
 
     @classmethod
     def of(cls, module: nn.Module, names: Sequence[Sequence[str]]) -> _LocalMapModule:
+        # By identity, as submodules share one configuration object.
         configs = {id(c): c for each in module.modules() if (c := getattr(each, "config", None))}
         caching = (c for c in configs.values() if getattr(c, "use_cache", None) is True)
         return cls(module, TensorSlots.of(module, names), tuple(caching))
@@ -172,6 +175,7 @@ class ModuleBody:
         changed = {
             index: tensor
             for index, (tensor, before) in enumerate(zip(after, state, strict=True))
+            # Assigned anew, or changed in place.
             if tensor is not before or version(tensor) != versions[index]
         }
         for index, copied in enumerate(copies, self.parameters):
@@ -202,6 +206,7 @@ def _differs_from_earlier_copy(tensor: Tensor, copied: Tensor) -> bool:
     """Whether a tensor differs from an earlier copy; False for a meta or fake tensor."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
+    # Without `nan_to_num`, a NaN would differ from itself.
     return not torch.equal(tensor.detach().nan_to_num(), copied.nan_to_num())
 
 
@@ -339,6 +344,7 @@ class LocalCall:
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if self.sample is None:
             self._check_container(result, len(results))
+        # A buffer that this call did not change keeps its value.
         buffers = [after.get(index, state[index]).detach() for index in self.changed]
         return self._check_results([*results, *buffers], tensors)
 
@@ -371,6 +377,7 @@ class LocalCall:
         if self.autocast is None:
             return nullcontext()
         device_type = tensors[0].device.type
+        # PyTorch has no autocast for the meta device.
         return torch.autocast("cpu" if device_type == "meta" else device_type, self.autocast)
 
     def _infer_local_result_types(
@@ -445,6 +452,7 @@ class LocalCall:
     def _run_on_meta(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return meta or fake results: computed by `sample` if it runs on such tensors, otherwise
         empty tensors of the declared shapes."""
+        # If `saved_bytes` is declared, what the sample saves must not be counted.
         if self.sample is not None and self.saved_bytes is None:
             try:
                 with self._make_dtype_context(tensors):
@@ -483,6 +491,7 @@ def bind_modules(graph: Graph, root: nn.Module) -> Graph:
         if not is_module_call(target):
             return target
         body = target.body
+        # A new cache: that of `body` refers to modules of another model.
         return replace(target, body=replace(body, root=lambda: root, _bound={}))
 
     return replace(graph, ops=tuple(replace(op, target=bind(op.target)) for op in graph.ops))

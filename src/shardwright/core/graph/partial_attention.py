@@ -41,6 +41,7 @@ def partial_attention(
     """
     if _reads_no_key(query, diagonal):
         rows = query.shape[:-1]
+        # Merged with other parts, a log-sum-exp of -inf has weight 0.
         empty_lse = query.new_full(rows, -torch.inf, dtype=_choose_compute_dtype(query.dtype))
         return query.new_zeros(*rows, value.shape[-1]), empty_lse
     key, value = _repeat_heads(query, key, value)
@@ -50,6 +51,8 @@ def partial_attention(
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, scale=scale
             )
+            # Contiguous, as `register_fake` declares the results; flash kernels return other
+            # strides.
             return out.contiguous(), lse.contiguous()
         out, lse, *_ = aten._flash_attention_forward(
             *(each.transpose(1, 2) for each in (query, key, value)),
@@ -182,6 +185,7 @@ def _get_scale(query: Tensor, scale: float | None) -> float:
 
 
 def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    # Scores and sums in at least float32, in which flash kernels accumulate too.
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
@@ -199,6 +203,7 @@ def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, diagonal: int | No
     if diagonal is not None and (diagonal or query.shape[-2] != key.shape[-2]):
         return False
     if query.is_cpu:
+        # PyTorch's CPU kernel needs values of the size of the queries.
         return value.shape[-1] == query.shape[-1]
     return has_flash(query, value)
 

@@ -115,6 +115,7 @@ class PythonCall:
         results: list[Any] = []
         for index, source in enumerate(self.outputs):
             if source is None:
+                # Not yet known if it comes from a tensor; it is then set below.
                 results.append(numbers.get(self.numbers.outputs[index]))
             else:
                 results.append(buffers[source] if isinstance(source, str) else outputs[source])

@@ -73,6 +73,7 @@ class _OperatorKey:
 
     @classmethod
     def of(cls, op: Op) -> _OperatorKey:
+        # As text, because lists among the arguments have no hash.
         return cls(
             op.target, repr(pytree.tree_map_only(Value, _get_value_type, (op.args, op.kwargs))), op
         )
@@ -201,6 +202,7 @@ def returned_before_update(graph: Graph) -> frozenset[Value]:
     if not updated:
         return updated
     buffer_of = {buffer: buffer for buffer in updated} | view_bases(graph, updated)
+    # An update of a buffer by its old value changes nothing.
     results = (*graph.output_values, *(value for before, value in graph.updates if value != before))
     return frozenset(buffer_of[value] for value in results if value in buffer_of)
 
@@ -223,6 +225,7 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
                 fakes[value] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
             return fakes[value]
 
+        # In execution order, so that views of views are found.
         for op in graph.ops:
             if not op.inputs or op.inputs[0] not in base_of or not _may_return_view(op):
                 continue

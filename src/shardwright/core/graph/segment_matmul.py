@@ -33,7 +33,8 @@ def segment_matmul(rows: Tensor, matrices: Tensor, ends: Tensor, tail: bool = Fa
         out = rows.new_empty(rows.shape[0], matrices.shape[2])
         for group, group_rows in _iterate_group_slices(ends):
             torch.mm(rows[group_rows], matrices[group], out=out[group_rows])
-    # The kernels leave rows behind the last group unwritten.
+    # The kernels leave rows behind the last group unwritten. Only with a tail, as `int` waits for
+    # the device.
     if tail:
         out[int(ends[-1]) :] = 0
     return out
@@ -44,6 +45,7 @@ def _sum_outer_products(rows: Tensor, gradients: Tensor, ends: Tensor) -> Tensor
     """Sum the outer products of the rows of each group: `[groups, inner, columns]`."""
     if _has_grouped_kernel(rows, gradients):
         return F.grouped_mm(rows.mT, gradients, offs=ends)
+    # A group without rows gets a gradient of zeros.
     out = rows.new_zeros(ends.shape[0], rows.shape[1], gradients.shape[1])
     for group, group_rows in _iterate_group_slices(ends):
         torch.mm(rows[group_rows].mT, gradients[group_rows], out=out[group])
@@ -65,6 +67,7 @@ def _has_grouped_kernel(*tensors: Tensor) -> bool:
 def _iterate_group_slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield the index and the row slice of each non-empty group."""
     start = 0
+    # One transfer to the host for all groups.
     for group, end in enumerate(ends.tolist()):
         if end > start:
             yield group, slice(start, end)
@@ -89,6 +92,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _matmul_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     rows, matrices, ends = ctx.saved_tensors
     needs_grad = ctx.needs_input_grad
+    # The gradient of a sum is an expanded tensor, with strides of 0.
     gradient = gradient.contiguous()
     grad_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if needs_grad[0] else None
     grad_matrices = _sum_outer_products(rows, gradient, ends) if needs_grad[1] else None

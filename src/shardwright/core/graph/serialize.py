@@ -104,6 +104,7 @@ class _GraphWriter:
         self._value_indices: dict[Value, int] = {}
 
     def write(self, obj: Any) -> Any:
+        # Exact types: an `IntEnum` would be read as an int.
         if type(obj) in _JSON_TYPES:
             return obj
         if isinstance(obj, Value) and obj in self._value_indices:
@@ -113,10 +114,12 @@ class _GraphWriter:
                 return [name, to_text(obj)]
         if isinstance(obj, (Value, Op, Graph, WholeBatch)):
             if isinstance(obj, Value):
+                # Values contain no other values, so the reader numbers them in the same order.
                 self._value_indices[obj] = len(self._value_indices)
             contents: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
             return [type(obj).__name__, *map(self.write, contents)]
         if isinstance(obj, dict):
+            # A flat list, because the keys of JSON objects are strings.
             return ["dict", *(self.write(entry) for item in obj.items() for entry in item)]
         # Only exact types: a named tuple would be read as a tuple.
         if isinstance(obj, list) or type(obj) in (tuple, torch.Size):
@@ -200,6 +203,7 @@ def _decode_tensor(text: str) -> Any:
     return torch.load(BytesIO(base64.b64decode(text)), weights_only=True)
 
 
+# Only functions that are defined in `custom_ops`, not those that it imports.
 _FUNCTIONS_BY_NAME = {
     name: each
     for name, each in vars(custom_ops).items()

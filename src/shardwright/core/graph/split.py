@@ -105,6 +105,7 @@ def _find_recomputable_activations(graph: Graph, random: frozenset[str]) -> froz
     repeatable = {
         value
         for value in (*graph.input_values, *graph.buffers, *graph.constants)
+        # A buffer that is updated may have changed before another chunk reads it.
         if not value.requires_grad and value not in updated
     }
     for op in graph.ops:
@@ -124,6 +125,7 @@ def _group_ops_by_chunk(
     ops_of_chunk: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
     repeatable_ops: list[tuple[int, Op]] = []
     for index, op in enumerate(graph.ops):
+        # Either all outputs of an operator are repeatable or none.
         if op.outputs[0] in repeatable:
             repeatable_ops.append((index, op))
         else:
@@ -132,6 +134,7 @@ def _group_ops_by_chunk(
         needed = {value for _, op in ops for value in op.inputs}
         # Backwards, so that the producers of recomputed values are added too.
         for index, op in reversed(repeatable_ops):
+            # Only its own chunk returns the value or assigns it to a buffer.
             returned = chunk_of[op.name] == chunk_index and any(v in results for v in op.outputs)
             if returned or any(value in needed for value in op.outputs):
                 ops.append((index, op))
@@ -147,6 +150,7 @@ def _check_buffer_updates(graph: Graph, chunk_of: Mapping[str, int]) -> None:
     """
     for buffer, value in graph.updates:
         producer = graph.producer.get(value)
+        # The new value is an input or another buffer, which no chunk computes.
         if producer is None:
             continue
         for op, _ in graph.consumers[buffer]:
@@ -184,6 +188,7 @@ def _find_crossing_values(
     if graph.loss is not None and graph.loss in graph.producer:
         # The backward pass of a pipeline starts in the last chunk, so the loss must arrive there.
         last[graph.loss] = max(chunk_of.values())
+    # In execution order, so that sender and receiver list the values in one order.
     crossing = {}
     for op in graph.ops:
         for value in op.outputs:
