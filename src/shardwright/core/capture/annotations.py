@@ -116,6 +116,7 @@ class OperatorArguments:
 def attach(module: nn.Module, tag: Any) -> None:
     """Attach `tag` to a module, replacing a tag of the same type; copies of the module have the tag
     too."""
+    # A new dictionary: a shallow copy of the module shares the old one.
     setattr(module, _KEY, {**vars(module).get(_KEY, {}), type(tag).__name__: tag})
 
 
@@ -131,6 +132,7 @@ def module_tags(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 def trace_tags(twin: nn.Module, root: nn.Module) -> None:
     """Apply the `ModuleTag`s of the model `root` to `twin`, the copy of the model that will be
     traced."""
+    # Each shared module once, at its first path, since `trace` wraps `forward`.
     for path, module in twin.named_modules():
         for tag in vars(module).get(_KEY, {}).values():
             if isinstance(tag, ModuleTag):
@@ -143,6 +145,7 @@ def tagging(tag: Any) -> Iterator[None]:
 
     The tag replaces a tag of the same type from an outer context.
     """
+    # One key per class of tag: `annotate` restores the outer value of the key on exit.
     with traceback.annotate({f"{_KEY}.{type(tag).__name__}": tag}):
         yield
 
@@ -165,12 +168,14 @@ def preserve_tags() -> AbstractContextManager[None]:
 
 def tags_of(node: fx.Node) -> tuple[Any, ...]:
     """Return the tags of a traced operator."""
+    # User code may annotate nodes too, under keys of its own.
     annotations = node.meta.get("custom") or {}
     return tuple(tag for key, tag in annotations.items() if key.startswith(f"{_KEY}."))
 
 
 def add_tag(node: fx.Node, tag: Any) -> None:
     """Tag a traced operator."""
+    # A new dictionary: `fx.Graph.node_copy` and `fx_nodes.call` share `custom` between nodes.
     node.meta["custom"] = {**node.meta.get("custom", {}), f"{_KEY}.{type(tag).__name__}": tag}
 
 
@@ -184,6 +189,7 @@ def retag(node: fx.Node, old: Any, new: Any = None) -> None:
 
 def call_tags(graph: fx.Graph) -> tuple[tuple[Any, str], ...]:
     """Return each tag in the graph once, with the source line of its first operator."""
+    # By identity: each call has a tag object of its own.
     calls: dict[int, tuple[Any, str]] = {}
     for node in graph.nodes:
         for tag in tags_of(node):

@@ -36,6 +36,7 @@ class ArgumentContainers:
         is_object = pytree.is_registered_object(value)
         if is_object or isinstance(value, (*_CONTAINERS, tuple)):
             held = contents_of(value)
+            # A tuple cannot change, but the containers inside of it can.
             if is_object or not isinstance(value, tuple):
                 self._before.append((path, value, held))
             for key, item in held.items():
@@ -54,15 +55,19 @@ class ArgumentContainers:
         for path, container, before in self._before:
             by_name = type(container) in (dict, OrderedDict)
             contents = contents_of(container)
+            # Also keys that are gone, with the value `MISSING`.
             for key, now in {
                 **contents,
                 **dict.fromkeys(before.keys() - contents, MISSING),
             }.items():
                 old = before.get(key, MISSING)
+                # A removed entry prepares a batch; a removed attribute changes an object.
                 if now is MISSING and not pytree.is_registered_object(container):
                     continue
                 prepared = by_name and isinstance(now, Tensor)
+                # An `After` is the order of an `OrderedDict`, which each prepared entry may change.
                 prepared |= isinstance(key, After)
+                # Traced tensors have no values to compare: another tensor object is a change.
                 if not prepared and not is_same(old, now, lambda before_call, other: False):
                     where = f"{path}[{key!r}]" if by_name else path
                     return located(

@@ -69,6 +69,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 def content(value: Any) -> Hashable:
     """Return a fingerprint of an attribute's value, equal as long as the value is unchanged."""
     if isinstance(value, _PLAIN):
+        # With the type, because 1 == 1.0 == True.
         return type(value).__name__, value
     if isinstance(value, nn.Parameter):
         return "parameter", id(value)
@@ -84,6 +85,7 @@ def content(value: Any) -> Hashable:
         return "dict", *((content(key), content(item)) for key, item in value.items())
     if isinstance(value, (set, frozenset)):
         return "set", frozenset(map(content, value))
+    # Modules and classes count by identity; `ReachableState` compares their attributes.
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         inner = vars(value).items()
         return (
@@ -105,6 +107,7 @@ def variables_at(modules: Mapping[str, nn.Module], path: str) -> dict[str, Any]:
     if path.startswith(GLOBALS):
         return globals_of(path)
     if path.startswith(BUFFERS):
+        # `modules` may be those of another model than the captured one (`has_attributes`).
         bearer = modules.get(path.removeprefix(BUFFERS))
         held: dict[str, Any] = {} if bearer is None else own_buffers(bearer)
         return held
@@ -119,6 +122,7 @@ def variable(modules: Mapping[str, nn.Module], path: str, name: str) -> Any:
     variables = variables_at(modules, path)
     if name in variables or path.startswith((GLOBALS, BUFFERS)):
         return variables.get(name, MISSING)
+    # Methods and properties of a class are code rather than state.
     of_class = getattr(type(modules[path]), name, MISSING)
     return of_class if isinstance(of_class, (*_PLAIN, tuple)) else MISSING
 
@@ -134,6 +138,7 @@ def state_text(path: str, value: Any) -> str:
     """Return dtype, shape and hash of a buffer with data; for other values, `plain_text(value)`."""
     if not path.startswith(BUFFERS) or type(value) is not Tensor or value.is_meta:
         return plain_text(value)
+    # Hashed as bytes, because numpy has no bfloat16.
     held = value.detach().cpu().contiguous()
     digest = hashlib.sha256(held.flatten().view(torch.uint8).numpy().tobytes())
     return f"{held.dtype} {tuple(held.shape)} {digest.hexdigest()[:16]}"
@@ -166,6 +171,7 @@ def attribute_texts(
             state_text(path, variable(modules, path, name)),
         )
         for path, name in read
+        # A path that this model lacks has no entry, and so differs from the captured entries.
         if path in modules or path.startswith((GLOBALS, BUFFERS))
     )
     structure = ("", CLASSES, hashlib.sha256(classes.encode()).hexdigest()[:16])
@@ -180,6 +186,7 @@ def _get_qualified_class_name(module: nn.Module) -> str:
 def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]) -> bool:
     """Return whether a module has the same attributes, hooks and submodule classes as at its
     capture."""
+    # `attribute_texts` adds the entries of hooks and classes by itself.
     of_attributes = [entry for entry in captured if entry[1] not in OF_MODULES]
     read = [(path, name) for path, name, value in of_attributes if value != SET]
     written = [(path, name) for path, name, value in captured if value == SET]
@@ -189,6 +196,8 @@ def has_attributes(module: nn.Module, captured: tuple[tuple[str, str, str], ...]
 def _compute_shallow_fingerprint(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_compute_shallow_fingerprint, value)
+    # Other objects by identity: they may refer to each other in circles, and `ReachableState`
+    # compares their contents.
     plain = isinstance(value, (*_PLAIN, Tensor, np.ndarray))
     return content(value) if plain else ("object", id(value))
 
@@ -233,6 +242,7 @@ class TracedAttributes:
         self.filled: dict[str, str] = {}
         self._record_state()
         self.reads: dict[tuple[str, str], None] = dict.fromkeys(globals_read(module))
+        # After `_record_state`, which collects the code objects.
         self.reads |= dict.fromkeys(modes_read(self._reachable.codes))
         self._record_globals()
 
@@ -252,6 +262,7 @@ class TracedAttributes:
         in closures, refer to the traced copy."""
         references = OuterReferences(original, self._module, self._reachable, follow_ids=True)
         with references.leading_to_copy() as any_found:
+            # The fingerprints of containers with redirected references are outdated.
             if any_found:
                 self._record_state()
                 self._record_globals()
@@ -273,13 +284,18 @@ class TracedAttributes:
 
         def read(module: nn.Module, name: str) -> Any:
             path = self._paths.get(id(module))
+            # Code that reads `__dict__`, as `vars(self)` does, may depend on every attribute.
             if path is not None and name == "__dict__" and _is_user_code(sys._getframe(1)):
                 self._read_as_dict[path] = None
                 names = vars(module).keys() - OF_TORCH
+                # Sorted: the order of a set differs between processes, and `Graph.attributes` keeps
+                # this order.
                 unset = ((path, each) for each in sorted(names) if (path, each) not in self.writes)
                 self.reads.update(dict.fromkeys(unset))
             if path is not None and name not in OF_TORCH and (path, name) not in self.writes:
                 variables = object.__getattribute__(module, "__dict__")
+                # A missing attribute counts as read: `hasattr`, or `getattr` with a default,
+                # depends on it.
                 if name in variables or not (
                     name.startswith("__") or self._is_module_member(module, name)
                 ):
@@ -290,10 +306,12 @@ class TracedAttributes:
             path = self._paths.get(id(module))
             set_attribute(module, name, value)
             if path is not None and name in vars(module) and name not in OF_TORCH:
+                # An attribute that the read `__dict__` did not contain: its absence was read.
                 if path in self._read_as_dict and (path, name) not in self.writes:
                     self.reads[path, name] = None
                 if (path, name) not in self.reads:
                     self.writes[path, name] = None
+                # Only noted here, as `forward` may restore the value; `_check_variables` decides.
                 elif content(value) != self._before[path].get(name):
                     self._lines.setdefault((path, name), current_line())
 
@@ -309,8 +327,10 @@ class TracedAttributes:
             registered.begin()
             self._process = ProcessState()
 
-        # What is changed in place is seen before `torch.export` undoes it.
+        # Checked in hooks, right after `forward`: once the trace ends, `torch.export` has undone
+        # in-place changes.
         handles = (
+            # First of all pre-hooks, as the user's own may change attributes and arguments too.
             root.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
             root.register_forward_hook(lambda _, args, result: registered.update(result)),
             root.register_forward_hook(lambda *_: self._check_variables(known_values)),
@@ -323,6 +343,7 @@ class TracedAttributes:
         finally:
             for handle in handles:
                 handle.remove()
+            # Deleted rather than restored: `nn.Module` inherits this method from `object`.
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
 
@@ -334,6 +355,7 @@ class TracedAttributes:
         try:
             yield
         except BaseException:
+            # A trace that succeeds leaves new entries of caches only (`filled`), which stay.
             self._at_first.restore()
             raise
         finally:
@@ -357,6 +379,7 @@ class TracedAttributes:
         """
         if not self._filled:
             return
+        # Compared with the state after the first trace, in which a cache is full.
         self._is_second, self._reachable = True, ReachableState(self._module)
         # `torch.export` rebuilds objects in attributes whose classes are pytree nodes.
         for path, child in self._by_path.items():
@@ -369,6 +392,8 @@ class TracedAttributes:
             raise
         except Exception as error:
             raise self._make_state_change_error(self._filled[0]) from error
+        # `code` is the generated Python: operators and arguments in order, without values of
+        # tensors.
         if second.graph_module.code != traced.graph_module.code:
             raise self._make_state_change_error(self._filled[0])
 
@@ -379,6 +404,8 @@ class TracedAttributes:
                 before, after = self._before[path].get(name), content(variables[name])
                 if before == after:
                     continue
+                # Filled by the first call, like `problem_type` of a configuration of
+                # `transformers`.
                 if (names := replaced_none(before, after)) is not None:
                     where = f"{path}.{name}".removeprefix(".")
                     held = vars(variables[name])
@@ -386,12 +413,15 @@ class TracedAttributes:
                         {f"attribute '{where}.{n}'": held[n] for n in names}, values
                     )
                     continue
+                # Only new entries in the first trace make a cache; the second one must add none.
                 is_cache = path.startswith(GLOBALS) and only_adds_entries(before, after)
                 if self._is_second or not is_cache or has_unknown_values(variables[name], values):
                     raise self._make_variable_change_error(path, name)
                 where = f"global variable {{}} of {path.removeprefix(GLOBALS)}"
                 self._filled.append(Change(StateLocation(where, name), variables[name], adds=True))
+                # The second trace must find this state.
                 self._before[path][name] = after
+        # Changes that `__setattr__` does not see: through `__dict__`, or by `object.__setattr__`.
         for path, before_call in self._at_begin.items():
             attributes = vars(self._by_path[path])
             self._record_added_attributes(
@@ -399,6 +429,7 @@ class TracedAttributes:
             )
             for name in before_call.keys() - OF_TORCH:
                 value = attributes.get(name, MISSING)
+                # None may be filled by the first call.
                 if value is before_call[name] or before_call[name] is None:
                     continue
                 unseen = (path, name) not in self.reads and (path, name) not in self.writes
@@ -426,7 +457,7 @@ class TracedAttributes:
 
     def _record_filled_values(self, filled: Mapping[str, Any], values: KnownValues) -> None:
         for location, value in filled.items():
-            # The positions of several new elements of one list have one location.
+            # Concatenated: all new elements of a list have the location of the list.
             new_text = f"{self.filled.get(location, '')}{value_text(value, values)}"
             self.filled[location] = new_text
 
@@ -455,7 +486,8 @@ class TracedAttributes:
                 raise self._make_state_change_error(change)
             self._filled.append(change)
             self._record_filled_values({str(change.location): change.value}, values)
-        # Of a tensor that the first trace has computed and kept, the second reads the values.
+        # Where the first trace stored a computed tensor, the second reads it instead of computing
+        # it, so the two graphs differ; that state is unchanged must do.
         if self._is_second and any(
             True for change in self._filled for _ in tensors_inside(change.value)
         ):
@@ -465,6 +497,8 @@ class TracedAttributes:
         names = {name for code in self._iterate_forward_codes for name in code.co_names}
         for changed in self._process.changes():
             name, readers = changed.setting.name, changed.setting.readers
+            # The setting changes no operator (warning filters, log levels), and `forward` never
+            # reads it.
             if readers and names.isdisjoint(readers):
                 continue
             word = name.rpartition(".")[2]
@@ -481,6 +515,7 @@ class TracedAttributes:
         else:
             where = f"{path}.{name}" if path else name
             what = f"attribute {where!r} of a {type(self._by_path[path]).__name__}"
+        # The line of the assignment itself is better than a guess from the code objects.
         if line := self._lines.get((path, name)):
             return LocatedError(f"{line}: {_format_change(what)}")
         return located(self._iterate_forward_codes, name, _format_change(what))
@@ -492,6 +527,7 @@ class TracedAttributes:
     @staticmethod
     def _is_module_member(module: nn.Module, name: str) -> bool:
         """Whether `name` is a method, property, parameter, buffer or submodule."""
+        # The default "" is plain: a name that the class lacks is no member of it.
         if not isinstance(getattr(type(module), name, ""), (*_PLAIN, tuple)):
             return True
         tensors = (vars(module)[registry] for registry in ("_parameters", "_buffers", "_modules"))

@@ -97,6 +97,7 @@ class Autocast:
     @classmethod
     def around(cls, device: torch.device) -> Autocast:
         """Return the current autocast state for `device`; its `device_type` is None on meta."""
+        # A model without data may run on any device: its autocast regions tell which.
         if device.type == "meta":
             return cls(None)
         within = torch.is_autocast_enabled(device.type)
@@ -142,6 +143,7 @@ class TracedRegions:
     @property
     def device_type(self) -> str | None:
         """Device type of the captured enabled autocast regions; None if no region was enabled."""
+        # None makes the graph valid for every device (`acts_as`).
         return self._device_type or CPU if self._any_enabled else None
 
     def enter(self, region: torch.autocast, enabled: bool, enter: Callable[[Any], Any]) -> Any:
@@ -156,12 +158,15 @@ class TracedRegions:
             CaptureError: for an accelerator whose operator lists differ from the lists of CUDA.
         """
         (named, _), stack = autocast_state_of(region), ExitStack()
+        # Saved, as one object may be entered again: a decorator enters it in each call.
         self._entered.append((autocast_state_of(region), stack))
         self._any_enabled |= enabled
+        # On the meta device, the first enabled region names the device.
         if self._device_type is None and enabled and named != CPU:
             self._device_type = named
         on = self._device_type or CPU
-        # A model that asks a tensor for its device is told "cpu".
+        # A region for "cpu" counts as one for the model's device, since traced tensors are on the
+        # CPU and `torch.autocast(x.device.type)` names it.
         if named not in (CPU, on):
             return enter(region)
         if on != CPU and enabled:
@@ -171,9 +176,11 @@ class TracedRegions:
                     "convert the model to the lower precision"
                 )
             stack.enter_context(autocast_kernels(kernels_like_cuda()))
+        # The traced tensors are on the CPU, so only CPU autocast casts them.
         set_autocast_state(region, (CPU, enabled))
         result = enter(region)
         if on != CPU:
+            # Code of the model may ask `torch.is_autocast_enabled("cuda")`.
             stack.enter_context(_report_autocast_state(on, enabled, region.fast_dtype))
         return result
 
@@ -207,12 +214,15 @@ def traced_autocast(autocast: Autocast) -> Iterator[TracedRegions]:
 
     def init(region: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
+            # Without an accelerator here, `torch.autocast("cuda")` warns and disables itself.
             if autocast.device_type != CPU:
-                warnings.simplefilter("ignore")  # That there is no accelerator here.
+                warnings.simplefilter("ignore")
             begin(region, device_type, *args, **kwargs)
+        # The `enabled` that the model passes: (dtype, enabled, …) follow the device type.
         region.asked = args[1] if len(args) > 1 else kwargs.get("enabled", True)
 
     def entered(region: Any) -> Any:
+        # A region created before the trace, such as a decorator, has no `asked`.
         return regions.enter(region, getattr(region, "asked", autocast_state_of(region)[1]), enter)
 
     def exited(region: Any, *error: Any) -> Any:
@@ -246,6 +256,7 @@ def _report_autocast_state(device_type: str, enabled: bool, dtype: torch.dtype) 
 @cache
 def kernels_like_cuda() -> dict[str, Callable[..., Any]]:
     """Return kernels by operator name that give CPU autocast the behavior of CUDA autocast."""
+    # No operator is cast as on the CPU; then those of CUDA's lists are cast as on CUDA.
     kernels = dict.fromkeys(operators_with_autocast("AutocastCPU"), fallthrough_kernel)
     for names, cast in (
         (LOWER, _cast_to_lower_precision),
@@ -272,11 +283,13 @@ def _cast_to_lower_precision(op: OpOverload, args: Any, kwargs: Any) -> Any:
 def _cast_to_float32(op: OpOverload, args: Any, kwargs: Any) -> Any:
     names = (argument.name for argument in schema_of(op).arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # `fp32_set_opt_dtype` in PyTorch's `autocast_mode.h`: a `dtype` that the call passes wins.
     return (args, kwargs) if given.get("dtype") else _cast_arguments(torch.float32, args, kwargs)
 
 
 def _cast_to_widest_dtype(op: OpOverload, args: Any, kwargs: Any) -> Any:
     dtypes = {leaf.dtype for leaf in pytree.tree_leaves((args, kwargs)) if _is_castable(leaf)}
+    # `promote` in `autocast_mode.h`: the lower precision unless an argument has float32.
     wide = torch.float32 in dtypes
     return _cast_arguments(torch.float32 if wide else torch.get_autocast_dtype(CPU), args, kwargs)
 
@@ -286,4 +299,5 @@ def _cast_arguments(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
 
 
 def _is_castable(leaf: object) -> bool:
+    # Autocast leaves float64 alone.
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype is not torch.float64

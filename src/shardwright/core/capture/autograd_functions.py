@@ -69,13 +69,14 @@ def _trace_autograd_function(
 ) -> Any:
     if function is CheckpointFunction:
         return _run_checkpointed(args)
+    # Functions of PyTorch and Shardwright themselves: the trace records the operators they call.
     if function.__module__.partition(".")[0] in ("torch", "shardwright"):
         return original()
     differentiable = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-    # Inside of a transform, what an outer one differentiates does not seem to require a gradient.
+    # Inside a function transform, `requires_grad` is False for what an outer one differentiates.
     if torch.is_grad_enabled() and (differentiable or in_transform()):
         return traced(function, args, kwargs)
-    # Tensors of a closure get no gradient either.
+    # `apply` runs `forward` without autograd: tensors that it reads from a closure get no gradient.
     with torch.no_grad():
         return original()
 
@@ -99,13 +100,14 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
         CaptureError: if the gradients cannot be captured.
     """
     types = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
-    # In a thread of its own none of the modes of a capture is active.
+    # In a new thread, where no dispatch or function mode of the capture is active.
     with ThreadPoolExecutor(1) as thread:
         tried = thread.submit(trial, function, args, kwargs, types).result()
     if tried.method == OPERATORS:
         return _differentiate_operators(function, args, kwargs)
     if tried.method != FACTOR:
         result, problem = None, tried.problem
+        # The replicated operator mutates no argument, and has no rule for function transforms.
         if problem != CHANGES_INPUT and not in_transform():
             result, problem = traced_in_full(function, args, kwargs)
         if problem:
@@ -114,12 +116,14 @@ def traced(function: type[Function], args: Sequence[Any], kwargs: Mapping[str, A
                 f"`{function.__qualname__}`: {problem}\n{_REMEDY}"
             )
         return result
+    # The factor is detached, so a second derivative would miss its dependence on the input.
     if tried.is_curved and in_differentiating_transform():
         raise CaptureError(second_derivative(function.__qualname__))
     result = _multiply_by_factor(function, args, kwargs)
     mode = get_proxy_mode()
     if tried.is_curved and mode is not None:
         last = next(iter(reversed(mode.tracer.graph.nodes)))
+        # `gradients` refuses a second derivative through this node.
         last.meta[CUSTOM_GRADIENT] = function.__qualname__
     return result
 
@@ -135,9 +139,11 @@ def second_derivative(name: str) -> str:
 def _multiply_by_factor(
     function: type[Function], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
+    # Detached: the gradient flows through the factors alone.
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
     y, backward, _ = called(function, detached, kwargs)
     zeros = [
+        # Zero in the forward pass, with the derivative `factor` with respect to `x`.
         ((x - x.detach()) * factor.detach()).to(y.dtype)
         for x, factor in zip(args, backward(torch.ones_like(y)), strict=True)
         if factor is not None

@@ -47,6 +47,7 @@ def settle_boundaries(graph: fx.Graph) -> None:
             results.
     """
     aliases: dict[PinnedCall, list[tuple[fx.Node, CandidateBoundary]]] = defaultdict(list)
+    # Nodes by the `id()` of their tag, one tag object per call.
     inside: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         for tag in tags_of(node):
@@ -58,11 +59,13 @@ def settle_boundaries(graph: fx.Graph) -> None:
         nodes = [node for node in inside[id(call.tag)] if node not in alias_nodes]
         single = _find_single_operator(nodes)
         is_one = single is not None
+        # A single operator takes the pin itself, whether or not it fits arguments and results.
         if single is None and call.problems:
             raise StrategyError(call.problems[0])
         arguments = {node: tag.argument for node, tag in candidates if tag.argument is not None}
         if single is not None and arguments:
             add_tag(single, OperatorArguments(_match_arguments(single, arguments)))
+        # The tag stays only on a single operator that it pins: several would each be pinned.
         for node in () if is_one and call.is_pin else inside[id(call.tag)]:
             retag(node, call.tag)
         for node, tag in candidates:
@@ -78,8 +81,9 @@ def _find_single_operator(nodes: Sequence[fx.Node]) -> fx.Node | None:
     """Return the only operator among the nodes of a call; None if there are several, or none."""
     operators = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
     computing = [node for node in operators if not _only_moves_or_casts(node)]
-    # Operators that create constants do not count, unless the call has no others.
+    # Operators without inputs create constants, and count only if the call has no others.
     computing = [node for node in computing if node.all_input_nodes] or computing
+    # A bias addition or an activation beside one matrix product leaves it the operator of the call.
     main = [node for node in computing if _is_main_operator(node)]
     for candidates in (main, computing) if computing else (operators,):
         if len(candidates) == 1:
@@ -98,6 +102,7 @@ def _match_arguments(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[s
     names: list[str | None] = []
     for source in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(source, fx.Node):
+            # Through casts, since the pin is of the argument that the user passed.
             while source not in arguments and source.target in _CASTS:
                 source = source.all_input_nodes[0]
             names.append(arguments.get(source))
@@ -105,7 +110,7 @@ def _match_arguments(node: fx.Node, arguments: Mapping[fx.Node, str]) -> tuple[s
 
 
 def _is_main_operator(node: fx.Node) -> bool:
-    # A mixture of experts: until `canonicalize`, the operators of its gate are separate nodes.
+    # The operators of the gate of `shardwright::experts` are separate nodes until `canonicalize`.
     ours = isinstance(node.target, OpOverload) and node.target.namespace == "shardwright"
     return ours or node.target in MAIN
 

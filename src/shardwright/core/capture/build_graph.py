@@ -89,12 +89,14 @@ def build_graph(
     tensors = [leaf for leaf in outputs if is_tensor(leaf)]
     # After the leaves of the result come tensors that `forward` leaves in Python objects.
     losses = _find_losses(graph, signature, sources, outputs[: signature.out_spec.num_leaves])
+    # Without a loss the caller computes one, and may differentiate every output.
     trained = nodes_with_gradients(graph, sources, losses or tensors)
     values = _ValueTable(signature, trained, nodes_with_gradients(graph, sources, tensors))
 
     stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
 
     def used(named: dict[str, str], origin: Origin) -> tuple[Value, ...]:
+        # Unused parameters and buffers have no value in the graph.
         used_nodes = [
             (name, node) for name, node in named.items() if nodes[node].users or node in updates
         ]
@@ -155,9 +157,11 @@ def _find_losses(
     """
     differentiable = differentiable_from(graph, sources)
     leaves = (leaf for leaf in outputs if is_tensor(leaf) and node_shape(leaf) == ())
+    # One scalar may be returned twice.
     scalars = list(dict.fromkeys(leaf for leaf in leaves if leaf in differentiable))
     fakes = [tensor(leaf) if is_tensor(leaf) else leaf for leaf in outputs]
     result = pytree.tree_unflatten(fakes, signature.out_spec)
+    # The fake tensors themselves are in `result`, so that the loss is found by identity.
     named = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if not scalars:
         return []
@@ -181,6 +185,7 @@ class _ValueTable:
         self.requires_grad = requires_grad
         self.differentiable = differentiable
         self.values: dict[fx.Node, Value] = {}
+        # Reserved for parameters and buffers, whose names are the user's; others get a suffix.
         self.names: set[str] = {*signature.parameters, *signature.buffers}
 
     def add(
@@ -226,6 +231,7 @@ class _ValueTable:
         if is_tensor(node):
             return (self.add(node, name, Origin.ACTIVATION),)
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        # One value per tensor result, even if no operator reads it.
         results = []
         for index, fake in enumerate(node.meta["val"]):
             if not isinstance(fake, torch.Tensor):
@@ -266,9 +272,11 @@ def input_names(call: CapturedCall) -> list[str]:
         ),
         None,
     )
+    # Positional arguments from this index on are elements of `*args`.
     num_positional = positional.index(variadic) if variadic in positional else len(positional)
     names = []
     for path, _ in pytree.tree_flatten_with_path((call.args, call.kwargs))[0]:
+        # `path[0]` distinguishes args and kwargs, `path[1]` is the argument in them.
         first, suffix = path[1], pytree.keystr(path[2:])
         if isinstance(first, pytree.SequenceKey):
             index = first.idx

@@ -50,12 +50,15 @@ _CREATION_KWARGS = ("device", "pin_memory", "layout")
 def canonicalize(graph: fx.Graph) -> None:
     """Canonicalize the graph in place."""
     for node in list(graph.nodes):
+        # A rewrite may have erased a later node, as the elements of `broadcast_tensors`.
         if node.op != "call_function" or is_erased(node):
             continue
         if isinstance(node.target, OpOverload):
+            # The trace has checked shapes and dtypes; a captured model checks no values.
             if schema_of(node.target).name.removeprefix("aten::") in _ASSERTIONS:
                 graph.erase_node(node)
                 continue
+            # A program creates tensors on the device of its rank, whatever device the trace names.
             node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _CREATION_KWARGS}
             if torch.Tag.view_copy in node.target.tags:
                 node.target = _get_view_operator(node.target)
@@ -97,6 +100,7 @@ def insert_reshape(node: fx.Node, sizes: tuple[int, ...], before: fx.Node) -> fx
 
 def insert_permute(node: fx.Node, dims: tuple[int, ...], before: fx.Node) -> fx.Node:
     """Insert a permute of `node` before `before`, merged with permutes that produced `node`."""
+    # Dimension i of the result is dimension dims[i] of `node` and inner[dims[i]] of its input.
     while (inner := permutation(node)) is not None:
         node = node.args[0]  # type: ignore[assignment]
         dims = tuple(inner[d] for d in dims)
@@ -151,6 +155,7 @@ def _remove_alias(node: fx.Node) -> fx.Node | None:
     aten.positive.default,
 )
 def _remove_copy(node: fx.Node) -> fx.Node:
+    # No operator of a functional graph writes into memory, so a copy equals its source.
     return _get_first_input(node)
 
 
@@ -193,6 +198,7 @@ def _rewrite_cast(node: fx.Node) -> fx.Node | None:
     source, dtype = _get_first_input(node), tensor(node).dtype
     if tensor(source).dtype == dtype:
         return source
+    # Already canonical; `copy`, `non_blocking` and `memory_format` change no value.
     if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
         return None
     return insert(node, aten.to.dtype, (source, dtype))
@@ -221,11 +227,13 @@ def _rewrite_permute(node: fx.Node) -> fx.Node | None:
     source = _get_first_input(node)
     if (dims := permutation(node)) is None:
         rank = len(node_shape(node))
+        # The sizes 2, 3, 4, … of a meta tensor show which dimension moves where.
         order = torch.empty(tuple(range(2, 2 + rank)), device="meta")
         moved = node.target(order, *node.args[1:])  # type: ignore[operator]
         dims = tuple(size - 2 for size in moved.shape)
         if node.target in (aten.t.default, aten.mT.default) and rank >= 2:
             return insert(node, aten.transpose.int, (source, rank - 2, rank - 1))
+    # Already canonical: nothing to merge, and not the identity.
     elif permutation(source) is None and dims != tuple(range(len(dims))):
         return None
     return insert_permute(source, dims, node)
@@ -235,11 +243,13 @@ def _rewrite_permute(node: fx.Node) -> fx.Node | None:
 def _rewrite_slice(node: fx.Node) -> fx.Node:
     source, arguments = _get_first_input(node), node_arguments(node)
     dim = arguments["dim"] % len(node_shape(source))
+    # Python resolves defaults and negative or too large bounds as PyTorch does.
     start, end, step = slice(arguments["start"], arguments["end"], arguments["step"]).indices(
         node_shape(source)[dim]
     )
     if node_shape(source) == node_shape(node) and step == 1:
         return source
+    # PyTorch requires end >= start, also for an empty slice.
     return insert(node, aten.slice.Tensor, (source, dim, start, max(start, end), step))
 
 
@@ -300,6 +310,7 @@ def _rewrite_masked_write(node: fx.Node) -> fx.Node | None:
     if len(masks) > 1 or tensor(masks[0]).dtype != torch.bool or arguments["accumulate"]:
         return None
     num_inner_dims = len(node_shape(source)) - position - len(node_shape(masks[0]))
+    # The values differ between selected positions, whose number is unknown.
     if len(node_shape(values)) > num_inner_dims:
         return None
     sizes = node_shape(masks[0]) + (1,) * num_inner_dims
@@ -336,6 +347,7 @@ def _rewrite_matmul(node: fx.Node) -> fx.Node:
 @rewrites(aten.linear.default)
 def _separate_linear_bias(node: fx.Node) -> fx.Node | None:
     x, weight, *bias = node.args
+    # With its bias apart, the product may be a partial sum, to which the bias is added once.
     if not bias or bias[0] is None:
         return None
     return add_bias(insert(node, aten.linear.default, (x, weight)), bias[0], node)
@@ -369,6 +381,7 @@ def _separate_convolution_bias(node: fx.Node) -> fx.Node | None:
     if not options or options[0] is None:
         return None
     product = insert(node, node.target, (x, weight, None, *options[1:]), dict(node.kwargs))  # type: ignore[arg-type]
+    # The weight has two dimensions of channels, one of outputs and one of inputs.
     spatial = len(node_shape(weight)) - 2  # type: ignore[arg-type]
     sizes = node_shape(options[0]) + (1,) * spatial  # type: ignore[arg-type]
     return add_bias(product, insert_reshape(options[0], sizes, node), node)  # type: ignore[arg-type]
@@ -377,6 +390,7 @@ def _separate_convolution_bias(node: fx.Node) -> fx.Node | None:
 def add_bias(product: fx.Node, bias: Any, node: fx.Node) -> fx.Node:
     """Insert `product + bias` before `node`, and mark the sum as the bias addition of `product`."""
     new = insert(node, aten.add.Tensor, (product, bias))
+    # For `name_operators`, and for lowering, which merges the bias into a linear layer again.
     new.meta["bias_of"] = product
     return new
 
@@ -386,7 +400,9 @@ def _rewrite_cross_entropy(node: fx.Node) -> fx.Node:
     arguments = node_arguments(node)
     logits, target = arguments["self"], arguments["target"]
     rank = len(node_shape(logits))
+    # PyTorch's classes are dimension 1, those of the operator the last; for rank 2 both agree.
     class_last = (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
+    # Class probabilities have the shape of the logits; class indices lack the dimension.
     if tensor(target).is_floating_point():
         target = insert_permute(target, class_last, node)
     options = (
@@ -402,6 +418,7 @@ def _rewrite_cross_entropy(node: fx.Node) -> fx.Node:
 @rewrites(aten.batch_norm.default)
 def _rewrite_batch_norm(node: fx.Node) -> fx.Node | None:
     arguments = node_arguments(node)
+    # `functionalize` has replaced training with running statistics, which updates them.
     if not arguments["training"] or arguments["running_mean"] is not None:
         return None
     args = (arguments["input"], arguments["weight"], arguments["bias"], None, None)
@@ -415,11 +432,14 @@ def _rewrite_embedding_bag(node: fx.Node) -> None:
     """Replace `embedding_bag` by an operator without the results saved for its backward pass."""
     arguments = node_arguments(node)
     users = [user for user in node.users if user.users]
+    # Results 1 to 3 of `embedding_bag` are saved for its backward pass.
     if any(user.args[1] != 0 for user in users) or arguments["sparse"]:
         return
     indices, offsets = arguments["indices"], arguments["offsets"]
     weights, count = arguments["per_sample_weights"], node_shape(indices)[0]
     bags = node_shape(offsets)[0]
+    # `F.embedding_bag` flattens indices [bags, size] to offsets 0, size, 2 size, …; undone, bags
+    # can be sharded.
     if offsets.target is aten.arange.start_step and offsets.args[:2] == (0, count):
         offsets, size = None, (bags, count // bags)
         indices = insert_reshape(indices, size, node)
@@ -447,5 +467,6 @@ def _rewrite_broadcast(node: fx.Node) -> None:
 @rewrites(aten.detach.default)
 def _remove_needless_detach(node: fx.Node) -> fx.Node | None:
     source = _get_first_input(node)
+    # Integers have no gradient, and one `detach` is enough.
     needless = not is_tensor(source) or not tensor(source).is_floating_point()
     return source if needless or source.target is aten.detach.default else None

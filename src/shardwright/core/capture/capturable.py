@@ -77,6 +77,7 @@ def check_arguments(args: object, kwargs: object) -> None:
             f" {type(kwargs).__name__}\n"
             "pass positional arguments as one tuple, `(x, y)`, named ones as `{'mask': mask}`"
         )
+    # Before the arguments are flattened: fields of registered objects are leaves.
     pytree.register_objects((args, dict(kwargs or {})))
     register_block_masks((args, dict(kwargs or {})))
     if unnamed := [key for key in kwargs or {} if not isinstance(key, str)]:
@@ -85,6 +86,7 @@ def check_arguments(args: object, kwargs: object) -> None:
             "pass named arguments as `{'mask': mask}`"
         )
     for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
+        # `fake_copy` refuses nested tensors, with advice of its own.
         if not (isinstance(leaf, Tensor) and leaf.is_nested):
             check_argument(f"argument {_format_argument_path(path)}", leaf)
 
@@ -111,6 +113,7 @@ def check_argument(name: str, leaf: object) -> None:
         )
     if isinstance(leaf, np.ndarray):
         raise CaptureError(f"{name} is a numpy array, not a tensor\npass `torch.from_numpy(x)`")
+    # pytree flattens registered mappings only; in others, tensors stay unseen.
     if isinstance(leaf, Mapping):
         raise CaptureError(
             f"{name} is a {type(leaf).__name__}, whose tensors cannot be found\n"
@@ -143,4 +146,5 @@ def _format_argument_path(path: tuple[Any, ...]) -> str:
     """Format the pytree path of an argument as text, such as `args[0]` or `kwargs['mask']`."""
     (in_kwargs, *inner) = path
     where = pytree.keystr(tuple(inner))
+    # The path starts with the index in (args, kwargs).
     return f"kwargs{where}" if getattr(in_kwargs, "idx", 0) else f"args{where}"

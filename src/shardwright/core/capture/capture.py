@@ -65,7 +65,10 @@ def capture(
     check_capturable(module, args, kwargs)
     warn_of_packing(module, kwargs or {})
     started = time.perf_counter()
+    # Before `isolate_capture`, which enables gradients: the call records the caller's gradient
+    # mode.
     call = CapturedCall.of(module, args, dict(kwargs or {}), autocast, original)
+    # The trace runs the user's Python, which may draw from any random generator.
     with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _preserve_random_state():
         try:
             with isolate_capture():
@@ -81,6 +84,7 @@ def _preserve_random_state() -> Iterator[None]:
     """Restore the random generators of torch, Python and numpy on exit."""
     python, arrays = random.getstate(), np.random.get_state()
     try:
+        # No accelerator is forked: captures run on the CPU.
         with torch.random.fork_rng(devices=()):
             yield
     finally:
@@ -101,10 +105,14 @@ def _capture_with_dynamo(
     """
     try:
         return capture_python(call, compute_dtype)
+    # TorchDynamo fails with errors of many classes, also of its own internals.
     except Exception as error:
         log.debug("TorchDynamo cannot capture %s: %s", type(call.module).__name__, error)
+        # The second line of a CaptureError is its remedy.
         lines = str(error).splitlines()[: 1 + isinstance(error, CaptureError)]
         reason = "; ".join(lines) or type(error).__name__
+        # A model that fails by itself fails in TorchDynamo too, which tells nothing new.
         if OWN_ERROR not in str(refusal):
             refusal.add_note(f"TorchDynamo cannot capture it either: {reason}")
+    # Outside of `except`, so that TorchDynamo's error is not shown as its context.
     raise refusal

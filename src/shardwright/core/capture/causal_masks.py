@@ -44,10 +44,13 @@ def fold_causal_masks(graph: fx.Graph) -> None:
         if not is_tensor(mask):
             continue
         band = detector.band(mask)
+        # A mask that attention broadcasts over queries or keys is not one of pairs.
         of_pairs = node_shape(mask)[-2:] == tuple(node_shape(each)[-2] for each in inputs[:2])
+        # Like `CAUSAL`, `is_causal` aligns the first query with the first key.
         if band == ALL or (band == CAUSAL and of_pairs):
             arguments["is_causal"] = band == CAUSAL
             replace_node(node, insert(node, node.target, inputs, arguments))
+        # The blockwise operators have no dropout.
         elif of_pairs and arguments["dropout_p"] == 0:
             _use_blockwise_attention(
                 node, inputs, _decompose_mask(mask, detector), arguments["scale"]
@@ -85,6 +88,7 @@ class _MaskConditions:
         """
         before, after = node_shape(source)[:-2], node_shape(mask)[:-2]
         dims = [node_shape(each)[:-2] for term in self.terms for each in term.vectors]
+        # A vector with all leading dimensions is reshaped like the mask; one with none stays.
         if any(each != before and prod(each) != 1 for each in dims):
             return None
 
@@ -105,6 +109,7 @@ def _decompose_mask(mask: Any, detector: BandDetector) -> _MaskConditions | None
         return _MaskConditions(band)
     if mask.meta["val"].dtype != torch.bool or len(node_shape(mask)) < 2:
         return None
+    # One value per key or per query, as of padding.
     if 1 in node_shape(mask)[-2:]:
         return _MaskConditions(terms=(_MaskCondition("all", (mask,)),))
     if mask.target in AND:
@@ -125,6 +130,7 @@ def _decompose_conjunction(mask: fx.Node, detector: BandDetector) -> _MaskCondit
         conditions = _decompose_mask(each, detector)
         if conditions is None:
             return None
+        # A band counts positions, which an operand that is broadcast does not have.
         if conditions.band != ALL and node_shape(each)[-2:] != node_shape(mask)[-2:]:  # type: ignore[arg-type]
             return None
         conjunction &= conditions
@@ -146,14 +152,18 @@ def _use_blockwise_attention(
     if mask is None or {len(shape) for shape in shapes} != {4} or shapes[1][:3] != shapes[2][:3]:
         return
     batch, _, positions, _ = shapes[0]
+    # Self-attention only, causal or in both directions.
     if mask.band.after not in (0, inf) or (batch, positions) != (shapes[1][0], shapes[1][2]):
         return
     causal = mask.band.after == 0
+    # `before` excludes the query's own position, a window includes it.
     window = None if mask.band.before == inf else int(mask.band.before) + 1
     if causal and window and not mask.terms:
         node.target, node.args = windowed_attention, (query, key, value, window, scale)
+    # Padding alone is expanded from one vector, which needs no memory for all pairs.
     elif positions**2 > LARGE and (causal or any(each.name != "all" for each in mask.terms)):
         vectors = list(dict.fromkeys(each for term in mask.terms for each in term.vectors))
+        # Conditions as text for a torch operator: "eq 0 1" compares `vectors[0]` with `vectors[1]`.
         numbers = [[str(vectors.index(each)) for each in term.vectors] for term in mask.terms]
         terms = [" ".join((t.name, *read)) for t, read in zip(mask.terms, numbers, strict=True)]
         node.target = masked_attention
@@ -170,6 +180,8 @@ def _find_unrepeated_heads(heads: fx.Node) -> fx.Node:
     they are not repeated."""
     repeated: Any = heads
     chain = []
+    # `repeat_kv` of `transformers`, from its result backward: [batch, heads, 1, …] is expanded by
+    # groups and flattened.
     for target in (aten.reshape.default, aten.expand.default, aten.reshape.default):
         if not is_tensor(repeated) or repeated.target is not target:
             return heads

@@ -47,6 +47,7 @@ def decompose(graph: fx.Graph) -> None:
             users = list(node.users)
             if is_tensor(node):
                 node.replace_all_uses_with(results)
+            # An operator with several results is read by `getitem` alone.
             for getitem in users if not is_tensor(node) else ():
                 assert getitem.target is operator.getitem
                 getitem.replace_all_uses_with(results[getitem.args[1]])
@@ -61,6 +62,7 @@ def _find_decomposition(node: fx.Node) -> Callable[..., Any] | None:
     if not isinstance(target, OpOverload):
         return None
     if target is torch.ops.aten.scatter_reduce.two:
+        # Means of integers are rounded down, and stay one operator.
         floating = is_tensor(node) and tensor(node).is_floating_point()
         return (
             _decompose_scatter_mean
@@ -83,11 +85,13 @@ def _decompose_scatter_mean(
 ) -> torch.Tensor:
     increments = torch.ones_like(index, dtype=base.dtype)
     start = base if include_self else torch.zeros_like(base)
+    # With `include_self`, the element of `base` itself is one of those averaged.
     count = (torch.ones_like if include_self else torch.zeros_like)(base)
     count = count.scatter_add(dim, index, increments)
     total = start.scatter_add(dim, index, src)
     if include_self:
         return total / count
+    # Elements to which nothing is scattered keep their value.
     return torch.where(count.eq(0), base, total / count.clamp(min=1))
 
 

@@ -31,10 +31,12 @@ def static_ctc_loss(
         _to_length_tensor(input_lengths, targets),
         _to_length_tensor(target_lengths, targets),
     )
+    # `[time, classes]` of one sample has no batch that could be sharded.
     if log_probs.ndim != 3:
         return functional.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
     losses: Tensor = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
     if reduction == "mean":
+        # PyTorch's mean: each loss is divided by the length of its target, which may be 0.
         return (losses / lengths[1].clamp(min=1)).mean()
     return losses.sum() if reduction == "sum" else losses
 
@@ -63,6 +65,7 @@ def keep_rows_of_targets(graph: fx.Graph) -> None:
         counts = lengths.target is aten.sum.dim_IntList and lengths.args[0] is mask
         if len(node_shape(labels)) != 2 or node_shape(labels) != node_shape(mask) or not counts:
             continue
+        # Stable, so that the labels of a sample keep their order.
         order = insert(node, aten.argsort.stable, (mask,), {"stable": True, "descending": True})
         node.update_arg(1, insert(node, aten.gather.default, (labels, 1, order)))
         _erase_with_users(selected)

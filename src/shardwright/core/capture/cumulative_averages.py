@@ -29,12 +29,15 @@ def _update_averages_in_hooks(norm: nn.Module) -> None:
     before: list[Tensor] = []
 
     def keep(*_: Any) -> None:
+        # Clones, because `forward` updates the statistics in place.
         before[:] = [getattr(norm, name).clone() for name in _STATISTICS]
 
     @torch.no_grad()
     def average(*_: Any) -> None:
         for name, old in zip(_STATISTICS, before, strict=True):
             new = getattr(norm, name)
+            # Mean of n batches: m_n = m_(n-1) + (x_n - m_(n-1)) / n; `forward` has already counted
+            # batch n.
             new.copy_(old + (new - old) / norm.get_buffer("num_batches_tracked"))
 
     norm.register_forward_pre_hook(keep)

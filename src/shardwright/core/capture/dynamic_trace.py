@@ -61,6 +61,8 @@ class DynamicTrace:
             else leaf
             for node, leaf in zip(self._inputs, leaves, strict=True)
         }
+        # Guards first: beyond them, the traced operators may be those of another branch of
+        # `forward`.
         if not self._guards.hold(_filter_tensors(inputs.values())):
             return None
         try:
@@ -90,9 +92,11 @@ def _substitute_sizes(traced: Trace, inputs: Mapping[fx.Node, Any], mode: FakeTe
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     with torch.no_grad(), mode:
         for node in traced.graph.nodes:
+            # Parameters and buffers keep their fake tensors; only sizes of inputs differ.
             value = inputs.get(node, node.meta.get("val"))
             if node.op == "call_function":
                 value = _run_on_fakes(node, copies)
+            # Arithmetic on sizes is a number now, written into the arguments of its readers.
             if node.op == "call_function" and isinstance(value, (int, float)):
                 copies[node] = value
             elif node.target is aten.slice.Tensor and value.shape == node_shape(
@@ -101,6 +105,7 @@ def _substitute_sizes(traced: Trace, inputs: Mapping[fx.Node, Any], mode: FakeTe
                 copies[node] = source  # With a known size, Python does not trace a full slice.
             else:
                 copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+                # The signature refers to placeholders by name.
                 copy.name, copy.meta["val"] = node.name, value
     return replace(traced, graph=graph, signature=traced.signature.copy())
 

@@ -29,6 +29,7 @@ class EqualNodes:
             equal = node
             if isinstance(target, OpOverload) and not random:
                 inputs = fx.map_arg((node.args, node.kwargs), self.first)
+                # Text as the key, since lists are not hashable; nodes are printed by unique names.
                 equal = self._by_text.setdefault(f"{target} {inputs}", node)
             self._first[node] = equal
         return self._first[node]

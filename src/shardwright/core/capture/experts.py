@@ -81,12 +81,14 @@ def mixture_of_experts(
     torch.Size([16, 8])
     """
     tensors = (x, ids, weights, up, down, up_bias, down_bias)
+    # A capture handles the call in its mode (`RecordedEffects`), by `dispatched`.
     if has_torch_function(tensors):
         biases: Any = {"up_bias": up_bias, "down_bias": down_bias}
         given: Any = (x, ids, weights, up, down, activation)
         result: Tensor = handle_torch_function(mixture_of_experts, tensors, *given, **biases)
         return result
-    # An activation that is not elementwise reads full rows, in the last dimension.
+    # `custom_ops.experts` passes gate and value in the last dimension. Transposed, that dimension
+    # is the full row, which an activation that is not elementwise reads.
     return custom_ops.experts(
         *_check_operands(*tensors), lambda x: _apply_activation(activation, x.mT, -2).mT
     )
@@ -105,6 +107,7 @@ def dispatched(
 ) -> Tensor:
     """Call the placeholder operator for `mixture_of_experts` during tracing; same arguments."""
     operands = _check_operands(x, ids, weights, up, down, up_bias, down_bias)
+    # One column of the projection is enough for an elementwise gate; its operators are recorded.
     column = up.new_zeros(1, 1, operands[3].shape[1])
     result: Tensor = torch.ops.shardwright.experts(
         *operands, column, _apply_activation(activation, column, -1), False
@@ -159,6 +162,7 @@ def _check_operands(
                 f"pass a tensor that matches `ids` of {list(ids.shape)} and `up` of "
                 f"{list(up.shape)}"
             )
+    # Without a gate there is one projection instead of two.
     if up.ndim == 3:
         up, up_bias = up.unsqueeze(1), None if up_bias is None else up_bias.unsqueeze(1)
     return x, ids, weights, up, down, up_bias, down_bias
@@ -195,9 +199,11 @@ def _is_experts_operator(module: nn.Module) -> bool:
     of each column.
     """
     file = getattr(type(module).forward, "__globals__", {}).get("__name__")
+    # An instance with a `forward` of its own computes something else.
     if file != "transformers.integrations.moe" or "forward" in vars(module):
         return False
     implementation = getattr(module.config, "_experts_implementation", None)
+    # Modules that already shard their experts, or normalize the outputs of each.
     special = ("_is_expert_parallel", "has_post_expert_norm")
     if implementation not in _REPLACED or any(getattr(module, each, False) for each in special):
         return False
@@ -224,6 +230,7 @@ def _run_gate(module: Any, x: Tensor) -> Tensor:
 
 def _has_columnwise_gate(module: Any) -> bool:
     count, width = 1 + module.has_gate, module.down_proj.shape[1 if module.is_transposed else 2]
+    # Numbers of both signs up to 12, beyond limits at which gates clamp, such as 7 in GPT-OSS.
     rows = torch.arange(4.0 * count * width).mul(0.7).sin().mul(12).view(4, -1)
     columns = (
         rows.view(4, width, count) if _interleaves_gate(module) else rows.view(4, count, width).mT
@@ -234,6 +241,7 @@ def _has_columnwise_gate(module: Any) -> bool:
                 _run_gate(module, rows),
                 _run_gate(module, columns).squeeze(-1),
             )
+            # The gate of full rows must equal the gate of each column alone.
             return joint.shape == single.shape and torch.allclose(joint, single)
     except Exception:  # Code of the model, with a tensor of another shape than it expects.
         return False
@@ -273,6 +281,8 @@ def _forward_in_one_operator(
     num_projections = 1 + self.has_gate
     sizes = (-1, num_projections) if _interleaves_gate(self) else (num_projections, -1)
     if self.is_transposed:
+        # From [experts, hidden, inner of gate and value] to [experts, ..., hidden], as
+        # `custom_ops.experts` expects.
         gate_up, down = projection.unflatten(-1, sizes).permute(0, 2, 3, 1), down.mT
     else:
         gate_up = projection.unflatten(1, sizes)
@@ -322,6 +332,8 @@ def _trace_gate_steps(column: Any, gate_output: Any) -> custom_ops.Steps:
             args = tuple(map(written, node.args))
             kwargs = tuple((key, written(value)) for key, value in node.kwargs.items())
             is_item = node.target is operator.getitem
+            # After `written` has appended the steps of the operands: steps are in order of
+            # evaluation.
             steps.append(("getitem" if is_item else str(node.target), args, kwargs))
             numbers[node] = f"%{len(steps)}"
         return numbers[node]

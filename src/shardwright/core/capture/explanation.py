@@ -31,6 +31,7 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
         raises_alone: returns whether the model also raises the error without `torch.export`.
     """
     line = line_of_error(error)
+    # Recognized by text: many are plain RuntimeErrors, other classes are private to PyTorch.
     message = str(error).strip()
     if "data-dependent" in message or "DataDependent" in type(error).__name__:
         return (
@@ -76,6 +77,8 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
         )
     first = (message.splitlines()[0] if message else "").removesuffix(".")
     of_arguments = isinstance(error, RuntimeError | ValueError | TypeError | IndexError)
+    # Asked last, because it runs the model once more. Fake tensors have no data pointer, so that
+    # error is one of the trace.
     if of_arguments and "data pointer" not in message and raises_alone():
         # An operator called by a module of torch may have no line in the user's code.
         where = "" if line == NO_LINE else f"{line}: "

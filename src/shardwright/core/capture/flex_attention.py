@@ -51,7 +51,9 @@ def static_flex_attention(
     Returns:
         The output, and the log-sum-exp and maximum of each query's scores to base 2.
     """
+    # Query heads per key-value head, as in grouped-query attention.
     groups = query.shape[1] // key.shape[1]
+    # Scores in at least float32, as in PyTorch's uncompiled `flex_attention`.
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     keys, values = (
         x.expand(query.shape[0], -1, -1, -1).repeat_interleave(groups, 1)
@@ -69,6 +71,7 @@ def static_flex_attention(
     scores = torch.where(is_kept, scores, -float("inf"))
     # A query without keys has the output 0.
     is_masked = (scores == -float("inf")).all(-1, keepdim=True)
+    # A softmax over -inf alone is NaN, and so is its gradient, even if it is masked afterwards.
     finite = scores.masked_fill(is_masked, 0)
     probabilities = finite.softmax(-1).masked_fill(is_masked, 0)
     out = probabilities.to(query.dtype) @ values.to(query.dtype)
@@ -106,7 +109,9 @@ class _DecomposeFlexAttention(TorchFunctionMode):
 
 def _create_mask(mod_fn: Callable[..., Tensor], *sizes: int | None, device: Any = None) -> Tensor:
     """Replace `create_mask`: return the boolean mask `[batch, heads, queries, keys]`."""
+    # The device may be the fifth positional argument of `create_mask`.
     *counts, device = (*sizes, device)[:5]
+    # None for batch or heads stands for one mask for all.
     indices = [torch.arange(count or 1, device=device) for count in counts]
     with _ScalarTensorIndexing():
         mask: Tensor = _vectorize_over_scores(mod_fn, (), 0)(*indices)
@@ -123,6 +128,7 @@ def _vectorize_over_scores(
         scores: `vmap` dimensions of the score: `(0,)`, or () for a function without a score.
         num_others: number of other arguments, which all scores share.
     """
+    # The innermost `vmap` is over keys, so that the results are [batch, heads, queries, keys].
     for dim in (3, 2, 1, 0):
         indices = tuple(0 if i == dim else None for i in range(4))
         function = torch.vmap(function, in_dims=(*scores, *indices, *(None,) * num_others))
@@ -135,6 +141,7 @@ class _ScalarTensorIndexing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # PyTorch reads the value of a scalar tensor index, which `torch.vmap` does not allow.
         if func is Tensor.__getitem__:
             x, index = args
             indices = index if isinstance(index, tuple) else (index,)

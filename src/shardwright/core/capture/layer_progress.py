@@ -35,6 +35,7 @@ def report_layers(twin: nn.Module, on_progress: OnProgress) -> None:
     def reach(number: int) -> None:
         nonlocal reported
         furthest, last = reported
+        # Layers that run again, as in checkpoints, are no progress.
         if number > furthest and time.monotonic() - last > _SECONDS:
             reported = number, time.monotonic()
             on_progress("capture", number, _PHASES * len(layers))

@@ -28,6 +28,7 @@ class ModuleTree(nn.Module):
         super().__init__()
         submodules: dict[str, nn.Module] = {"": self}
         for path, module in model.named_modules(remove_duplicate=False):
+            # Parents precede their children in `named_modules`.
             submodule = submodules.setdefault(path, nn.Module())
             if path:
                 parent, _, name = path.rpartition(".")
