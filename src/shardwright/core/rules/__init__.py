@@ -63,6 +63,7 @@ _CACHED_RULES: WeakKeyDictionary[Op, tuple[int, ShardingRule | None]] = WeakKeyD
 
 def _find_rule(op: Op) -> ShardingRule | None:
     maker = find_rule_maker(op.target)
+    # A registered rule has priority over ATen's tag.
     if maker is None and torch.Tag.pointwise in getattr(op.target, "tags", ()):
         maker = pointwise.pointwise
     if maker is None:
@@ -93,6 +94,7 @@ class _RuleCacheKey:
 def _build_rule(key: _RuleCacheKey) -> ShardingRule | None:
     try:
         return key.maker(key.op)
+    # `sharding_rule` raises it if a rule names other dimensions than the tensors of the call have.
     except ValueError as error:
         raise StrategyError(
             f"the sharding rule of `{key.target}` does not match a call of the operator: {error}\n"

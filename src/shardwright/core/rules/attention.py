@@ -72,6 +72,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         "value": (*batch, keys, None),
     }
     if mask is not None:
+        # A mask may lack leading dimensions, over which it broadcasts.
         dims["attn_mask"] = (*batch, queries, None)[ndim - len(mask.shape) :]
     # One key-value head is broadcast to all query heads, whose number is then the only limit.
     grouped = arguments["enable_gqa"] and key.shape[-3] > 1
@@ -132,6 +133,7 @@ def half_shard_swaps(
         *batch, _, size = value.shape
         factors = _batch_and_head_factors(len(op.output.shape))[-len(batch) :] if batch else ()
         sizes = zip(batch, factors, strict=True)
+        # A dimension of size 1 is broadcast to all shards, and so replicated.
         local = [n // shard_counts.get(f, 1) if n > 1 else n for n, f in sizes]
         return Reduction(("s",), MIRROR, (*local, half, size), value.dtype, varying, varying)
 
@@ -188,6 +190,7 @@ def _build_causal_attention_for_rows(op: Op, rows: int, start: Any) -> Callable[
         arguments = bind(args, kwargs)
         query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
         if is_concrete:
+            # No query of this device reads a later key.
             key, value = (tensor.narrow(-2, 0, start + rows) for tensor in (key, value))
         # On the meta device only shapes matter, and the mask would be of all pairs.
         arguments["is_causal"] = is_first or query.is_meta

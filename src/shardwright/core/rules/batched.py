@@ -52,6 +52,7 @@ def _make_batched_rule_builder(*item_ranks: int) -> RuleMaker:
     """
 
     def rule(op: Op) -> ShardingRule | None:
+        # Optional inputs may be missing.
         counts = item_ranks[: len(op.inputs)]
         ranks = [len(v.shape) - n for v, n in zip(op.inputs, counts, strict=True)]
         batch: Dims = tuple(NAMES[: max(ranks)])
@@ -138,6 +139,7 @@ def short_fourier(op: Op) -> ShardingRule:
     """Short-time Fourier transform, `b _ -> b _ _` (`stft`), `b _ _ -> b _` (`istft`): the batch
     can be sharded; the window is replicated."""
     inverse = op.target is aten.istft.default
+    # A single signal has no batch dimension.
     batch: Dims = ("b",)[: len(op.inputs[0].shape) - (2 if inverse else 1)]
     values = [(v, batch if v is op.inputs[0] else ()) for v in op.inputs]
     signal, *windows = [(*lead, *(None,) * (len(v.shape) - len(lead))) for v, lead in values]

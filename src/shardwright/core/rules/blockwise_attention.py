@@ -73,6 +73,7 @@ def _build_blockwise_attention_rule(
     """Build the rule of halos or masked attention; in grouped-query attention the number of
     shards of `h` must divide the number of key-value heads."""
     heads = op.inputs[1].shape[1]
+    # A single key-value head is replicated, and does not limit the shards of `h`.
     capacity = {"h": heads} if heads > 1 else None
     options["main"] = MainFactors({"b": "I", "h": "H", "s": "S"}, weight=None)
     return sharding_rule(op, inputs, (_QUERIES,), capacity=capacity, **options)
@@ -148,6 +149,7 @@ def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduc
     key, value = op.inputs[1:]
     batch, heads, _, _ = key.shape
     batch, size = batch // shard_counts.get("b", 1), key.shape[-1] + value.shape[-1]
+    # A single key-value head is replicated over the shards of `h`.
     if heads > 1:
         heads //= shard_counts.get("h", 1)
     return tuple(

@@ -166,10 +166,12 @@ def einsum(op: Op) -> ShardingRule | None:
     rule = sharding_rule(op, terms, (out,), reduced=(label for label in reduced if label))
     if len(terms) != 2:
         return rule
+    # A label of both operands and the result is a batch dimension: neither operand is a weight.
     batched = any(label in terms[1] and label in out for label in terms[0])
     return _as_main_product_rule(rule, weight=None if batched else 1)
 
 
+# By name, since the operators exist only after the import of the library that defines them.
 @rule_for(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 @rule_for("shardwright.segment_matmul.default")
 def grouped_mm(op: Op) -> ShardingRule | None:
@@ -251,7 +253,7 @@ def _as_main_product_rule(rule: ShardingRule, weight: int | None, first: int = 0
     main = MainFactors(
         labels={name: letter for letter, group in letters for name in group},
         weight=weight,
-        # J and K are exclusive in the published search, though a plan may shard both.
+        # The search shards J or K of a product, but a strategy may shard both.
         exclusive=tuple(product(columns, summed)),
     )
     return replace(rule, main=main)

@@ -75,6 +75,7 @@ def _build_embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         arguments = bind(args, kwargs)
         indices, padding = arguments["indices"], arguments["padding_idx"]
         elsewhere = other_shard_mask(indices, first, size, total)
+        # Any valid row, since the result is masked.
         row = (indices - first).masked_fill(elsewhere, 0)
         rows = aten.embedding.default(arguments["weight"], row)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -141,6 +142,7 @@ def _build_embedding_bag_kernel(op: Op, local: LocalSharding) -> Callable[..., A
         elsewhere = other_shard_mask(indices, first, size, total)
         row = (indices - first).masked_fill(elsewhere, 0)
 
+        # In mode sum: PyTorch supports weights of samples in no other mode.
         def bags(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
             last = arguments["include_last_offset"]
             return embedding_bag(
@@ -152,6 +154,7 @@ def _build_embedding_bag_kernel(op: Op, local: LocalSharding) -> Callable[..., A
             return bag_sums
         # Count all entries of a bag, also those whose rows other devices have.
         count = bags(table.new_ones(1, 1), torch.zeros_like(indices), weights)
+        # As in PyTorch, the mean of an empty bag is 0.
         return bag_sums / count.clamp(min=1)
 
     return run

@@ -141,6 +141,8 @@ class ShardCombination:
         offsets = tuple(
             number * (shape[dim] // n) for dim, n, number in zip(dims, counts, numbers, strict=True)
         )
+        # Row-major over the sharded dimensions, the order in which an all-gather concatenates
+        # shards.
         position: Any = 0
         for number, n in zip(numbers, counts, strict=True):
             position = position * n + number
@@ -163,6 +165,7 @@ class ShardCombination:
         return run
 
     def _all_gather_statistics(self, local: LocalSharding, statistics: Statistics) -> Statistics:
+        # One all-gather carries all statistics; the first dimension counts the shards.
         values = local.reduce[0](torch.stack(tuple(statistics[: self.num_values])).unsqueeze(0))
         gathered = list(values.unbind(1))
         if self.num_indices:

@@ -36,6 +36,7 @@ def group_norm(op: Op) -> ShardingRule:
     """Group norm, `b c s t, c, c -> b c s t`: channels can be sharded between groups; with sharded
     spatial dimensions, the kernel combines the moments of the shards."""
     dims: Dims = ("b", "c", *SPACE[: len(op.output.shape) - 2])
+    # Spatial dimensions beyond the third have no factor.
     dims = (*dims, *(None,) * (len(op.output.shape) - len(dims)))
     return sharding_rule(
         op,

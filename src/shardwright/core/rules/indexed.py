@@ -145,6 +145,7 @@ class IndexedDims:
 
     def _replace_index_of_dim(self, arguments: dict[str, Any], dim: int, index: Tensor) -> None:
         if self.is_list:
+            # A copy: the list belongs to the caller.
             indices = list(arguments[self.argument])
             indices[dim] = index
             arguments[self.argument] = indices

@@ -75,6 +75,7 @@ def slice_rule(op: Op) -> ShardingRule:
     # replicated.
     is_full = op.output.shape == x.shape and step == 1
     dims, size = factor_names(x), x.shape[dim] if x.shape else 0
+    # Resolves a start that is None, negative or beyond the end.
     start = slice(argument(op, "start"), None, step).indices(size)[0]
     if step > 1 and op.output.shape[dim] * step == size:
         # Every shard begins at a multiple of `step`.
@@ -142,6 +143,7 @@ def gather(op: Op) -> ShardingRule | None:
     ]
     dims = unsharded_at(factor_names(x, exclude="v"), *(i for i in unequal if i != indexed_dim))
     source = (*dims[:indexed_dim], "v", *dims[indexed_dim + 1 :])
+    # `gather` calls its indices `index`, `take_along_dim` calls them `indices`.
     name = "index" if "index" in call_arguments(op) else "indices"
     return _build_indexed_read_rule(op, (source, dims), dims, IndexedDims(name, {indexed_dim: "v"}))
 
@@ -188,6 +190,7 @@ def index_select(op: Op) -> ShardingRule:
         return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
     dim = argument(op, "dim") % len(dims)
     index_dims = (dims[dim],)[: len(indices.shape)]
+    # A scalar index leaves one row, which cannot be sharded.
     out = dims if index_dims else unsharded_at(dims, dim)
     source = (*dims[:dim], "v", *dims[dim + 1 :])
     indexed = IndexedDims("index", {dim: "v"}, trailing=len(dims) - 1 - dim)
@@ -308,6 +311,7 @@ def _tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     x, indices = op.args[0], list(op.args[1])
     indexed = [i for i, index in enumerate(indices) if index is not None]
     index_values = [value for value in indices if isinstance(value, Value)]
+    # PyTorch reads uint8 indices as masks too.
     if not indexed or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
         return None
     source = unsharded_at(factor_names(x), *indexed)

@@ -77,6 +77,7 @@ class ResizedDim:
             return self._antialias_rows_and_weights(j)
         position = j * self.step if self.from_corners else (j + 0.5) * self.step - 0.5
         if not self.cubic:
+            # As in PyTorch, which clamps positions except for cubic interpolation.
             position = position.clamp(min=0)
             row = position.floor().clamp(max=self.size - 1)
             t = (position - row).clamp(0, 1)
@@ -85,10 +86,13 @@ class ResizedDim:
             row = position.floor()
             t = position - row
             rows = [row - 1, row, row + 1, row + 2]
+            # PyTorch's parameter a is -0.75, and -0.5 with antialiasing, as in Pillow.
             weights = [_cubic_weight(x, -0.75) for x in (1 + t, t, 1 - t, 2 - t)]
         return torch.stack(rows).long().clamp(0, self.size - 1), torch.stack(weights)
 
     def _antialias_rows_and_weights(self, j: Tensor) -> tuple[Tensor, Tensor]:
+        # Shrinking widens the filter to all rows that a resized row replaces; enlarging does not
+        # narrow it.
         scale = max(self.step, 1.0)
         support = (2.0 if self.cubic else 1.0) * scale
         center = (j + 0.5) * self.step
@@ -98,6 +102,7 @@ class ResizedDim:
         x = ((rows - center + 0.5) / scale).abs()
         weights = _cubic_weight(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
         weights = weights.masked_fill(rows >= end, 0)
+        # Rows with weight 0 must exist too, since they are indexed.
         return torch.where(rows < end, rows, first), weights / weights.sum(0)
 
     @cached_property
@@ -131,6 +136,7 @@ class ResizedDim:
         """The number that the shard count must divide; 1 if the dimension cannot be sharded."""
         return largest_shard_count(
             gcd(self.size, self.count),
+            # Shards exchange rows with their direct neighbors only.
             lambda n: max(self.num_rows_before(n), self.num_rows_after(n)) <= self.size // n,
         )
 
@@ -150,6 +156,7 @@ class ResizedDim:
         return sum(terms, start=torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+# PyTorch computes positions in float32, and in float64 for images in float64.
 _POSITION_DTYPES = torch.float32, torch.float64
 
 
@@ -189,6 +196,8 @@ def _resized_spatial_dims(op: Op, num_spatial: int) -> tuple[ResizedDim, ...]:
     for n, ((size, count), scale) in enumerate(
         zip(sizes, _scale_arguments(op, num_spatial), strict=True)
     ):
+        # As PyTorch's `area_pixel_compute_scale`: a scale that is passed has priority over the
+        # sizes.
         if from_corners:
             step = (size - 1) / (count - 1) if count > 1 else 0.0
         else:

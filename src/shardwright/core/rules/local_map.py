@@ -77,6 +77,7 @@ def _build_local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         return torch.where(numbers.eq(0), result, 0)
 
     def local_map(*tensors: Tensor) -> Any:
+        # Ranks reduce gradients together, so all of them must have gradients of the same inputs.
         results = connect_unused_inputs(call.run(tensors), tensors)
         terms = tuple(map(term, results, divisors))
         return terms[0] if len(terms) == 1 else terms

@@ -223,6 +223,7 @@ def _build_instance_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., A
 
     def run(*args: Any, **kwargs: Any) -> Any:
         y, *statistics = op.target(*args, **kwargs)
+        # Shards have equally many instances, so the mean of their means is that of the batch.
         means = (reduce(s / shards) for s, reduce in zip(statistics, local.reduce, strict=True))
         return y, *means
 

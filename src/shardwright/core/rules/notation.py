@@ -129,6 +129,8 @@ def sharding_rule(
     )
     for dims, value in zip((*broadcast, *outputs), (*op.inputs, *op.outputs), strict=True):
         for name, size in zip(dims, value.shape, strict=True):
+            # A capacity allows several sizes, such as those before and after a strided slice, if it
+            # divides them all.
             is_consistent = name is None or (
                 gcd(size, capacities[name]) == capacities[name]
                 if name in capacities

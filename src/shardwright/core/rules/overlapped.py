@@ -60,6 +60,8 @@ class OutputHalos:
         exchanges: list[Reduction] = []
         for window, shards in sharded:
             rows = (
+                # Rows in front of a shard belong to the previous one, which receives them from its
+                # next.
                 (window.num_rows_before(shards), NEXT),
                 (window.num_rows_after(shards), PREVIOUS),
             )
@@ -73,6 +75,8 @@ class OutputHalos:
         replaced = self.replace(op, local)
         if not sharded:
             return WithArguments(op, **replaced) if replaced else op.target
+        # In sharded dimensions this kernel crops the border, since the operator's padding would
+        # crop rows that belong to neighbors.
         replaced |= self._replace_padding_by_zero(op, [window for window, _ in sharded])
         exchanges = iter(local.reduce)
         borders = [
@@ -91,6 +95,8 @@ class OutputHalos:
             if bias is not None:
                 arguments["bias"] = None
             out: Tensor = op.target(**arguments)
+            # All dimensions are padded before the first exchange, so that corners reach diagonal
+            # neighbors.
             for border in borders:
                 out = border.pad_to_halo(out)
             for border in borders:

@@ -68,6 +68,7 @@ def prelu(op: Op) -> ShardingRule:
     element."""
     x, weight = op.inputs
     dims = factor_names(x)
+    # `_prelu_kernel` receives a weight that is already reshaped to broadcast.
     if len(weight.shape) == len(x.shape):
         return sharding_rule(op, (dims, dims), (dims,))
     channel = dims[1:2] if weight.numel > 1 else (None,) * len(weight.shape)

@@ -54,10 +54,13 @@ def pooling_rule(num_spatial: int) -> RuleMaker:
         arguments = call_arguments(op)
         windows = input_windows(op, expand_per_dim(arguments["kernel_size"], num_spatial))
         count = len(op.output.shape) - num_spatial
+        # An image without a batch has channels only.
         dims = (*("b", "c")[-count:], *spatial_factors(windows))
+        # Padding is never the maximum, and adds 0 to a sum.
         is_max = op.short_name.startswith("max")
         halos = InputHalos(windows, dims, padding_value=-float("inf") if is_max else 0.0)
         if not is_max and _has_varying_divisor(arguments, windows):
+            # The kernel averages full windows of padded images, whose divisor `finish` corrects.
             halos = InputHalos(
                 *(windows, dims),
                 pads_all=True,
@@ -138,6 +141,7 @@ def adaptive_average_rule(num_spatial: int) -> RuleMaker:
             num_shards = prod(local.shard_counts.get(factor, 1) for factor in space)
             if num_shards == 1:
                 return op.target
+            # Shards have equal sizes, so the mean of their means is the mean of all.
             return lambda *args, **kwargs: op.target(*args, **kwargs) / num_shards
 
         output = (*leading, *(None,) * num_spatial)
@@ -160,6 +164,7 @@ def shuffle_pixels(op: Op) -> ShardingRule:
     """Pixel shuffle, `b _ s t -> b _ s t`: elements move between channels and the pixels of a
     block."""
     count = len(op.output.shape) - 3
+    # A shard consists of whole blocks of pixels.
     capacity = {
         factor: min(op.inputs[0].shape[dim], op.output.shape[dim])
         for factor, dim in (("s", -2), ("t", -1))

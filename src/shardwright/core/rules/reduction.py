@@ -169,6 +169,7 @@ def _reduced_dims(op: Op) -> tuple[int, ...]:
     listed = [dims] if isinstance(dims, int) else dims
     if not listed:
         return tuple(range(ndim))
+    # PyTorch accepts dimensions 0 and -1 of a scalar.
     return tuple(sorted({dim % max(ndim, 1) for dim in listed})) if ndim else ()
 
 

@@ -123,6 +123,7 @@ def _describe_output_difference(
     for rank in range(2):
         layouts = iter(inputs)
 
+        # The default arguments bind the current values of the loop.
         def shard(tensor: Tensor, rank: int = rank, layouts: Any = layouts) -> Tensor:
             return tensor[next(layouts).slices(rank, tuple(tensor.shape))].contiguous()
 
@@ -143,6 +144,7 @@ def _describe_output_difference(
             return f"output {number} has local shape {shape}, expected {list(expected)}"
         sharded_dims = [dim for dim, axes in enumerate(layout.axes) if axes]
         joined = torch.cat([first, second], sharded_dims[0]) if sharded_dims else first + second
+        # The maximum of an empty tensor is an error.
         if full.numel() and (joined - full).abs().max() > TOLERANCE * full.abs().max():
             joining = "concatenate" if sharded_dims else "add up"
             return f"the local outputs do not {joining} to output {number}"

@@ -113,6 +113,7 @@ def ring_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         causal=full_arguments["is_causal"],
         key_size=full_arguments["key"].shape[-1],
         scale=full_arguments["scale"],
+        # In `ring_reductions`, the swaps of queries and of key-value pairs precede the ring.
         send=local.reduce[2 if any(swapped) else 0],
     )
 
@@ -186,6 +187,7 @@ class _AttentionRing:
         for rows, start in _consecutive_row_ranges(query_blocks, queries, self.swapped[0]):
             for key_rows, first in _consecutive_row_ranges(key_blocks, keys, self.swapped[1]):
                 diagonal = start - first if self.causal else None
+                # A `SymInt` differs between simulated ranks, so no pair can be left out there.
                 if isinstance(diagonal, int) and diagonal <= rows.start - rows.stop:
                     continue  # All these keys come after all these queries.
                 yield rows, key_rows, diagonal
@@ -248,6 +250,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (query, pairs, out, lse), ring = ctx.saved_tensors, ctx.ring
+        # Each step adds a term, so the sum keeps the precision of the log-sum-exp.
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         grad_own_pairs = current = pairs
         receive: Callable[[], Tensor] | None = None

@@ -86,6 +86,7 @@ class Reduction:
     @property
     def ordered(self) -> bool:
         """Whether the result of the collective depends on the order of the shards."""
+        # Not of a mirror, which reverses the coordinate on each axis, in whatever order axes are.
         return self.operation in (PREVIOUS, NEXT, RING, GATHER)
 
     @property
@@ -350,6 +351,7 @@ def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
         positions.append(name)
         return 0
 
+    # Two shards, as kernels ask for their position only if the factor is sharded.
     counts = {name: 2 if name == factor else 1 for name in rule.factors}
     rule.kernel(op, LocalSharding(counts, index, rule.local_output_shapes(op, counts)))
     return bool(positions)

@@ -55,6 +55,7 @@ def constant_padding(op: Op) -> ShardingRule:
         pads = list(amounts)
         for window in windows:
             if local.shard_counts.get(window.factor, 1) > 1:
+                # The exchange of halos pads sharded dimensions, the operator the others.
                 first = 2 * (ndim - 1 - window.dim)
                 pads[first : first + 2] = 0, 0
         return {"pad": pads}
@@ -69,6 +70,7 @@ def constant_padding(op: Op) -> ShardingRule:
 @rule_for(*overloads("replication_pad1d", "replication_pad2d", "replication_pad3d"))
 def padding_by_rows(op: Op) -> ShardingRule:
     """Padding with rows of the image, `b s _ -> b s _`: padded dimensions cannot be sharded."""
+    # `padding` lists (before, after) of each dimension, the last dimension first.
     amounts = argument(op, "padding")
     return _build_rule_without_dims(
         op, [-1 - i // 2 for i, amount in enumerate(amounts) if amount != 0]
@@ -88,11 +90,13 @@ def roll(op: Op) -> ShardingRule:
         total[dim % len(dims)] += shift
     windows = []
     for dim, shift in total.items():
+        # At least 1, since an empty dimension would divide by 0.
         size = max(op.output.shape[dim], 1)
-        # The shorter way around.
+        # The shorter way around, with the smaller halo.
         windows.append(_window_of_dim(op, dim, 1, 1, (shift + size // 2) % size - size // 2))
 
     def unsharded(op: Op, local: LocalSharding) -> dict[str, Any]:
+        # The exchange of halos shifts sharded dimensions, the operator the others.
         counts = [local.shard_counts.get(dims[dim % len(dims)] or "", 1) for dim in shifted]
         return {"shifts": [0 if n > 1 else s for n, s in zip(counts, shifts, strict=True)]}
 

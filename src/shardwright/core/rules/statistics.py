@@ -125,6 +125,7 @@ def variance_combination(*, root: bool, with_mean: bool) -> ShardCombination:
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
         mean, squares = _combine_gathered_moments(shard, gathered)
         size = prod(shard.shape[dim] for dim in shard.dims)
+        # As in PyTorch, too few elements divide by 0.
         result = squares / max(size - _variance_correction(shard.arguments), 0)
         if root:
             # The gradient of `std` is 0 where all elements are equal, that of `sqrt` is infinite.
@@ -170,6 +171,7 @@ def extreme_combination(*, largest: bool, shared_by_nans: bool = False) -> Shard
     def combine(shard: InputShard, gathered: Statistics) -> Tensor:
         values, ties = gathered
         value = reduce(values.detach(), 0)
+        # All elements that equal the result share its gradient, each shard in proportion to theirs.
         ties = ties.detach() * is_tie(values.detach(), value)
         out: Tensor = _SplitGradientOverTies.apply(values, value, ties / ties.sum(0))  # type: ignore[no-untyped-call]
         return out
@@ -184,6 +186,7 @@ class _SplitGradientOverTies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, value: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(weights)
+        # A view, since autograd treats inputs that are returned unchanged specially.
         return value.view_as(value)
 
     @staticmethod
@@ -204,7 +207,9 @@ def extreme_index_combination(*, largest: bool, with_value: bool) -> ShardCombin
     def combine(shard: InputShard, gathered: Statistics) -> Tensor | Sequence[Tensor]:
         values, indices = gathered
         best = values.amax(0) if largest else values.amin(0)
+        # In PyTorch a NaN is both the largest and the smallest element.
         is_best = (values == best) | (values.isnan() & best.isnan())
+        # Of equal elements the first one wins, so others get the largest index.
         index = indices.masked_fill(~is_best, torch.iinfo(torch.int64).max)
         first = index.argmin(0, keepdim=True)
         index = index.gather(0, first).squeeze(0)
@@ -267,6 +272,7 @@ def _compute_local_layer_norm(shard: InputShard, gathered: Statistics) -> Tensor
 
 def _compute_local_rms_norm(shard: InputShard, gathered: Statistics) -> Tensor:
     eps = shard.arguments["eps"]
+    # As in PyTorch, epsilon of the dtype in which the norm is computed.
     if eps is None:
         eps = torch.finfo(shard.x.dtype).eps
     return _apply_weight_and_bias(shard.x * torch.rsqrt(gathered[0].mean(0) + eps), shard.arguments)

@@ -106,11 +106,13 @@ class Window:
     def num_rows_before(self, shards: int) -> int:
         """Return the number of rows of the previous shard, or of padding, in a halo."""
         rows = self.size // shards
+        # Linear in the index, so the first and the last shard have the extremes.
         return max(0, *(i * rows - int(self.first_row(i, shards)) for i in (0, shards - 1)))
 
     def num_rows_after(self, shards: int) -> int:
         """Return the number of rows of the next shard, or of padding, in a halo."""
         rows, read = self.size // shards, self.num_rows(shards)
+        # Linear in the index, so the first and the last shard have the extremes.
         ends = (int(self.first_row(i, shards)) + read for i in (0, shards - 1))
         return max(0, *(end - i * rows for i, end in zip((1, shards), ends, strict=True)))
 
@@ -148,6 +150,7 @@ def spatial_windows(
         counts: number of windows in each spatial dimension.
     """
     arguments, num_dims = call_arguments(op), len(kernel_size)
+    # An empty stride of a pooling means the size of the kernel.
     strides = expand_per_dim(arguments["stride"] or kernel_size, num_dims)
     dilations = expand_per_dim(arguments.get("dilation", 1), num_dims)
     extents = [d * (size - 1) + 1 for d, size in zip(dilations, kernel_size, strict=True)]
@@ -310,6 +313,7 @@ class InputHalos:
         padding = call_arguments(op).get("padding")
         if padding is None:
             return {}
+        # The exchange of halos has already padded.
         if isinstance(padding, str):
             return {"padding": "valid"}
         padded = self.windows if self.pads_all else sharded
