@@ -76,6 +76,7 @@ class CheckpointPolicy:
                 f" checkpoint to resume from\nset `{self.resume_key}` to False, or"
                 f" `{self.load_key}` to the folder of an earlier run"
             )
+        # A second run in this folder would delete the checkpoints of the first beyond `keep`.
         if steps and not self.train.resume:
             raise CheckpointError(
                 f"{checkpoints.folder} already contains checkpoints of a run, up to step "
@@ -102,9 +103,12 @@ class CheckpointPolicy:
             CheckpointError: if the checkpoint belongs to another model or optimizer, or was saved
                 in the middle of an epoch whose sample order has changed.
         """
+        # `train.load` counts only at the first start: a checkpoint has later weights.
         if checkpoints is not None and self.train.resume and checkpoints.newest() is not None:
             step, info = checkpoints.select()
             self._check_sample_order(checkpoints.path(step), info, numbers)
+            # A run with another seed asks for other numbers, which the saved generators would not
+            # draw.
             random = info.run is None or info.run.seed == numbers.seed
             return checkpoints.restore(step, info, net, optimizer, settings="own", random=random)
         if self.weights is not None:

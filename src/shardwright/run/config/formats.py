@@ -78,6 +78,7 @@ class ConfigFormat(Protocol):
         """
 
 
+# Looking up entry points reads the metadata of all installed packages.
 @cache
 def config_formats() -> tuple[ConfigFormat, ...]:
     """Load all installed configuration formats."""

@@ -57,6 +57,7 @@ def cached_graph(description: object, capture: Callable[[], Graph]) -> Graph:
         folder = graphs_folder()
         graph = _read_graph(folder, key)
     except ValueError as error:
+        # Only reading the file raises ValueError, so `folder` is set.
         path = folder / f"{key}.graph"
         problem = str(error).partition("\n")[0]
         logger.warning("%s is damaged, so the model is captured again: %s", path, problem)
@@ -112,12 +113,14 @@ def _write_graph(folder: Path, key: str, graph: Graph) -> None:
     try:
         content = dumps(graph, key)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # In the same folder, since a rename is atomic only within a file system.
         with tempfile.NamedTemporaryFile(dir=folder, suffix=PARTIAL, delete=False) as temporary:
             temporary_path = Path(temporary.name)
             try:
                 temporary.write(content)
                 temporary.flush()
                 temporary_path.replace(folder / f"{key}.graph")
+            # A full disk must leave no partial file.
             except OSError:
                 temporary_path.unlink(missing_ok=True)
                 raise
@@ -140,6 +143,7 @@ def _evict_least_recently_used(folder: Path) -> None:
 
 def _cache_key(description: object) -> str:
     versions = [
+        # The commit as well, because builds of one version of PyTorch may differ.
         *(FORMAT, platform.python_version(), torch.__version__, torch.version.git_version),
         *map(_package_version, VERSIONED_PACKAGES),
         _source_hash(),
@@ -158,6 +162,7 @@ def _package_version(package: str) -> str:
 def _source_hash() -> str:
     """Return a hash of all source files of this package: a change of one invalidates all graphs."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
+    # Sorted, because the order of `rglob` depends on the file system.
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())

@@ -33,8 +33,10 @@ def unknown_keys(content: Any, file: str) -> str:
         file: name of the file.
     """
     keys = section_keys()["Config"]
+    # Other content is reported by the schema, with its own message.
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         return ""
+    # One key that resembles none is enough, as other frameworks share keys such as `model`.
     if not all(key in keys or close_keys(key, keys) for key in content):
         return ""
     return "\n".join(f"{file}: {line}" for line in _unknown_keys_of_section(content, "Config", ""))
@@ -60,6 +62,7 @@ def _unknown_keys_of_section(
             yield f"{prefix}{key}: unknown key; {key_hint(str(key), keys)}"
             continue
         below = keys[key]
+        # A plain value in place of a section is a mistake that the schema reports.
         if below is not None and isinstance(value, Mapping):
             yield from _unknown_keys_of_section(value, below, f"{prefix}{key}.")
 
@@ -79,11 +82,13 @@ def _annotated_keys_of_class(
     name: str, classes: Mapping[str, ast.ClassDef]
 ) -> Iterator[tuple[str, str | None]]:
     node = classes[name]
+    # From the last base to the first, so that keys override as in Python's attribute look-up.
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and base.id in classes:
             yield from _annotated_keys_of_class(base.id, classes)
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            # Through `| None` and `Annotated`, whose parts are names as well.
             names = (
                 child.id for child in ast.walk(field.annotation) if isinstance(child, ast.Name)
             )

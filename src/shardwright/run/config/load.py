@@ -84,12 +84,14 @@ def _validation_message(details: ErrorDetails) -> str:
         return f"{key}: the key is missing"
     if error_type in EXPECTED_TYPES:
         return f"{key}: expected {EXPECTED_TYPES[error_type]}, got {_format_value(value)}"
+    # "option_error" is of the schema's own validators, with the context of pydantic's literals.
     if error_type in ("literal_error", "option_error"):
         valid = details["ctx"]["expected"]
         return f"{key}: expected {valid}, got {_format_value(value)}{_did_you_mean(value, valid)}"
     if error_type == "string_pattern_mismatch":
         return f"{key}: expected 'module:callable', got {_format_value(value)}"
     if error_type == "value_error":
+        # A check of the whole file has no key.
         return f"{key}: {details['ctx']['error']}" if key else str(details["ctx"]["error"])
     return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_format_value(value)}"
 
@@ -105,6 +107,7 @@ def _valid_key_hint(path: tuple[int | str, ...]) -> str:
             for member in get_args(annotation) or (annotation,)
             if isinstance(member, type) and issubclass(member, BaseModel)
         )
+    # The alias is the key in files, such as `async`, which Python reserves.
     keys = [field.alias or name for name, field in section.model_fields.items()]
     return key_hint(str(path[-1]), keys)
 

@@ -61,6 +61,7 @@ def build_model(model: schema.ModelSection, folder: Path, dtype: torch.dtype) ->
     options = {**model.arguments, "dtype": dtype, "lora": lora}
     if model.hf is not None:
         is_path = isinstance(model.hf, str)
+        # Only a path is relative to the folder; a mapping has arguments of `AutoConfig.for_model`.
         source = folder / model.hf if is_path else model.hf  # type: ignore[operator]
         return _call_with_key_in_errors("model", build_hf, source, **options)
     if model.prefix is not None:
@@ -101,6 +102,7 @@ def wrap_errors(key: str, error_type: type[ShardwrightError]) -> Iterator[None]:
     except ShardwrightError:
         raise
     except Exception as error:
+        # The innermost frame, where the user's code or a library has raised the error.
         last = traceback.extract_tb(error.__traceback__)[-1]
         # PyTorch appends its C++ stack trace to messages, after these words.
         message, _, _ = str(error).partition("Exception raised from")
@@ -133,6 +135,7 @@ def _call_with_key_in_errors(
         arguments_key = f"{key}.arguments" if key == "model" else key
         raise ConfigError(f"{arguments_key}: {error}") from None
     with wrap_errors(key, ConfigError):
+        # `wrap_errors` passes a ConfigError on unchanged, so its key is added here.
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
@@ -148,6 +151,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
     modules = dict(net.named_modules())
     for path, op_types in _recomputed_op_types_by_path(net, section).items():
         if path not in modules:
+            # A cutoff of 0 always gives a suggestion.
             close_matches = get_close_matches(path, modules, n=1, cutoff=0.0)
             raise ConfigError(
                 f"parallel.recompute.modules: the model has no module {path!r}\n"
@@ -161,6 +165,7 @@ def _recomputed_op_types_by_path(
 ) -> dict[str, list[str] | None]:
     """Return the operator types to recompute in each module, by module path; None for all types."""
     if section.modules is not None:
+        # The schema refuses a mapping of operators together with `modules`.
         assert not isinstance(section.operators, dict)
         return dict.fromkeys(section.modules, section.operators)
     blocks = list(paths_of_blocks(net))
@@ -209,6 +214,7 @@ def load_batches(
         DataError: if the data is missing or damaged, or does not fill one batch.
     """
     cast = tuple(
+        # Integers are class labels or token ids.
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
         for t in load_samples(data, model, folder)
     )
@@ -243,6 +249,7 @@ def load_samples(
     with wrap_errors("data", DataError):
         if data.name == "mnist":
             return mnist(path)
+        # Without a length of sequences, the dataset is the digits, which are the default.
         if data.seq_length is None:
             return digits(data.image_size or DIGITS_SIZE)
         vocab_size = _vocab_size(model, folder)
@@ -261,6 +268,7 @@ def _vocab_size(model: schema.ModelSection, folder: Path) -> int | None:
         return None
     if model.hf is not None:
         config = hf_config(folder / model.hf if isinstance(model.hf, str) else model.hf)
+        # In a multimodal model, the text model has the vocabulary.
         vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     else:
         vocab_size = (
@@ -283,9 +291,11 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     options: dict[str, Any] = {"lr": section.learning_rate}
     for name in ("momentum", "weight_decay", "betas", "eps"):
         value = getattr(section, name)
+        # An omitted key leaves PyTorch's default, which differs between optimizers.
         if value is not None:
             options[name] = tuple(value) if name == "betas" else value
     constructor = OPTIMIZERS[section.name].constructor
+    # MuonAdamW recognizes output heads by the shape that they share with embeddings.
     if constructor is MuonAdamW:
         options["tables"] = table_shapes(net)
     trained = [p for p in net.parameters() if p.requires_grad]
@@ -295,6 +305,7 @@ def build_optimizer(section: schema.OptimizerSection, net: nn.Module) -> torch.o
     # Every rank creates both parameter groups, even if its stage has no parameter for one:
     # checkpoints store groups by index.
     decayed = {"params": [p for p in trained if p.ndim > 1]}
+    # Biases and weights of normalization layers are vectors.
     not_decayed = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
     return constructor([decayed, not_decayed], **options)
 
@@ -338,6 +349,7 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
     """
     with wrap_errors(key, ConfigError):
         function = _import_target(key, target, folder)
+        # Raises an error for some built-in classes, which have no signature.
         signature = inspect.signature(function)
     try:
         signature.bind(**arguments)

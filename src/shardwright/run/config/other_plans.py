@@ -68,6 +68,7 @@ class AlternativePlanner:
         """
         devices, batch_size = self.plan.devices, self.run.config.data.batch_size
         limit = self.plan.memory_limit
+        # Without a limit, half of what the chosen plan needs is shown.
         if limit is None and self.plan.known_memory is not None:
             limit = self.plan.known_memory.peak
         if limit is not None:
@@ -100,6 +101,7 @@ class AlternativePlanner:
         """
         ranked = self.unplanned.best_plans(self.plan.devices, top)
         for strategy_kind, plan in ranked.plans.items():
+            # The chosen plan is one of the ranked plans.
             if differences(self.plan, plan):
                 yield str(strategy_kind), plan
         for strategy_kind, reason in ranked.left_out.items():

@@ -22,6 +22,7 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
     expert_pins_ops = parallel.expert is not None
     options: dict[str, Any] = {
         **parallel.keywords(FileOptions),
+        # Shardings propagate from the operators that the expert pins to all others.
         "mode": "sharding_propagation" if expert_pins_ops else parallel.mode,
         "hsdp": None if parallel.hsdp is None else parallel.hsdp.model_dump(),
         "recompute": "auto" if parallel.recomputes_as_needed else None,
@@ -31,6 +32,7 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
         layers = parallel.expert.layers if parallel.expert else None
         chunks = len(layers) // parallel.stages if layers and _has_chunks(config) else 1
         stage_config = expert_stages(model, parallel.stages, layers, chunks, parallel.schedule)
+        # The stages are in `stage_config`, so the planner has none to choose.
         options |= {"stages": 1, "stage_config": stage_config}
     return options
 
@@ -52,4 +54,5 @@ def _has_chunks(config: Config) -> bool:
     parallel = config.parallel
     layers = parallel.expert.layers if parallel.expert else None
     has_several = layers is not None and isinstance(parallel.stages, int) and parallel.stages > 1
+    # At least two chunks per stage; one number per stage assigns no chunks.
     return has_several and len(layers or ()) >= 2 * int(parallel.stages)

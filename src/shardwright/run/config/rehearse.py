@@ -40,7 +40,9 @@ def rehearse_run(
     train = settings.model_copy(
         update={
             "steps": STEPS,
+            # An epoch may have fewer batches than there are steps.
             "epochs": max(STEPS, settings.epochs),
+            # After the last step, so that saving is rehearsed too.
             "checkpoint": CheckpointSection(every=STEPS),
             "resume": False,
             "evaluation": None,
@@ -55,6 +57,7 @@ def rehearse_run(
     def build_training(device: torch.device) -> _RehearsedTraining:
         return _RehearsedTraining(RankTraining.of(short_run, plan, device))
 
+    # Without duplicates: in a stage of one rank, the first is also the last.
     rehearsed_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     return Rehearsal(
         plan.devices,
@@ -90,5 +93,6 @@ class _RehearsedRun(Run):
         data = self.config.data
         if data.seq_length is None or data.path is not None:
             return super().batches
+        # Expanded from one element, so that it takes no memory.
         tokens = torch.zeros((), dtype=torch.long).expand(STEPS * data.batch_size, data.seq_length)
         return Batches((tokens, tokens), data.batch_size)

@@ -170,6 +170,7 @@ class Run:
         Steps before `start` count as `start.step`, even if they had another batch size.
         """
         settings = self.config.train
+        # `train.steps` counts from the first step of the run, also after it has resumed.
         steps = start.step + self.batches.steps_from(start, settings.epochs)
         return steps if settings.steps is None else min(steps, settings.steps)
 
@@ -279,8 +280,10 @@ class Run:
         def prepare(num_micro_batches: int, captured: bool) -> PlanTask:
             with graphs.deriving(not captured) as uses_derived:
                 task = task_of(self._with_num_micro_batches(num_micro_batches), graphs)
+            # A derived graph is captured before its plan is the answer.
             return replace(task, is_derived=uses_derived())
 
+        # With one micro-batch the leaves are the global batch, whose divisors are the choices.
         choices = valid_num_micro_batches(self._with_num_micro_batches(1).micro_batch_to_plan())
         return fastest_over_micro_batches(choices, prepare, ranking)
 
@@ -314,6 +317,7 @@ class Run:
             load_strategies(model, self.folder / parallel.strategies)
         with naming_file(self.file):
             if parallel.expert is not None:
+                # `layers` assigns blocks to pipeline stages, in `plan_options`.
                 pin_expert(model, **parallel.expert.model_dump(exclude={"layers"}))
             if parallel.recompute is not None and not parallel.recomputes_as_needed:
                 mark_recomputed(model, parallel.recompute)
@@ -338,6 +342,7 @@ class Run:
             if graphs is None:
                 return self._capture_or_load_graph(model, leaves)
             graph = graphs.graph(leaves, lambda leaves: self._capture_or_load_graph(model, leaves))
+            # A derived graph has the tags of the models that were captured.
             return replace(graph, module_tags=module_tags(model))
 
         graph = graph_of(batch)
@@ -377,6 +382,7 @@ class Run:
     def _is_graph_cacheable(self) -> bool:
         """Whether the graph depends on the configuration only, not on user code or other files."""
         model, data = self.config.model, self.config.data
+        # The file of a `transformers` model may change while its path stays.
         model_in_config = model.is_language_model and not isinstance(model.hf, str)
         return model_in_config and data.seq_length is not None
 
@@ -393,6 +399,7 @@ class Run:
 
         Falls back to ordinary parameters if the code of a target reads their values.
         """
+        # If the error is that of the model itself, the second attempt raises it again.
         with suppress(ShardwrightError), no_init_parameters():
             return self.model()
         return self.model()
@@ -446,6 +453,7 @@ class Run:
             ConfigError: if the model's configuration does not exist.
         """
         requested, train = self.config.parallel.compute_dtype, self.config.train
+        # A dtype that the user sets is not overridden by the published one.
         if requested is not None or "dtype" in train.model_fields_set:
             return requested
         with naming_file(self.file):
@@ -455,6 +463,7 @@ class Run:
     def cluster(self) -> str | None:
         """Name of the cluster, or path of its file; None if the configuration names none."""
         cluster = self.config.parallel.cluster
+        # A cluster's name has no suffix; the path of its file does.
         if cluster is None or not Path(cluster).suffix:
             return cluster
         return str(self.folder / cluster)

@@ -20,6 +20,7 @@ from shardwright.core.planner.options import FileOptions, PlanOptions
 from shardwright.core.planner.requirement import requirements
 from shardwright.errors import ConfigError
 
+# `.inf` is a number in YAML, and would pass `gt=0`.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
@@ -298,6 +299,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
     @field_validator("mode", *requirements(FileOptions), mode="before")
     @classmethod
     def _check_planner_option(cls, value: Any, info: ValidationInfo) -> Any:
+        # Not of `FileOptions`, which has no requirement for `mode`.
         requirement = requirements(PlanOptions)[str(info.field_name)]
         if not requirement.accepts(value):
             raise _option_error(requirement.valid_values)
@@ -421,6 +423,7 @@ class Config(Section, frozen=True):
         """Section `data` with the changes of `train.evaluation`, which must be set."""
         assert self.train.evaluation is not None
         changes = self.train.evaluation.model_dump(include={"path", "arguments"})
+        # Built anew, so that the checks of the section run on the changed keys.
         return DataSection(**{**self.data.model_dump(), **changes})
 
     @model_validator(mode="after")

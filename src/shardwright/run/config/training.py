@@ -66,6 +66,7 @@ def train_rank(
     # Leaving the context waits for an asynchronous save that is still being written.
     saving: AbstractContextManager[Checkpoints | None] = run.checkpoints() or nullcontext()
     with process_group(world, timeout, run.config.train.device) as device:
+        # Within the process group, which an asynchronous save still needs.
         with saving as checkpoints:
             if not isinstance(plan, Plan):
                 # Every rank builds its model, and shares the plan only with ranks whose model is
@@ -203,6 +204,7 @@ class RankTraining:
                 non_finite=settings.non_finite,
                 evaluation=run.evaluation,
             )
+        # A signal during the last step has stopped nothing.
         if stop is None or stop.stopped_by is None or end.step == last_step:
             return None
         rank, number = stop.stopped_by

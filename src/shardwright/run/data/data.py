@@ -95,6 +95,7 @@ class Batches:
         order = torch.randperm(self.samples, generator=generator)
         # Language models have the tokens themselves as labels: read the same file only once.
         distinct = {id(tensor): tensor for tensor in self.tensors}
+        # The bound drops an incomplete last batch, wherever the epoch is entered.
         for start in range(first, self.samples - self.batch_size + 1, self.batch_size):
             rows = order[start : start + self.batch_size]
             batch = {key: tensor[rows] for key, tensor in distinct.items()}
@@ -116,6 +117,7 @@ class Batches:
         """Return the number of batches from `position` to the end of a run of `epochs` epochs."""
         if position.epoch >= epochs:
             return 0
+        # Negative if the position of a checkpoint with another batch size is beyond the samples.
         rest_of_epoch = max(0, self.samples - self.first_sample(position)) // self.batch_size
         return rest_of_epoch + (epochs - position.epoch - 1) * len(self)
 
@@ -139,6 +141,7 @@ def digits(image_size: int = DIGITS_SIZE) -> tuple[Tensor, Tensor]:
     with needs_extra("run", "the digits dataset needs `scikit-learn`", DataError):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
+    # Pixels of this dataset are numbers from 0 to 16.
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, DIGITS_SIZE, DIGITS_SIZE) / 16.0
     repeat = image_size // DIGITS_SIZE
     images = images.repeat_interleave(repeat, 2).repeat_interleave(repeat, 3)
@@ -200,6 +203,7 @@ def mnist_or_digits() -> tuple[Tensor, Tensor]:
     if os.environ.get("DATA_PATH"):
         return mnist()
     images, labels = digits(MNIST_SIZE)
+    # By its own moments, as MNIST's are those of other pixels.
     return (images - images.mean()) / images.std(), labels
 
 
@@ -225,7 +229,9 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
                     f" the limit of {MAX_GZIPPED_BYTES} bytes for gzip files\n"
                     "decompress the file with gunzip, or download it again if it is damaged"
                 )
+            # The size of a plain file bounds what is read, whatever its header says.
             available = size if is_gzipped else path.stat().st_size
+            # One byte more than announced, to notice a longer file.
             content = file.read(min(size, available) + 1)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
@@ -237,6 +243,7 @@ def read_idx(path: Path, ndim: int) -> NDArray[np.uint8]:
             f"{path}: the shape {list(shape)} in its header needs {size} bytes, but the file has"
             f" {relation}\nthe file may be incomplete: download it again"
         )
+    # A copy, since `frombuffer` is read-only, and PyTorch warns about read-only arrays.
     return np.frombuffer(content, np.uint8).reshape(shape).copy()
 
 
@@ -321,6 +328,7 @@ def _read_text_documents(path: str | Path | None) -> list[str]:
     location = Path(path).expanduser()
     if is_saved_dataset(location):
         return list(saved_dataset(location, "text")["text"])
+    # Sorted, because the order of `glob` may differ between nodes, which must pack equal sequences.
     text_files = sorted(location.glob("*.txt")) if location.is_dir() else [location]
     if not text_files or not text_files[0].exists():
         problem = (
@@ -352,6 +360,7 @@ def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
         )
     try:
         tokenizer = (
+            # Never runs code that the folder contains.
             AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
             if path.is_dir()
             else PreTrainedTokenizerFast(tokenizer_file=str(path))  # type: ignore[no-untyped-call]
@@ -364,6 +373,7 @@ def _load_tokenizer(path: Path) -> tuple[Encode, list[int]]:
         ) from None
     end_of_text = tokenizer.eos_token_id
     return (
+        # No beginning-of-text or similar tokens: only the end of a document is marked.
         lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         [] if end_of_text is None else [end_of_text],
     )

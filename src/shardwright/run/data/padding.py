@@ -46,6 +46,7 @@ class PadToMultiple:
                 "PadToMultiple: samples must be dicts with the fields"
                 f" {', '.join(map(repr, self.values))}\nreturn a dict for each sample"
             )
+        # Also fields that only other samples or only `values` have, which are reported below.
         columns: dict[str, Any] = {
             name: [sample.get(name) for sample in samples] for name in {**self.values, **samples[0]}
         }

@@ -51,9 +51,11 @@ class TokenArray:
             DataError: if a token id is not below `vocab_size`, or the file is damaged.
         """
         if self.checked is not None:
+            # Of a memory map, the offset is the length of the header; Arrow columns have none.
             offset, size = getattr(self.values, "offset", 0), self.values.itemsize
             self.checked.verify(offset + start * size, offset + (start + length) * size)
         tokens: NDArray[np.int64] = self.values[start : start + length].astype(np.int64)
+        # Tokens of a signed dtype may be negative.
         invalid = (tokens < 0) | (tokens >= (vocab_size or np.inf))
         if vocab_size is not None and invalid.any():
             index = int(invalid.argmax())
@@ -110,6 +112,7 @@ class TokenSequences:
             array, array_end = self.arrays[array_index], self._array_end_positions[array_index]
             start = position - array_end + len(array.values)
             pieces.append(array.read(start, end - position, self.vocab_size))
+            # The array may end within the sequence, whose rest the next array has.
             position += len(pieces[-1])
         return np.concatenate(pieces)
 
@@ -159,6 +162,7 @@ def token_sequences(
             )
         tokens = tuple(_open_token_file(file, dtype) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)
+    # The same object for both, so that a batch reads the file only once.
     return sequences, TokenSequences(labels, seq_length) if labels else sequences
 
 
@@ -180,6 +184,7 @@ def write_tokens(path: str | Path, tokens: NDArray[Any]) -> None:
             "convert them, for example with tokens.astype(numpy.uint32)"
         )
     partial = path.with_name(f"{path.name}.partial")
+    # Little-endian on every machine, as readers of `.bin` files assume.
     content = np.ascontiguousarray(tokens, tokens.dtype.newbyteorder("<"))
     try:
         # Not `tofile`, whose error hides the cause, such as a full disk.
@@ -199,6 +204,7 @@ def _open_token_file(file: Path, dtype: str | None) -> TokenArray:
         raise DataError(f"{file}: not a regular file\nremove it from the folder of token files")
     checked = CheckedFile.open(file, DataError)
     if checked is not None:
+        # The first block now, so that a damaged file is reported before training.
         checked.verify(0, 1)
     return TokenArray(str(file), _map_token_file(file, dtype), checked=checked)
 
@@ -235,6 +241,7 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
         ) from None
     # Little-endian uint32 tokens read as uint16 have their upper halves at odd positions. Those are
     # below 4 for vocabularies of up to 262,144 tokens.
+    # Of the first 4,096 values, without reading more of the file.
     upper_halves = array[1:4096:2]
     is_default = dtype is None and offset == 0 and token_dtype == "uint16"
     if is_default and len(upper_halves) > 8 and upper_halves.max() < 4:
@@ -248,11 +255,13 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
 def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
     """Return the token dtype of a `.bin` file, and the length of its header in bytes."""
     index = file.with_suffix(".idx")
+    # An explicit dtype wins, for a token file with an index of something else beside it.
     if dtype is None and index.is_file():
         return _read_megatron_dtype(index, file), 0
     with file.open("rb") as content:
         start = content.read(4)
     magic = struct.unpack("<I", start)[0] if len(start) == 4 else 0
+    # A header of 256 int32 values has 1,024 bytes.
     return (LLM_C_DTYPES[magic], 1024) if magic in LLM_C_DTYPES else (dtype or "uint16", 0)
 
 
@@ -273,6 +282,7 @@ def _read_megatron_dtype(index: Path, file: Path) -> str:
             magic, version, code, sequences, _ = MEGATRON_HEADER.unpack(start)
             if (magic, version) == (b"MMIDIDX\0\0", 1):
                 dtype = MEGATRON_DTYPES.get(code)
+        # An index has 12 bytes per sequence: 4 for its length and 8 for its start.
         if dtype is None or 12 * sequences > index.stat().st_size - MEGATRON_HEADER.size:
             raise DataError(
                 f"{index}: not the index file of a Megatron-LM dataset\n"
@@ -346,6 +356,7 @@ def _read_token_id_column(path: Path, name: str, optional: bool = False) -> tupl
     arrays, first = [], 0
     for chunk in dataset.data.column(name).chunks:
         try:
+            # Without copies, so that the column stays mapped, however large it is.
             values = chunk.flatten().to_numpy(zero_copy_only=True)
         except (AttributeError, ValueError) as error:
             raise DataError(

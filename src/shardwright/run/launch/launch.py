@@ -83,11 +83,15 @@ def launch(
                 for rank, environment in enumerate(environments):
                     ranks.append(RankProcess.start(rank, command, environment, logs, locks))
                 wait_for_ranks(ranks, timeout, stop_signals)
+                # Ranks of a run with checkpoints save one before they end.
                 if stop_signals:
                     stop_ranks(ranks, timeout, stop_signals)
             finally:
+                # Also after an exception in this process, so that no rank outlives it.
                 end_ranks(ranks)
             ends = [rank.end for rank in ranks]
+            # First, as a rank's own error tells which signal it was and whether a checkpoint was
+            # saved.
             stopped = requested_stop(ends)
             if stopped is not None:
                 raise stopped
@@ -192,6 +196,7 @@ def launch_elastic(
             return
         except RankFailedError as error:
             remaining_devices -= len(error.lost_ranks)
+            # Losses of devices are not limited: each leaves fewer devices, down to the minimum.
             restarts += not error.lost_ranks
             if remaining_devices < minimum:
                 raise RankFailedError(

@@ -56,10 +56,12 @@ class LogFolder:
         steps_to_keep = self.steps(0) if keep_steps else None
         for rank_folder in self.run.glob("rank.[0-9]*"):
             for entry in rank_folder.iterdir():
+                # `rmtree` refuses symbolic links.
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
                 elif entry != steps_to_keep:
                     entry.unlink()
+            # The folder is not empty if it has the step log that is kept.
             with suppress(OSError):
                 rank_folder.rmdir()
         for rank in range(num_ranks):

@@ -110,12 +110,14 @@ class Node:
 
     @property
     def endpoint(self) -> str:
+        # IPv6 addresses contain colons themselves.
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
     try:
         url = urlsplit(f"//{text}")
+        # A path, a query or a user name would make these parts differ from the text.
         if url.netloc == text and "@" not in text and url.hostname and url.port:
             return url.hostname, url.port
     except ValueError:
@@ -145,6 +147,7 @@ def launch_node(
         StoppedError: if this process received SIGINT, SIGTERM, SIGHUP or SIGQUIT, or a rank
             received SIGINT or SIGTERM and no restarts are left.
     """
+    # The agent passes the environment of this process on to the ranks.
     os.environ.update(_agent_environment(node))
     # The agent would log failures of ranks with its own stack traces; this function raises them.
     for name in ("multiprocessing.api", "agent.server.api"):
@@ -159,11 +162,13 @@ def launch_node(
             rdzv_backend="c10d",
             rdzv_endpoint=node.endpoint,
             rdzv_configs={
+                # Explicit, because the backend would otherwise guess by comparing addresses.
                 "is_host": node.rank == 0,
                 "join_timeout": seconds,
                 "read_timeout": min(seconds, READ_TIMEOUT_SECONDS),
             },
             max_restarts=max_restarts,
+            # Ranks of other nodes connect to this address; a host name might not resolve there.
             local_addr=local_address,
             logs_specs=_RankLogsSpecs(logs),
             log_line_prefix_template="rank ${rank}: ",
@@ -260,6 +265,7 @@ def _join_store(node: Node, timeout: timedelta) -> Iterator[str]:
     Yields:
         The IP address at which other nodes reach this node.
     """
+    # First, so that an unusable address is reported at once instead of after the timeout.
     address = _local_ip_address(node)
     try:
         store = (
@@ -334,7 +340,10 @@ def _local_ip_address(node: Node) -> str:
             node.host, node.port, type=socket.SOCK_STREAM
         )[0]
         if node.rank == 0:
+            # The store binds the address later; here a failure gives its reason.
             with socket.socket(family, socket_type) as probe:
+                # Else the port of a run that has just ended could not be bound, as its connections
+                # linger.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen()
@@ -364,6 +373,7 @@ def _claim_node_rank(store: Store, node: Node) -> None:
     if store.add(f"claims of node {node.rank}", 1) > 1:
         # An earlier owner is alive if its heartbeats continue.
         heartbeats = store.add(_heartbeat_key(node), 0)
+        # A live owner has sent several heartbeats by then.
         time.sleep(3 * HEARTBEAT_SECONDS)
         if store.add(_heartbeat_key(node), 0) > heartbeats:
             raise ConfigError(

@@ -57,6 +57,7 @@ class World:
         if not is_launched():
             return World(rank=0, size=1, local_rank=0, local_size=1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # A launcher that sets no local ranks runs all of them on this machine.
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -122,6 +123,7 @@ def process_group(
             rank=world.rank,
             world_size=world.size,
             timeout=timeout,
+            # Bound to its device, NCCL can split the communicator into groups.
             device_id=None if local.type == "cpu" else local,
         )
         yield local
@@ -217,6 +219,7 @@ def _join_checked_store(
     try:
         joined = join_store(world, timeout)
         check_same_facts(PrefixStore(purpose, joined), world.rank, world.size, facts, unique_value)
+    # Stores raise subclasses of RuntimeError when a wait takes too long.
     except RuntimeError as error:
         raise CommunicationError(
             f"not all {world.size} ranks joined within {timeout.total_seconds():.0f} s\n"

@@ -83,6 +83,7 @@ class RankError:
         """The StoppedError that ended the rank; None if the rank ended for another reason."""
         if self.exception_type != StoppedError.__name__:
             return None
+        # The message is `stopped by SIGTERM; …`, with the name of the signal.
         reason, _, outcome = self.message.partition("; ")
         return StoppedError(signal.Signals[reason.rpartition(" ")[2]], outcome)
 
@@ -134,6 +135,7 @@ class RankEnd:
         """Whether the rank failed for a reason other than the failure of another rank."""
         if self.error is not None:
             return not self.error.is_consequence and self.error.stop is None
+        # Without an exception, and not because the launcher has ended it.
         return self.killed_by is not None or (self.status not in (0, None) and not self.signals)
 
     @property
@@ -182,6 +184,7 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
     )
     causes = sorted(next(filter(None, groups)), key=lambda end: (end.time, end.rank))
     first, error = causes[0], causes[0].error
+    # One exception names its rank; several ranks that were killed are all named.
     named_ends = [first] if error is not None else [end for end in causes if end.error is None]
     log = logs.stderr(first.rank)
     where = f"its log: {log}" if log.exists() else f"its log was deleted during the run: {log}"

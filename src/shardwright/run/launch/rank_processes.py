@@ -102,6 +102,7 @@ class RankProcess:
         if self.process.poll() is not None:
             self.ended = time.monotonic()
             return False
+        # After a signal of this launcher the field stays: it tells why the launcher sent it.
         if not self.signals:
             self.stopped_by = _find_stop_signal(self.process.pid)
         self.seconds_stopped = self.seconds_stopped + POLL_SECONDS if self.stopped_by else 0.0
@@ -121,6 +122,7 @@ class RankProcess:
             self.process.returncode,
             time.monotonic() if self.ended is None else self.ended,
             frozenset(self.signals),
+            # A process that ended by itself had been continued.
             self.stopped_by if self.signals else None,
             RankError.read(self.logs.error(self.rank)),
             "" if self.logs.stderr(self.rank).exists() else self._stderr_tail(),
@@ -156,7 +158,9 @@ def wait_for_ranks(
     grace_left = GRACE_SECONDS
     while grace_left > 0 and not stop_signals:
         running = [rank for rank in ranks if rank.poll()]
+        # The code is None while the process runs, and 0 after success.
         failed = [rank.end for rank in ranks if rank.process.returncode]
+        # Ranks that stop on request raise an error too, but have not failed.
         failed = [end for end in failed if requested_stop([end]) is None]
         if not running or any(end.is_root_cause for end in failed):
             return
@@ -240,6 +244,7 @@ def rank_environments(
     shared = {
         **loopback_interfaces(),
         **process_settings(num_ranks),
+        # The user's variables override the defaults above, but none of those below.
         **os.environ,
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(store_port),

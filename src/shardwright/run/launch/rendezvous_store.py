@@ -89,6 +89,7 @@ def serve_tcp_store(host: str, port: int, timeout: timedelta, shared: bool = Tru
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=shared,
+        # The store owns the descriptor from here on, and closes it.
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
@@ -100,6 +101,7 @@ def _bind_socket(address: str, port: int) -> socket.socket | None:
     translated by a network (NAT).
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    # Else the port of a store that has just ended could not be bound, as its connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))

@@ -55,6 +55,7 @@ def earliest_finding(net: torch.nn.Module, order: int, finding: str) -> str | No
         and has_other_ranks()
     ):
         return None if order == NO_FINDING else finding
+    # Of equal times, the lowest rank's, so that all ranks choose the same finding.
     order, rank, finding = min(
         (order, rank, finding)
         for rank, (order, finding) in enumerate(values_of_ranks((order, finding)))
@@ -169,8 +170,10 @@ class _NonFiniteChecker(TorchFunctionMode):
             # stage to the last, the backward pass in reverse.
             stage_order = stage if phase == 1 else stages - stage
             infinite = findings.get("inf")
+            # An infinity before it is the likely cause: inf - inf is NaN.
             if value == "nan" and infinite is not None and infinite[0] < index:
                 finding += f", after {infinite[1]}"
+            # Pass, stage and index as digits of one integer: up to 2^16 stages and 2^40 tensors.
             return (phase * 2**16 + stage_order) * 2**40 + index, finding
         return NO_FINDING, ""
 

@@ -76,6 +76,8 @@ def train(
             optimizer.zero_grad()
         else:
             guard.undo(inputs, loss, norm, _describe_step(batches, position))
+        # `is_finite` has waited for forward and backward; the optimizer's kernels count in the next
+        # step.
         speed, exposed = batches.batch_size / (perf_counter() - started), waits.take_seconds()
         next_position = batches.position_after(position)
         evaluation_loss = (
@@ -98,6 +100,7 @@ def _forward_backward(
     Returns:
         The loss, and the global gradient norm before clipping.
     """
+    # Without clipping too, the norm tells whether the gradients are finite.
     max_norm = math.inf if clip_norm is None else clip_norm
     if isinstance(net, ParallelModule):
         return net.train_step(*batch), net.clip_grad_norm_(max_norm)

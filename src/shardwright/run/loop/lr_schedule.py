@@ -40,11 +40,13 @@ class LRSchedule:
             return self.peak * step / warmup
         if self.kind == "constant":
             return self.peak
+        # No step decays if the warmup is as long as the run.
         progress = min((step - warmup) / max(1, total - warmup), 1.0)
         return self.end + (self.peak - self.end) * self._decay_factor(progress)
 
     def _decay_factor(self, progress: float) -> float:
         """Return the remaining fraction of `peak - end` at `progress`, 0 to 1, of the decay."""
         if self.kind == "cosine":
+            # Half a period of a cosine, from 1 to 0 (Loshchilov and Hutter, "SGDR", 2017).
             return (1 + cos(pi * progress)) / 2
         return float((1 - progress) ** (1.0 if self.kind == "linear" else self.power))

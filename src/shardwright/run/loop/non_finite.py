@@ -85,6 +85,7 @@ class NonFiniteGuard:
             # The repeated step draws the same random numbers.
             self.net.execution.random_step -= 1
             cause = first_non_finite(self.net, batch)
+            # The repeated step has changed the state again.
             self._restore_state()
         self.optimizer.zero_grad()
         raise NonFiniteError(

@@ -40,6 +40,7 @@ class LiveProgress(Progress):
 
     def line(self, text: str) -> None:
         """Print `text` verbatim above the bar."""
+        # Brackets in the text of a program are not markup of Rich.
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: StepRecord) -> None:
@@ -76,6 +77,7 @@ def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None
         while not ended.wait(POLL_SECONDS):
             for file in files:
                 file.read()
+        # Once more, for lines written since the last read.
         for file in files:
             file.read()
             file.close()
@@ -129,4 +131,5 @@ class _FollowedFile:
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:
+            # The old file is gone, and the new one does not exist yet.
             return False

@@ -104,4 +104,5 @@ def open_step_log(path: Path, start: Position) -> TextIO:
     ]
     earlier = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
     write_text(path, "".join(earlier))
+    # Line by line, so that a crash loses no finished step.
     return path.open("a", buffering=1)

@@ -55,6 +55,7 @@ class StepProfile:
         Returns:
             Whether it was the last profiled step.
         """
+        # Further steps of the run are not profiled.
         if self._num_done > self.steps:
             return False
         self._num_done += 1
@@ -91,6 +92,7 @@ class StepProfile:
 
 def _persistent_bytes(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of a rank's shards of parameters, buffers and optimizer state."""
+    # Some optimizers also keep numbers in their state.
     states = (value for state in optimizer.state.values() for value in state.values())
     tensors = (t for t in (*net.parameters(), *net.buffers(), *states) if torch.is_tensor(t))
     storages = (detached_local(tensor).untyped_storage() for tensor in tensors)

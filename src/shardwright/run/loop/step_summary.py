@@ -128,6 +128,7 @@ def peak_allocated(events: Iterable[Any]) -> int:
     event."""
     host = [each for each in events if _is_host_event(each) and not each.is_async]
     ordered = sorted(host, key=lambda each: each.time_range.start)
+    # Each event has the bytes that it has allocated minus those that it has freed.
     allocated = accumulate((int(each.self_cpu_memory_usage) for each in ordered), initial=0)
     return max(allocated)
 
@@ -202,6 +203,7 @@ def _exposed_microseconds(kernels: Sequence[Any]) -> float:
         changes.append((kernel.time_range.end, -1, communicates))
     total = last = 0.0
     running = {True: 0, False: 0}
+    # At equal times, ends (-1) sort before starts (1), so that adjacent kernels do not overlap.
     for time, change, communicates in sorted(changes):
         if running[True] and not running[False]:
             total += time - last

@@ -55,6 +55,7 @@ def open_trackers(
             import wandb
 
             run = stack.enter_context(
+                # A restart continues the run that the environment names, if it names one.
                 wandb.init(dir=str(folder), config=dict(config), resume="allow")
             )
             tracks.append(lambda step, numbers: run.log(dict(numbers), step=step))
