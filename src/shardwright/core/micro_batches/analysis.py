@@ -42,10 +42,12 @@ def graph_of_micro_batch(flow: SampleFlow) -> Graph:
         UnsplittableError: for the first operator before the loss that cannot run on micro-batches.
     """
     graph = flow.pair.batch
+    # Operators off this path may mix samples, as only their outputs become unusable.
     on_path = set() if graph.loss is None else set(_find_ops_computing_value(graph, graph.loss))
     for op in graph.ops:
         _determine_output_states(flow, op, op in on_path)
     state = WHOLE if graph.loss is None else flow.states[graph.loss]
+    # The result would be exact, but each micro-batch would need the time and memory of the batch.
     if graph.loss is not None and state == WHOLE:
         loss_op = graph.producer[graph.loss]
         raise UnsplittableError(loss_op, "every micro-batch computes the loss from the full batch")
@@ -78,14 +80,19 @@ def _determine_output_states(flow: SampleFlow, op: Op, on_path: bool) -> None:
         _check_no_unknown_inputs(flow, op)
         states = _infer_output_states(flow, op, free)
     except UnsplittableError:
+        # Free operators may mix samples: the prologue computes them for the global batch.
         if not free and on_path:
             raise
         states = [WHOLE if free else UNKNOWN] * len(op.outputs)
         flow.outside.update(op.outputs if free else ())
+        # Undo the replacements of the failed attempt; its operators are dropped, as nothing reads
+        # them.
         for value in op.outputs:
             flow.result.replaced.pop(value, None)
     for value, state in zip(op.outputs, states, strict=True):
         flow.states[value] = state
+        # Such as the number of valid labels: from the prologue, so that a division by it need not
+        # be linear.
         if free and state in (SUM, AVERAGE):
             flow.states[value] = WHOLE
             flow.outside.add(value)
@@ -113,14 +120,18 @@ def _infer_output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleSta
     """
     read = {flow.states[value] for value in op.inputs}
     if POSITIONS in read:
+        # Only views and indexing keep the indices of samples local; else the prologue computes
+        # those of all.
         state = state_from_positions(flow, op)
         if state is not None:
             return [state] * len(op.outputs)
         positions = [v for v in op.inputs if flow.states[v] == POSITIONS]
         flow.outside.update(positions)
         read = read - {POSITIONS} | {WHOLE}
+    # An operator in a micro-batch reads only its samples of a value such as `x[permutation]`.
     if not free:
         read |= flow.split_values_of_prologue(op)
+    # Samples before sums: an operator that reads both is refused there.
     if any(isinstance(state, int) for state in read):
         states = states_from_sample_inputs(flow, op)
     elif read.intersection((SUM, AVERAGE)):
@@ -129,6 +140,8 @@ def _infer_output_states(flow: SampleFlow, op: Op, free: bool) -> list[SampleSta
         states = states_from_shared_inputs(flow, op, free)
     if flow.keeps_statistics(op):
         states[1:] = [UNKNOWN] * (len(states) - 1)
+    # A rule does not know sizes that are Python numbers; the twin graph shows which dimensions
+    # vary.
     for value, state in zip(op.outputs, states, strict=True):
         if state != POSITIONS and flow.varying_dims(value) != (
             {state} if isinstance(state, int) else set()
@@ -144,5 +157,6 @@ def _find_ops_computing_value(graph: Graph, value: Value) -> list[Op]:
     for op in reversed(graph.ops):
         if needed.intersection(op.outputs):
             ops.append(op)
+            # The value does not depend on a tensor of which only the shape is read.
             needed.update(() if op.short_name in FILLED_LIKE else op.inputs)
     return ops

@@ -34,6 +34,7 @@ def sample_dims(graph: Graph) -> dict[Value, int]:
     labels = [v for v in inputs[1:] if v.shape[0] in sizes and not v.dtype.is_floating_point]
     if labels:
         joined_dims = JoinedDims(graph)
+        # By way of the loss, which reads labels and predictions.
         for joined in (joined_dims.of_inputs({value: 0}) for value in labels):
             if joined.get(inputs[0], 0) > 0:
                 return joined
@@ -66,7 +67,11 @@ class JoinedDims:
             tensors = zip((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), strict=True)
             for value, names in tensors:
                 for dim, name in enumerate(names):
+                    # Dimensions of size 1 are broadcast, so they say nothing about other
+                    # dimensions.
                     if name is not None and value.shape[dim] > 1:
+                        # A node is a dimension of a value or a factor of an operator; an edge is an
+                        # entry of a rule.
                         self._merge_dim_groups((value, dim), (op, name))
 
     def candidates(self, count: int) -> Iterator[tuple[int | None, ...]]:
@@ -90,6 +95,7 @@ class JoinedDims:
             all_joined = self.of_inputs(
                 {v: 0 for v in others if not self._shares_factor_with_parameter((v, 0))}
             )
+            # A dict, as joined inputs lead to equal candidates.
             candidates |= dict.fromkeys(map(self._list_leaf_batch_dims, (all_joined, joined)))
         yield from list(candidates)[:MAX_CANDIDATES]
 
@@ -124,6 +130,7 @@ class JoinedDims:
                 )
             if dim is not None:
                 given[by_name[name]] = dim % rank
+        # Given dimensions win over derived ones.
         dims = {**self.of_inputs(given), **given}
         in_full = {name for name, dim in batch_dims.items() if dim is None}
         return self._list_leaf_batch_dims(
@@ -137,6 +144,7 @@ class JoinedDims:
         return {
             value: dim
             for value in self._graph.input_values
+            # Reversed, so that the first of several dimensions is the one that stays.
             for dim in reversed(range(len(value.shape)))
             if self.root_of_group((value, dim)) in roots
         }

@@ -51,9 +51,11 @@ def refused_update(graph: Graph, per_micro_batch: bool) -> str | None:
     """
     if graph.loss is None:
         return None
+    # Batch norms with running statistics; others update nothing and are left to the analysis.
     batch_norms = [op for op in graph.ops if takes_statistics(op) and len(op.outputs) > 1]
     if batch_norms and not per_micro_batch:
         return str(UnsplittableError(batch_norms[0], use_of_statistics(batch_norms[0])))
+    # New statistics, and what is computed from them and old statistics only, such as their average.
     measured = {value for op in batch_norms for value in op.outputs[1:]}
     statistics = running_statistics(graph)
     for op in graph.ops:

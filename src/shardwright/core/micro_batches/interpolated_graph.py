@@ -79,6 +79,7 @@ class GraphsBySize:
             self.derive = before
 
     def _interpolate_graph(self, key: tuple[Any, ...]) -> Graph | None:
+        # Two points determine a line, so the first two captured graphs suffice.
         (key_a, graph_a), (key_b, graph_b), *_ = self.captured.items()
         try:
             rows = _find_batch_sizes(key_a, key_b, key)
@@ -90,6 +91,7 @@ class GraphsBySize:
 def _make_argument_cache_key(leaf: Any) -> Any:
     """Return the part of the cache key for one leaf of a call: shape and dtype of a tensor, or the
     object."""
+    # Other objects by identity, as they need not be hashable.
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, (int, float, str, bool)) else id(leaf)
     return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
@@ -103,6 +105,7 @@ def _find_batch_sizes(
         raise NotInterpolableError
     rows: set[tuple[int, int, int]] = set()
     for a, b, wanted in zip(key_a, key_b, key, strict=True):
+        # Everything but the shape must be equal: dtype, `requires_grad`, or the value of a number.
         if a[1:] != b[1:] or a[1:] != wanted[1:]:
             raise NotInterpolableError
         if a[0] == b[0] == wanted[0]:
@@ -111,9 +114,11 @@ def _find_batch_sizes(
         if not all(isinstance(s, tuple) for s in shapes) or len({*map(len, shapes)}) > 1:
             raise NotInterpolableError
         rows |= {sizes for sizes in zip(*shapes, strict=True) if len({*sizes}) > 1}
+    # Sizes are interpolated by one number of rows, so all inputs must have the same one.
     if len(rows) != 1:
         raise NotInterpolableError
     (sizes_of_calls,) = rows
+    # The wanted size differs, but two equal sizes do not determine a slope.
     if sizes_of_calls[0] == sizes_of_calls[1]:
         raise NotInterpolableError
     return sizes_of_calls
@@ -141,11 +146,14 @@ class _GraphInterpolation:
         self._pair_equal_values(a.parameters, b.parameters)
         self._pair_equal_values(a.buffers, b.buffers)
         self._pair_equal_values(tuple(a.constants), tuple(b.constants))
+        # Constants in the model may depend on the batch size; meta tensors have no values to
+        # compare.
         for constant, other in zip(a.constants.values(), b.constants.values(), strict=True):
             if constant.is_meta or other.is_meta or not torch.equal(constant, other):
                 raise NotInterpolableError
         inputs = self._interpolate_inputs(a.inputs, b.inputs)
         ops = tuple(self._interpolate_op(*pair) for pair in zip(a.ops, b.ops, strict=True))
+        # Fields that must not depend on the batch size.
         named = ("tied", "frozen", "compute_dtype", "attributes", "autocast_on", "whole_batch")
         if any(getattr(a, name) != getattr(b, name) for name in named):
             raise NotInterpolableError
@@ -173,6 +181,7 @@ class _GraphInterpolation:
             raise NotInterpolableError
         for leaf, other in zip(leaves, others, strict=True):
             if isinstance(leaf, Value) and isinstance(other, Value):
+                # First, so that the next line finds the values; the inputs of a call may be nested.
                 self._interpolate_value(leaf, other)
         return tuple(map(self._interpolate_argument, leaves, others))
 
@@ -202,6 +211,7 @@ class _GraphInterpolation:
     def _interpolate_argument(self, argument: Any, other: Any) -> Any:
         """Return an argument of the derived graph, given the matching argument of each graph."""
         if isinstance(argument, Value):
+            # The graphs must agree in which value is read, not only in its shape.
             if argument not in self._values or self._values[argument][0] is not other:
                 raise NotInterpolableError
             return self._values[argument][1]
@@ -218,6 +228,7 @@ class _GraphInterpolation:
             return {
                 key: self._interpolate_argument(item, other[key]) for key, item in argument.items()
             }
+        # `type` and not `isinstance`, as a bool is no size.
         if type(argument) is int:
             return self._interpolate_number(argument, other)
         if argument is not other and argument != other:
@@ -227,6 +238,7 @@ class _GraphInterpolation:
     def _interpolate_number(self, number: int, other: int) -> int:
         if number == other:
             return number
+        # The line through two points; in integers, so that a derived size is exact or refused.
         slope, remainder = divmod(number - other, self._rows_a - self._rows_b)
         fixed = number - slope * self._rows_a
         # A negative fixed part is a sign of a number that grows faster than the batch.

@@ -39,6 +39,7 @@ def dims_of_indexed_sum(
     if not _adds_rows_at_indices(op):
         return None
     base, *indices, added = op.inputs
+    # A sum over samples adds the base once, so the base must be equal in all micro-batches.
     if states[base] != WHOLE or not base.shape or not added.shape:
         return None
     if op.short_name == "index_put":
@@ -50,6 +51,8 @@ def dims_of_indexed_sum(
         return None
     else:
         dim = call_arguments(op)["dim"] % len(base.shape)
+        # The index of `index_add` is a vector, those of `scatter_add` have the shape of the added
+        # tensor.
         index_dim = 0 if op.short_name == "index_add" else dim
     # Slices behind the last index are not added.
     if any(not v.shape or v.shape[index_dim] != added.shape[dim] for v in indices):
@@ -62,8 +65,11 @@ def dims_of_indexed_sum(
 def _adds_rows_at_indices(op: Op) -> bool:
     arguments = call_arguments(op)
     adds = {
+        # Without `include_self` the base is no term of the sum where an element is added.
         "scatter_reduce": arguments.get("reduce") == "sum" and arguments.get("include_self", True),
         "index_put": bool(arguments.get("accumulate")) and len(op.inputs) > 2,
     }
+    # The base is divided by the number of micro-batches, which is exact for floating-point numbers
+    # only.
     is_float = op.output.dtype.is_floating_point
     return op.short_name in INDEXED_SUMS and is_float and adds.get(op.short_name, True)

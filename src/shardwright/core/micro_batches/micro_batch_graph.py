@@ -73,6 +73,7 @@ class MicroBatchGraph:
         """
         if (value, dim) not in self.taken:
             shape = list(value.shape)
+            # The shape of the slice that one micro-batch reads.
             if dim is not None:
                 shape[dim] //= self.count
             name = self._make_unique_name(f"whole_batch.{value.name}")
@@ -87,10 +88,14 @@ class MicroBatchGraph:
             value: a value that is equal in all micro-batches.
             reader: the operator that reads the result. The division is inserted before `reader`.
         """
+        # One division for all readers, at the first of them in order of execution.
         if value not in self.shares:
             source = self._get_micro_batch_value(value, reader)
             args = (source, 1 / self.count)
+            # An integer cannot be divided, so the result has the dtype to which the reader promotes
+            # it.
             dtype = source.dtype if source.dtype.is_floating_point else reader.output.dtype
+            # Behind the captured `reader`, but before its replacement, which is added later.
             self.shares[value] = self._insert_op_after(
                 reader, aten.mul.Tensor, args, source, dtype, "share"
             )
@@ -142,7 +147,9 @@ class MicroBatchGraph:
             return self.share(value, op) if value in shared else self.replaced.get(value)
 
         micro_op = self.pair.ops.get(op)
+        # A number such as `len(x)` is 1 for one sample, so that the graph lacks `x / len(x)`.
         if micro_op is None:
+            # Missing without a change, such as a view of a dimension of size 1: nothing to compute.
             changes = {*outside, *shared, *self.replaced}.intersection(op.inputs) or numbers
             if changes or self.pair.changed_numbers(op):
                 self._insert_uncaptured_op(op, read, numbers or {})
@@ -150,6 +157,7 @@ class MicroBatchGraph:
         args, kwargs, changed = merged_arguments(op, micro_op, read)
         for name, number in (numbers or {}).items():
             args, kwargs = with_argument(micro_op, args, kwargs, name, number)
+        # Operators without a change stay as captured, so that most graphs are not rewritten at all.
         if changed or numbers:
             self._add_replacement(op, replace(micro_op, args=args, kwargs=kwargs))
 
@@ -158,6 +166,8 @@ class MicroBatchGraph:
     ) -> None:
         """Insert an operator that is not captured for a micro-batch of one sample, such as the
         division in `x / len(x)`."""
+        # Of arithmetic the shape of the result follows from broadcasting; of other operators it
+        # does not.
         if op.short_name not in ARITHMETIC or len(op.outputs) > 1:
             raise UnsplittableError(op, NOT_CALLED)
         args, kwargs, _ = merged_arguments(
@@ -186,10 +196,13 @@ class MicroBatchGraph:
         micro_op = self.pair.ops.get(op)
         if micro_op is None:
             raise UnsplittableError(op, NOT_CALLED)
+        # `emit` may have replaced the loss already, for example for inputs of the prologue.
         made = self._ops[op][-1] if op in self._ops else micro_op
         args, kwargs = with_argument(micro_op, made.args, made.kwargs, "reduction", SUM_REDUCTION)
         summed = self._add_replacement(op, replace(made, args=args, kwargs=kwargs))
         arguments = (summed.output, self.take(count, None))
+        # In the dtype of the count, float32 for half precision: bfloat16 has no odd integers above
+        # 256.
         dtype, wide = summed.output.dtype, count.dtype
         mean = self._insert_op_after(op, aten.div.Tensor, arguments, summed.output, wide, "mean")
         if wide != dtype:
@@ -197,9 +210,12 @@ class MicroBatchGraph:
         self.replaced[op.output] = mean
 
     def _add_replacement(self, op: Op, made: Op) -> Op:
+        # New values, as values are compared by identity: readers refer to the replacement
+        # explicitly.
         outputs = tuple(replace(value) for value in self.pair.ops[op].outputs)
         made = replace(made, outputs=outputs)
         emitted = self._ops.setdefault(op, [])
+        # The last replacement of an operator wins.
         emitted[:] = [each for each in emitted if each.name != made.name]
         emitted.append(made)
         self.replaced.update(zip(op.outputs, outputs, strict=True))
@@ -251,18 +267,23 @@ class MicroBatchGraph:
         pairs = list(zip(self.pair.batch.output_values, graph.output_values, strict=True))
         ends_of = {twin: self.replaced.get(value, twin) for value, twin in pairs}
         ends = tuple(ends_of[value] for value in graph.output_values)
+        # Drops operators that the replacements have made unused.
         ops = list(
             _find_ops_computing_values(
                 self._list_captured_and_added_ops(), (*ends, *(new for _, new in graph.updates))
             )
         )
+        # Operators of the twin are matched one by one; those of a micro-batch of one sample need
+        # proof.
         if self.pair.micro is not self.pair.twin:
             self.pair.check_operators(ops)
             for value, twin in pairs:
+                # An output that is not replaced must be that of the batch.
                 if ends_of[twin] is twin and not self.pair.are_paired(value, twin):
                     raise UnsplittableError(self.pair.batch.producer[value], OTHER_ARGUMENTS)
         ops = _rename_replaced_ops(ops, {op for ops in self._ops.values() for op in ops})
         read = {value for op in ops for value in op.inputs} | set(ends)
+        # Buffers of dropped operators need no prologue.
         taken = {key: value for key, value in self.taken.items() if value in read}
         names = {value: ends_of[micro_value].name for value, micro_value in pairs}
         constants = {v: t for v, t in graph.constants.items() if v in read}
@@ -289,6 +310,7 @@ class MicroBatchGraph:
         following: dict[Op | None, list[Op]] = {}
         before = None
         for op in self.pair.batch.ops:
+            # New operators without a match follow the last operator before them that has one.
             before = self.pair.ops.get(op, before)
             following.setdefault(before, []).extend(self._ops.get(op, ()))
         first = following.get(None, [])
@@ -296,6 +318,8 @@ class MicroBatchGraph:
 
     def _build_prologue(self, values: Sequence[Value]) -> Graph:
         batch = self.pair.batch
+        # Fills by shape, so that the prologue does not need the tensor whose shape they read, which
+        # may depend on parameters.
         ops = tuple(
             _find_ops_computing_values(
                 (*map(_replace_fill_like_by_full, batch.ops), *self.counts), values
@@ -307,6 +331,7 @@ class MicroBatchGraph:
             ops=ops,
             outputs=tuple(values),
             out_spec=pytree.tree_structure(tuple(values)),
+            # Outputs of the prologue depend on no parameter by construction.
             parameters=(),
             buffers=tuple(v for v in batch.buffers if v in read),
             constants={v: t for v, t in batch.constants.items() if v in read},
@@ -380,6 +405,7 @@ def is_mean_over_targets(op: Op) -> bool:
     if op.short_name not in COUNTED_LOSSES:
         return False
     arguments = call_arguments(op)
+    # Floating-point targets are probabilities: all samples count, as for a plain mean.
     return arguments["reduction"] == MEAN and not arguments["target"].dtype.is_floating_point
 
 
@@ -394,6 +420,7 @@ def count_of_targets(op: Op) -> tuple[Value, list[Op]]:
     """
     arguments, ops = call_arguments(op), list[Op]()
     target, weight = arguments["target"], arguments["weight"]
+    # Half precision cannot represent counts exactly.
     dtype = accumulation_dtype(op.output.dtype)
 
     def add(target: Any, *args: Any, like: Value, dtype: torch.dtype, shape: Any = None) -> Value:

@@ -76,6 +76,7 @@ class PairedGraphs:
         ops: dict[Op, Op] = {}
         values = dict(_pair_values(self.batch, self.micro, ops))
         for op in self.batch.ops:
+            # In order of execution: inputs of an operator are matched before it.
             micro_op = calls.get(op)
             if micro_op is None or len(op.inputs) != len(micro_op.inputs):
                 continue
@@ -95,10 +96,14 @@ class PairedGraphs:
         """
         own_groups = _group_ops_by_call(self.micro.ops)
         calls: dict[Op, Op] = {}
+        # Same call, source line and module: operators of one line are then told apart by name or
+        # order.
         for key, group in _group_ops_by_call(self.batch.ops).items():
             own_group = own_groups.get(key, [])
             in_order = group[0].short_name in ARITHMETIC
             if in_order and len(group) != len(own_group):
+                # Arithmetic that is missing for one sample has a number that depends on the batch
+                # size: `x / 1`.
                 group = [op for op in group if not self.changed_numbers(op)]
             if len(group) != len(own_group):
                 continue
@@ -133,6 +138,7 @@ class PairedGraphs:
         """
         whole_ops = {micro_op: op for op, micro_op in self.ops.items()}
         for made in ops:
+            # Added operators have no counterpart in the captured graph.
             micro_op = self.micro.by_name.get(made.name)
             op = None if micro_op is None else whole_ops.get(micro_op)
             if micro_op is None or (op is None and keeps_elements(micro_op)):
@@ -141,6 +147,7 @@ class PairedGraphs:
                 why = "the model calls the operator for a micro-batch, but not for the full batch"
                 raise UnsplittableError(micro_op, why)
             read = zip(op.inputs, micro_op.inputs, made.inputs, strict=True)
+            # An argument that was replaced is right by construction.
             paired = all(twin is not arg or self.are_paired(v, twin) for v, twin, arg in read)
             if not paired or not _have_equal_arguments_except_numbers(op, micro_op):
                 raise UnsplittableError(op, OTHER_ARGUMENTS)
@@ -161,6 +168,7 @@ class PairedGraphs:
         size."""
         inputs = zip(self.batch.input_values, self.twin.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
+        # Any dimension that depends on the batch size gives the ratio of the two batches.
         size, twin_size = next((pair for pair in pairs if pair[0] != pair[1]), (1, 1))
         return value.shape[dim] * twin_size == self.twin_values[value].shape[dim] * size
 
@@ -168,6 +176,7 @@ class PairedGraphs:
     def _num_micro_batches_in_batch(self) -> int:
         inputs = zip(self.batch.input_values, self.micro.input_values, strict=True)
         pairs = (pair for a, b in inputs for pair in zip(a.shape, b.shape, strict=True))
+        # Dimensions other than the batch give 1.
         return max((size // micro_size for size, micro_size in pairs if micro_size), default=1)
 
     def changed_numbers(self, op: Op) -> bool:
@@ -203,6 +212,7 @@ class _ValuesUpToViews:
         of_batch = viewed(value, batch, self.ops)
         of_micro_batch = viewed(micro_value, micro, set(self.ops.values()))
         source, own_source = of_batch.source, of_micro_batch.source
+        # Constants cannot be paired where one graph has more of them.
         if self.values.get(source) is not own_source and not (
             source not in self.values
             and source in batch.constants
@@ -240,8 +250,10 @@ def _pair_values(graph: Graph, other: Graph, ops: Mapping[Op, Op]) -> Iterator[t
         (graph.parameters, other.parameters),
         (graph.buffers, other.buffers),
     ):
+        # By name, as one of the graphs may lack some.
         by_name = {value.name: value for value in others}
         yield from ((value, by_name[value.name]) for value in values if value.name in by_name)
+    # Constants have no common names, so they are paired in order.
     if len(graph.constants) == len(other.constants):
         yield from zip(graph.constants, other.constants, strict=True)
     for op, other_op in ops.items():
@@ -258,6 +270,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
     """
     paired = dict(_pair_values(larger, graph, {}))
     constants = len(graph.constants) != len(larger.constants)
+    # Lengths are compared last, so that the first operator that differs is named.
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):
         if op.target != larger_op.target:
             return larger_op, NOT_CALLED
@@ -286,10 +299,12 @@ def _find_size_arguments(op: Op, other: Op) -> frozenset[str]:
         op: an operator in the graph of the global batch.
         other: the matching operator in the graph of another batch size.
     """
+    # The names of sizes are those of PyTorch; an argument of a custom operator may mean anything.
     if not isinstance(op.target, OpOverload) or op.target.namespace not in ("aten", "shardwright"):
         return frozenset()
     if op.short_name == "arange" and op.output.shape != other.output.shape:
         return SIZES | {"end"}
+    # `end` is a size only where the result grows with it, as in `x[: len(y)]`.
     if op.short_name == "slice":
         sizes = [each.output.shape[call_arguments(each)["dim"]] for each in (op, other)]
         if sizes[0] != sizes[1]:
@@ -363,9 +378,12 @@ def merged_arguments(
     def merged(name: str, leaf: Any, micro_leaf: Any) -> Any:
         nonlocal index, changed
         result = micro_leaf
+        # Values are counted in the order of `op.inputs`, which is that of the leaves.
         if isinstance(leaf, Value):
             result = read(leaf, index) or micro_leaf
             index += 1
+        # A number of the batch, such as `1 / len(x)`, so that terms add up to the loss of the
+        # batch.
         elif isinstance(leaf, (int, float, complex)) and name not in sizes and leaf != micro_leaf:
             result = leaf
         changed = changed or result is not micro_leaf

@@ -22,6 +22,7 @@ def keeps_elements(op: Op) -> bool:
     """Whether `op` only changes the shape or order of elements, or expands them."""
     if op.short_name not in VIEWS or len(op.inputs) != 1:
         return False
+    # `expand` repeats elements, all others keep their number.
     return op.short_name == "expand" or op.inputs[0].numel == op.output.numel
 
 
@@ -73,8 +74,10 @@ def read_equal_elements(
     compared = [size for size in own_sizes if size != 1]
     if [size for size in sizes if size != 1] != compared:
         return False
+    # A fixed seed makes the result reproducible.
     numbers = random.Random(0)
     for _ in range(NUM_POSITIONS):
+        # An empty dimension has no element; position 0 is out of range in both graphs.
         position = [numbers.randrange(max(size, 1)) for size in compared]
         read = _trace_position_through_views(value.views, _insert_unit_dim_indices(position, sizes))
         own_read = _trace_position_through_views(
@@ -111,8 +114,10 @@ def _trace_position_through_view(op: Op, position: ElementIndex) -> ElementIndex
         read = dict(zip(_get_dim_permutation(op), position, strict=True))
         return tuple(read[dim] for dim in range(len(shape)))
     if op.short_name == "expand":
+        # `expand` aligns dimensions from the end.
         last = position[len(result) - len(shape) :]
         return tuple(0 if size == 1 else i for i, size in zip(last, shape, strict=True))
+    # All other views keep the row-major order of elements.
     flat = 0
     for index, size in zip(position, result, strict=True):
         flat = flat * size + index

@@ -27,19 +27,23 @@ def states_from_reduced_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
         UnsplittableError: if `op` is not linear in the means or sums.
     """
     if op.short_name in CONSTANT:
+        # Reads the shape only, which is that of the reduced value in each micro-batch.
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
         return [WHOLE] * len(op.outputs)
     nonlinear = UnsplittableError(op, "the operator is not linear in a mean or sum over samples")
     name, arguments = op.short_name, call_arguments(op)
     reduced = [v for v in op.inputs if flow.states[v] in (SUM, AVERAGE)]
+    # Rounding, comparisons and indices are not linear.
     if not all(value.dtype.is_floating_point for value in op.outputs):
         raise nonlinear
     if name in ADDITIVE:
+        # A condition selects, so only the other two operands are linear.
         condition = [arguments["condition"]] if name == "where" else []
         if any(value in reduced for value in condition):
             raise nonlinear
         state = _infer_additive_output_state(flow, op, [v for v in op.inputs if v not in condition])
         return [state] * len(op.outputs)
+    # `rounding_mode` makes a division an integer division.
     alone = len(reduced) == 1 and arguments.get("rounding_mode") is None
     # A quotient is linear in its numerator only, a linear layer only without bias.
     alone = alone and (name != "div" or op.args[0] is reduced[0])
@@ -65,13 +69,16 @@ def _infer_additive_output_state(flow: SampleFlow, op: Op, operands: list[Value]
         # mean(x) + c is the mean of x + c.
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
         return AVERAGE
+    # A term that is equal in all n micro-batches would be added n times.
     shared = flow.shared_values([v for v in operands if flow.states[v] != SUM])
     arguments = call_arguments(op)
+    # Numbers such as the 1 of `x + 1` too.
     numbers = {
         name: arguments[name] / flow.count
         for name in ("self", "input", "other")
         if isinstance(arguments.get(name), (int, float)) and arguments[name]
     }
+    # Shared values of the prologue are read by `share`, not directly.
     outside = flow.outside.difference(shared)
     flow.result.emit(op, [None] * len(op.inputs), outside, shared, numbers)
     return SUM

@@ -54,6 +54,8 @@ class SampleFlow:
         updated = {before for before, _ in graph.updates}
         arriving = (*graph.input_values, *graph.buffers, *graph.constants)
         self.states.update((value, WHOLE) for value in (*arriving, *graph.parameters))
+        # Micro-batches change updated buffers, so the prologue, which runs before them, must not
+        # read these.
         self.free = {v for v in arriving if not v.requires_grad and v not in updated}
         if self.per_micro_batch:  # Running statistics differ between micro-batches.
             self.states.update((value, UNKNOWN) for value in updated)
@@ -67,6 +69,8 @@ class SampleFlow:
             for value in graph.input_values
             if self.states[value] == WHOLE and value.shape and value.shape[0] in sizes
         }
+        # Of a constant that depends on the batch size, micro-batches read the batch's, by the
+        # prologue.
         for value, tensor in graph.constants.items():
             twin_value = self.pair.twin_values.get(value)
             other = None if twin_value is None else self.pair.twin.constants[twin_value]
@@ -80,6 +84,7 @@ class SampleFlow:
     def varying_dims(self, value: Value) -> set[int]:
         """Return the dimensions whose sizes depend on the batch size; {-1} if the rank of `value`
         depends on the batch size."""
+        # Values without a match, such as those of the prologue, do not vary.
         twin = self.pair.twin_values.get(value, value)
         if len(value.shape) != len(twin.shape):
             return {-1}
@@ -108,16 +113,20 @@ class SampleFlow:
                 divided evenly among micro-batches.
         """
         split: set[SampleState] = set()
+        # An operator may read one value twice.
         for value in [each for each in dict.fromkeys(op.inputs) if each in self.outside]:
             dims = self.varying_dims(value)
             if len(dims) > 1:
                 raise UnsplittableError(op, PAIRS_SAMPLES)
+            # -1 stands for a rank that depends on the batch size, which has no dimension to split.
             if dims and -1 not in dims:
                 (dim,) = dims
                 if value in self.pair.twin_values and not self.pair.is_proportional(value, dim):
                     raise UnsplittableError(op, NOT_PROPORTIONAL)
                 if value.shape[dim] % self.count:
                     raise UnsplittableError(op, self.not_divisible)
+                # From here on the value counts as split: all later readers get the slice of their
+                # micro-batch.
                 self.outside.remove(value)
                 self.states[value] = dim
                 self.result.replaced[value] = self.result.take(value, dim)

@@ -72,14 +72,18 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     Raises:
         UnsplittableError: if `op` mixes samples.
     """
+    # A micro-batch has only its own term of a sum that its samples would need completely.
     if any(flow.states[value] in (SUM, AVERAGE) for value in op.inputs):
         raise UnsplittableError(
             op, "the operator's input, a sum over samples, depends on parameters"
         )
     rule = rule_of(op)
+    # The batch dimension is a factor of the operator, as if a mesh axis sharded it.
     factor, why = (None, NO_RULE) if rule is None else _find_batch_dim_factor(flow, op, rule)
+    # The rule has no common factor for it, as several samples may be added to one row of the base.
     summed_dims = dims_of_indexed_sum(op, flow.states, flow.outside)
     if factor is None and summed_dims is not None:
+        # Each micro-batch adds its samples to 1/n of the base.
         shared = flow.shared_values(op.inputs[:1])
         flow.result.emit(op, summed_dims, flow.outside.difference(shared), shared)
         return [SUM]
@@ -96,7 +100,9 @@ def states_from_sample_inputs(flow: SampleFlow, op: Op) -> list[SampleState]:
     )
     reduced: list[SampleState]
     if isinstance(op.target, LocalCall):
+        # The user's notation declares which outputs are means.
         reduced = [AVERAGE if op.target.is_mean(n) else SUM for n in range(len(op.outputs))]
+    # Statistics are never reduced here: `analysis` marks them as unknown.
     elif takes_statistics(op) or all(factor in factors for factors in rule.outputs):
         reduced = [SUM] * len(op.outputs)
     else:
@@ -134,6 +140,7 @@ def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tupl
         return None, MIXES
     (factor,) = factors
     assert factor is not None
+    # A tensor with the factor in two dimensions pairs samples with each other.
     if any(dims.count(factor) > 1 for dims in (*rule.inputs, *rule.outputs)):
         return None, MIXES
     for value, dims in zip(op.inputs, rule.inputs, strict=True):
@@ -141,11 +148,13 @@ def _find_batch_dim_factor(flow: SampleFlow, op: Op, rule: ShardingRule) -> tupl
         # along the batch dimension would differ between a micro-batch and the batch.
         if _needs_slice_of_shared_value(flow, value, dims, factor) and value not in flow.outside:
             return None, MIXES
+    # The capacity limits the number of micro-batches as it limits the shards of a factor.
     if rule.capacity.get(factor, 0) % flow.count:
         return None, flow.not_divisible
     # A reduction within the operator, as in batch norm, runs over all samples. In a mean over
     # targets it is the divisor, which the prologue computes.
     if flow.keeps_statistics(op):
+        # Statistics of each micro-batch are wanted, but batch norms average over dimension 0 only.
         reduces = flow.states[op.inputs[0]] != 0
     else:
         reduces = bool(not is_mean_over_targets(op) and rule.reductions(op, {factor: 2}))
@@ -170,14 +179,17 @@ def _find_changed_number_arguments(
     Raises:
         UnsplittableError: if the arguments depend on the index of the micro-batch.
     """
+    # The reduction of these is rewritten separately, or their code runs unchanged.
     reduces = is_mean_over_targets(op) or takes_statistics(op)
     if rule.kernel is None or reduces or isinstance(op.target, LocalCall):
         return {}
 
+    # Kernels of shards whose number depends on the index ask for it; no micro-batch knows its own.
     def index(factor: str) -> int:
         raise UnsplittableError(op, "the operator depends on the positions of samples in the batch")
 
     factors = {name for dims in (*rule.inputs, *rule.outputs) for name in dims if name}
+    # A micro-batch is a shard in time: the kernel of `flow.count` shards has the numbers to use.
     counts = {name: flow.count if name == factor else 1 for name in factors}
     kernel = rule.kernel(op, LocalSharding(counts, index, rule.local_output_shapes(op, counts)))
     if not isinstance(kernel, WithArguments):
@@ -199,6 +211,7 @@ def _needs_slice_of_shared_value(
         factor: the sharding factor of the batch dimension.
     """
     sliced = flow.states[value] in (WHOLE, POSITIONS) and factor in factors
+    # A dimension of size 1 is broadcast to all samples.
     return sliced and value.shape[factors.index(factor)] > 1
 
 
@@ -230,6 +243,7 @@ def _infer_reduced_state(flow: SampleFlow, op: Op, rule: ShardingRule, factor: s
 def _record_loss_denominator(flow: SampleFlow, op: Op) -> None:
     arguments = call_arguments(op)
     counted = [v for v in (arguments["target"], arguments["weight"]) if v is not None]
+    # The prologue must be able to compute the divisor.
     if not flow.free.issuperset(counted):
         raise UnsplittableError(
             op,

@@ -54,6 +54,7 @@ def sample_dim_of_index(op: Op, states: Mapping[Value, SampleState]) -> int | No
     """
     x, indices = op.args[0], op.args[1]
     sample_dim = states.get(x)
+    # `None` stands for `:` in front of an index.
     indexed = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     dims = [dim for dim, _ in indexed]
     rows = [index for dim, index in indexed if dim == sample_dim]

@@ -39,18 +39,21 @@ def states_from_shared_inputs(flow: SampleFlow, op: Op, free: bool) -> list[Samp
         if any(value.requires_grad for value in op.outputs):
             raise UnsplittableError(op, "every micro-batch runs the operator on the full batch")
         flow.in_full.update(op.outputs)
+    # An operator that reads values of the prologue only is computed there too.
     if free and not flow.outside.isdisjoint(op.inputs):
         flow.outside.update(op.outputs)
         return [WHOLE] * len(op.outputs)
     if _has_custom_backward(op) and any(value.requires_grad for value in op.outputs):
         # Each micro-batch passes a term of the gradient to it.
         raise UnsplittableError(op, "the operator's custom backward may not be linear in gradients")
+    # No dimension depends on the batch size: each micro-batch computes the same.
     if not op.outputs or not any(flow.varying_dims(value) for value in op.outputs):
         flow.result.emit(op, [None] * len(op.inputs), flow.outside)
         return [WHOLE] * len(op.outputs)
     if _is_arange_over_samples(flow, op):
         return [POSITIONS]
     states: list[SampleState] = []
+    # Such as `zeros(len(x))`: each micro-batch makes its rows of a tensor whose rows are all equal.
     for value in op.outputs:
         dims = flow.varying_dims(value)
         if len(dims) != 1 or not _are_slices_equal_along(flow, value, *dims):
@@ -76,6 +79,7 @@ def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
         return POSITIONS
     if op.short_name == "index" and isinstance(op.args[1], (list, tuple)):
         sample_dim = sample_dim_of_index(op, flow.states)
+        # Indices of the prologue would be those of the batch.
         if sample_dim is not None and flow.outside.isdisjoint(op.inputs):
             flow.result.emit(op, [None] * len(op.inputs))
             return sample_dim
@@ -84,6 +88,7 @@ def state_from_positions(flow: SampleFlow, op: Op) -> SampleState | None:
 
 def _is_arange_over_samples(flow: SampleFlow, op: Op) -> bool:
     """Whether `op` is `arange(batch_size)`, as in `logits[arange(len(x)), last]`."""
+    # `changed_numbers` leaves out `end`, so it finds a `start` or `step` that depends on the batch.
     if op.short_name != "arange" or flow.pair.changed_numbers(op):
         return False
     arguments = call_arguments(op)
@@ -101,20 +106,24 @@ def _are_slices_equal_along(flow: SampleFlow, value: Value, dim: int) -> bool:
         return False
     if op.short_name in ("expand", "repeat"):
         source = op.inputs[0]
+        # Dimensions that `expand` and `repeat` add or widen repeat one slice.
         from_end = dim - len(value.shape)
         if from_end < -len(source.shape) or source.shape[from_end] == 1:
             return True
     if rule is None:
         return False
+    # Rows of `torch.rand(len(x))` are not equal, but exchangeable: micro-batches draw their own.
     if op.short_name in CONSTANT or (rule.random and not op.inputs):
         return True
     factor = rule.outputs[op.outputs.index(value)][dim]
+    # A reduction along the dimension, such as a softmax, relates its slices.
     if factor is None or rule.reductions(op, {factor: 2}):
         return False
     if depends_on_position(op, rule, factor):
         return False
     read = zip(op.inputs, rule.inputs, strict=True)
     carriers = [(v, dims) for v, dims in read if factor in dims]
+    # Without an input along the dimension nothing proves that slices are equal.
     return bool(carriers) and all(
         dims.count(factor) == 1 and _are_slices_equal_along(flow, v, dims.index(factor))
         for v, dims in carriers

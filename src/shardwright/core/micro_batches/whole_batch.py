@@ -42,6 +42,7 @@ def with_whole_batch(
     if micro_batches == 1:
         return graph
     per_micro_batch = batch_norm == PER_MICRO_BATCH
+    # First, as capturing the batch takes long.
     refusal = refused_update(graph, per_micro_batch)
     if refusal is not None:
         return replace(graph, whole_batch=refusal)
@@ -55,6 +56,7 @@ def with_whole_batch(
 def _pair_batch_and_micro_batch(
     graph: Graph, micro_batches: int, captured: Callable[[int], Graph]
 ) -> PairedGraphs:
+    # With all sizes of the global batch, to see which numbers depend on the batch size.
     batch = captured(micro_batches)
     twin, different = graph, different_operator(graph, batch)
     if different is not None:
@@ -62,6 +64,7 @@ def _pair_batch_and_micro_batch(
         # So are numbers such as `len(x) - 1` if they are 0 or 1. So the batch is compared with one
         # of another size.
         try:
+            # Neither the batch, nor a micro-batch, which may be of one sample.
             twin = captured(4 if micro_batches == 2 else 2)
         except CaptureError:
             raise UnsplittableError(*different) from None
