@@ -80,6 +80,7 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
     used: Counter[str] = Counter()
     for (module, number), nodes in calls.items():
         path = module if number == 1 else f"{module}@{number}"
+        # A module with children is more than its main operator, unless that replaces the children.
         is_one_operator = module in leaves or any(
             _replaces_calls_of_children(node.target) for node in nodes
         )
@@ -88,6 +89,7 @@ def name_operators(graph: fx.Graph, leaves: frozenset[str]) -> dict[fx.Node, str
             product = node.meta.get("bias_of")
             if node is main:
                 name = path
+            # A product precedes its bias in the graph, so it already has a name.
             elif product in names:
                 name = f"{names[product]}.bias"
             else:
@@ -105,6 +107,7 @@ def _make_unique_name(name: str, used: Counter[str]) -> str:
     """Return `name` if it is unused, otherwise `name` with the next unused number, as in
     `path.add_1`."""
     candidate = name
+    # A loop, because `add_1` may itself be the name of a module or of an earlier operator.
     while candidate in used:
         candidate = f"{name}_{used[name]}"
         used[name] += 1
@@ -118,6 +121,7 @@ def _find_main_operator(nodes: list[fx.Node]) -> fx.Node | None:
         for node in candidates:
             if node.target is target:
                 return node
+    # Other modules, such as activations, are named after the operator that computes their result.
     return candidates[-1] if candidates else None
 
 
@@ -128,6 +132,7 @@ _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
 def _is_user_file(file: str) -> bool:
+    # Generated code has no file: `<string>`, or `<eval_with_key>` of `torch.fx`.
     return not file.startswith((_OURS, _TORCH, "<"))
 
 
@@ -140,6 +145,7 @@ def _find_user_frame(node: fx.Node) -> tuple[str, int] | None:
     """Return file and line of the innermost user frame in the call stack of an operator."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     users = [(file, int(line)) for file, line in frames if _is_user_file(file)]
+    # Stack traces list the outermost frame first.
     return users[-1] if users else None
 
 
@@ -169,6 +175,7 @@ def line_of_error(error: BaseException) -> str:
     Returns `NO_LINE` if no traceback contains user code.
     """
     cause: BaseException | None = error
+    # The error that wraps others was raised by the capture; its causes were raised in `forward`.
     while cause is not None:
         frames = traceback.extract_tb(cause.__traceback__)
         users = [f for f in frames if _is_user_file(f.filename) and f.lineno]
@@ -219,12 +226,15 @@ def line_that_changes(codes: Iterable[CodeType], path: str) -> str:
     """
     lines: dict[tuple[str, int], list[dis.Instruction]] = defaultdict(list)
     for code in codes:
+        # `__init__` creates the attributes; what changes them in each call is elsewhere.
         if _is_user_file(code.co_filename) and code.co_name != "__init__":
             for instruction in dis.get_instructions(code):
                 position = instruction.positions
                 if position is not None and position.lineno is not None:
                     lines[code.co_filename, position.lineno].append(instruction)
+    # The innermost name first: of `stats['calls']` that is `calls`, then `stats`.
     for name in reversed(re.findall(r"[A-Za-z_]\w*", path)):
+        # An assignment by name is better evidence than a call of a method such as `update`.
         for seems_to_change in (_assigns_name, _changes_contents):
             for location, instructions in lines.items():
                 if seems_to_change(instructions, name):
@@ -245,6 +255,7 @@ def _assigns_name(instructions: Iterable[dis.Instruction], name: str) -> bool:
 
 def _changes_contents(instructions: Iterable[dis.Instruction], name: str) -> bool:
     named = {i.argval for i in instructions if isinstance(i.argval, str)}
+    # `add_` and other in-place methods of tensors, but not `__len__`.
     in_place = any(each.endswith("_") and not each.endswith("__") for each in named)
     changes = in_place or named & _METHODS or any(i.opname in _CHANGES for i in instructions)
     return name in named and bool(changes)

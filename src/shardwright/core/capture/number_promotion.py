@@ -27,7 +27,9 @@ class NumberPromotion:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # A mask, as the condition of `torch.where`, promotes nothing where there are other tensors.
         numeric = [tensor for tensor in tensors if tensor.dtype != torch.bool] or tensors
+        # `torch.result_type` ranks tensors with dimensions above those without.
         self._tensors = [tensor for tensor in numeric if tensor.ndim] or numeric
         self._result: torch.dtype | None = None
 
@@ -37,6 +39,7 @@ class NumberPromotion:
             return number
         types = [torch.result_type(each, _SAMPLES[number.dtype]) for each in self._tensors]
         dtype = functools.reduce(torch.promote_types, types)
+        # Without a cast the number keeps the precision of float64 or int64.
         if all(torch.result_type(each, number) == dtype for each in self._tensors):
             return number
         if dtype in _HALF:

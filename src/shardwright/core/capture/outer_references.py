@@ -53,8 +53,10 @@ class OuterReferences:
         ]
         self._copy = copy
         self._reachable = reachable
+        # An integer may equal an `id()` by chance: look for ids only where a function calls `id`.
         names_id = any("id" in code.co_names for code in reachable.codes)
         self._follow_ids = follow_ids and names_id
+        # TorchDynamo's bytecode runs with another object in place of the model: its `id()` differs.
         self._refuse_ids = names_id and not follow_ids
 
     @contextmanager
@@ -66,6 +68,7 @@ class OuterReferences:
             CaptureError: if a registry is keyed by the `id()` of a module, and `follow_ids` is
                 False.
         """
+        # A list, because exactly these containers are restored after the trace.
         holders = list(self._reachable.mutable_containers())
         if self._refuse_ids:
             self._check_keys(
@@ -75,6 +78,7 @@ class OuterReferences:
         has_changed = [
             _replace_in_container(container, names, to_copy) for container, names in holders
         ]
+        # `copy.deepcopy` copies neither functions nor weak references, which lead to the original.
         for _, child in self._pairs:
             attributes = vars(child)
             has_changed.append(
@@ -83,6 +87,7 @@ class OuterReferences:
         try:
             yield any(has_changed)
         finally:
+            # `replaced` leads from rebuilt tuples and weak references back to the original ones.
             pairs = [(new, old) for old, new in (*self._pairs, *to_copy.replaced)]
             back = _ModuleReplacer(pairs, None, self._follow_ids)
             for container, names in holders:
@@ -148,17 +153,21 @@ class _ModuleReplacer:
     def _rebuild(self, value: Any) -> Any:
         value_type = type(value)
         if issubclass(value_type, nn.Module):
+            # A planned model and its alias of the user's class share submodules (`alias_module`).
             return self._root[1] if self._root and _is_same_model(value, self._root[0]) else value
         if value_type is weakref.ReferenceType:
             target = value()
             new = self(target)
+            # The callback of a `WeakKeyDictionary` removes the entry of a module that is freed.
             return value if new is target else weakref.ref(new, value.__callback__)
         if value_type is MethodType and issubclass(type(value.__self__), nn.Module):
             owner = self(value.__self__)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        # A key such as `(layer, "second")`. Named tuples take their items as separate arguments.
         if value_type is tuple:
             items = tuple(self(item) for item in value)
             return value if _are_identical(value, items) else items
+        # A rebuilt `partial` would lose attributes that were set on it.
         if value_type is functools.partial and not vars(value):
             fields = (value.func, value.args, tuple(value.keywords.values()))
             function, args, values = new = tuple(self(field) for field in fields)
@@ -209,6 +218,7 @@ def _replace_in_container(
         return False
     # Methods of the base class, since a subclass may override them with side effects.
     if isinstance(container, dict):
+        # `dict.update` of an `OrderedDict` would bypass its linked list, which has the order.
         cls: Any = OrderedDict if isinstance(container, OrderedDict) else dict
         pairs = list(cls.items(container))
         new_pairs = [(replacement_of(key), replacement_of(value)) for key, value in pairs]
@@ -221,6 +231,7 @@ def _replace_in_container(
         same = _are_identical(items, new_items)
         refill, new = cls.update if cls is set else cls.extend, new_items
     if not same:
+        # Emptied and refilled: replacing single keys of a dictionary would change their order.
         cls.clear(container)
         refill(container, new)
     return not same

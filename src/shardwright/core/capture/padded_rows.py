@@ -65,11 +65,13 @@ def select_rows(x: Tensor, mask: Tensor, dim: int, fill: bool = True) -> Tensor:
         dim: the dimension of the rows.
         fill: whether rows that are not selected may have any values, so that they are overwritten.
     """
+    # A copy, as a selection by a mask is: `functionalize` takes what shares storage for a view.
     return x.clone()
 
 
 def restore_rows(rows: Tensor, mask: Tensor, dim: int) -> Tensor:
     """Mark the end of a selection, after which rows that are not selected have no meaning."""
+    # A copy, so that this is no view either.
     return rows.clone()
 
 
@@ -81,12 +83,14 @@ def pad_selected_rows(graph: fx.Graph) -> None:
     """
     selections = (*_NONZERO, *_READS)
     if any(
+        # Of `x[index]`, only reads by masks have symbolic sizes.
         node.target in _COORDINATES
         or (node.target in selections and has_symbols(node.meta.get("val")))
         for node in graph.nodes
     ):
         padding = _Padding(graph)
         for node in list(graph.nodes):
+            # The rewrite of a node may erase later ones, such as the results of `where`.
             if node.op == "call_function" and not is_erased(node):
                 padding.run(node)
         padding.erase_sizes()
@@ -117,6 +121,7 @@ class _Padding:
         if target in _COORDINATES:
             self._replace_coordinates(node)
             return
+        # Arithmetic on sizes stays until no operator reads it (`erase_sizes`).
         if isinstance(value, SYMBOLS) or value is None:
             return
         if target in _READS and has_symbols(value) and self._select(node):
@@ -126,6 +131,7 @@ class _Padding:
         elif target in _WRITES and self._write(node):
             return
         elif target is aten.arange.default and has_symbols(value):
+            # Accepted only as the first of two indices (`_gathers_per_row`).
             self.positions[node] = expression_of(value.shape[0])
         elif (
             has_symbols(value)
@@ -136,7 +142,9 @@ class _Padding:
 
     def erase_sizes(self) -> None:
         """Erase arithmetic on numbers of rows that no operator reads, and checks of them."""
+        # In reverse, so that what reads a size is erased before the size.
         for node in reversed(list(self.graph.nodes)):
+            # `sym_constrain_range` and other checks return nothing.
             is_check = node.meta.get("val") is None and any(
                 isinstance(each.meta.get("val"), SYMBOLS) for each in node.all_input_nodes
             )
@@ -168,6 +176,7 @@ class _Padding:
             return True
         if self._gathers_per_row(node, x, indices):
             return True
+        # PyTorch takes an index of dtype uint8 for a mask.
         if any(is_tensor(i) and tensor(i).dtype in (torch.bool, torch.uint8) for i in indices):
             raise count_refusal(node, "combines a mask with other indices")
         return False
@@ -184,6 +193,8 @@ class _Padding:
             return None
         mask, start = self.coordinates[first][0], indexed[0]
         rank = len(mask.shape)
+        # `x[where(mask)]` equals `x[mask]` if the indices are all those of one mask, in order, for
+        # adjacent dimensions of the sizes of the mask.
         in_order = [(mask, dim) for dim in range(rank)]
         adjacent = indexed == [*range(start, start + rank)]
         same = adjacent and [self.coordinates.get(indices[dim]) for dim in indexed] == in_order
@@ -303,17 +314,19 @@ class _Padding:
         """Replace a write of rows, `x[mask] = rows`; return False if neither the values are
         selected rows nor an index is the index of one."""
         arguments = node_arguments(node)
+        # The fourth argument of `index_put` is `accumulate`.
         x, options = arguments["self"], node.args[3:]
         if node.target in _INDEXED_WRITES:
             indices, values = arguments["indices"], arguments["values"]
             by_index = any(each in self.coordinates for each in indices)
         else:
             indices, values, by_index = arguments["mask"], arguments["source"], False
+        # `x[mask] = value` needs no rows; `canonicalize` makes it a `where`.
         if not by_index and values not in self.counts.traced:
             return False
         if node.target in _INDEXED_WRITES:
             selection = self._mask_of_indices(node, x, indices)
-            # An index that is not of a mask's own elements: rows may be added by `index_put`.
+            # Not the positions of a mask, but for example those of the tokens of an expert.
             if selection is None and (arguments["accumulate"] or self._add_rows(node)):
                 return False
         else:
@@ -329,9 +342,11 @@ class _Padding:
         condition = self._reshape(node, mask.flat, (*mask.shape, *(1,) * trailing))
         if tensor(values).dtype != tensor(x).dtype:
             values = insert(node, aten.to.dtype, (values, tensor(x).dtype))
+        # Exact, because a mask selects each position once.
         if options and options[0]:
             values = insert(node, aten.add.Tensor, (x, values))
         new = insert(node, aten.where.self, (condition, values, x))
+        # `functionalize`, which runs later, carries the write to what `x` is a view of.
         if schema_of(node.target).is_mutable:  # type: ignore[arg-type]
             new = insert(node, aten.copy_.default, (x, new))
         replace(node, new)
@@ -343,6 +358,7 @@ class _Padding:
         added = find_added_rows(node, self.coordinates)
         if added is None:
             return False
+        # The sum, then the read, whose only user is the sum.
         unread = [node.args[2], node.args[2].args[0]]  # type: ignore[union-attr]
         if tensor(added).dtype != tensor(x).dtype:  # type: ignore[arg-type]
             added = insert(node, aten.to.dtype, (added, tensor(x).dtype))  # type: ignore[arg-type]
@@ -361,6 +377,7 @@ class _Padding:
         if (
             dim < 0
             or sizes[dim] != prod(mask.shape)
+            # A static size in the trace was not the number of selected rows.
             or isinstance(self.counts.traced[rows][dim], int)
         ):
             raise count_refusal(node, "broadcasts selected rows")
@@ -373,6 +390,7 @@ class _Padding:
         """Return the mask of rows that `mask`, a mask of elements of `x`, repeats for every
         element of a row; None if `values`, one row after another, have other rows."""
         shape = node_shape(x)
+        # `masked_scatter` reads its source element by element, whatever the shape of `x`.
         if len(node_shape(values)) == 1:
             if node_shape(mask) != shape:
                 mask = insert(node, aten.expand.default, (mask, list(shape)))
@@ -387,6 +405,7 @@ class _Padding:
 
     def _update(self, node: fx.Node, value: Any) -> None:
         """Replace symbols in the arguments of an operator, and infer its static shape."""
+        # First, while symbols in the traced sizes still tell rows from other dimensions.
         self._check_reshape(node, value)
         if any(each in self.positions for each in node.all_input_nodes):
             raise count_refusal(node, "numbers the selected rows")
@@ -409,9 +428,11 @@ class _Padding:
         symbol = expression_of(value.shape[dims[0]])
         if len(dims) > 1 or symbol not in self.counts.masks:
             raise count_refusal(node, "needs the number of selected rows")
+        # No fill: a constant has its value in all rows.
         marked = self._mark_rows(
             node.next, node, self.counts.masks[symbol], dims[0], value.shape, fill=False
         )
+        # All users but the mark, which reads the constant.
         node.replace_all_uses_with(marked, delete_user_cb=lambda user: user is not marked)
 
     def _follow_index_table(self, node: fx.Node, mask: RowMask) -> None:
@@ -422,6 +443,7 @@ class _Padding:
                 self.coordinates[node] = (mask, 0)
         elif node.target is aten.select.int and arguments["dim"] in (1, -1):
             self.coordinates[node] = (mask, arguments["index"] % len(mask.shape))
+        # `indices[:, 0]` may be traced as a slice of all rows and then a `select`.
         elif node.target is aten.slice.Tensor and node_shape(node)[1:] == (len(mask.shape),):
             self.index_tables[node] = mask
 
@@ -439,6 +461,7 @@ class _Padding:
         firsts = []
         for shape in (before, after):
             rows = [dim for dim, size in enumerate(shape) if not isinstance(size, int)]
+            # Number of blocks before the rows: if it is unchanged, rows keep their elements.
             firsts.append(prod(shape[: rows[0]]) if len(rows) == 1 else None)
         if firsts[0] is None or firsts[0] != firsts[1]:
             raise count_refusal(node, "rearranges selected rows")

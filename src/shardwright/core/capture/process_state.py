@@ -53,6 +53,7 @@ def _make_attribute_setting(owner: Any, name: str, label: str) -> Setting:
         label,
         lambda: _read_flag(owner, name),
         lambda value: setattr(owner, name, value),
+        # `benchmark` selects kernels by speed; streams and hooks of `sys` change no result.
         (name,) if name == "benchmark" or owner is sys else (),
     )
 
@@ -82,10 +83,13 @@ def _iterate_backend_settings() -> Iterator[Setting]:
         if not isinstance(module, ModuleType):
             continue
         label = f"torch.backends.{backend}"
+        # Flags of `torch.backends.cudnn` are properties of a subclass of `ModuleType`, and `dir` of
+        # a module does not list attributes of its class.
         names = {*dir(module), *vars(type(module))}
         for name in sorted(each for each in names if not each.startswith("_")):
             if type(_read_flag(module, name)) in (bool, int, str):
                 yield _make_attribute_setting(module, name, f"{label}.{name}")
+            # Flags with functions: `flash_sdp_enabled()` reads, and `enable_flash_sdp()` writes.
             setter = f"enable_{name.removesuffix('_enabled')}"
             if name.endswith("_enabled") and hasattr(module, setter):
                 read, write = getattr(module, name), getattr(module, setter)
@@ -107,11 +111,13 @@ def _read_logger_levels() -> dict[str, Any]:
 
 
 def _write_logger_levels(levels: Mapping[str, Any]) -> None:
+    # Loggers that have a level only since the record get `NOTSET`.
     for name in {*_read_logger_levels(), *levels}:
         logging.getLogger(name or None).setLevel(levels.get(name, logging.NOTSET))
 
 
 def _write_warning_filters(before: list[Any]) -> None:
+    # In place, because the C module `_warnings` refers to the same list.
     warnings.filters[:] = before  # type: ignore[index]
 
 
@@ -120,6 +126,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "torch.set_default_device",
         torch.get_default_device,
+        # Not the recorded device: in a capture it is that of `with torch.device("cpu")`, which must
+        # not become the default of the process.
         lambda _: torch.set_default_device(None),
     ),
     Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -184,6 +192,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "decimal.getcontext()",
+        # As text, since `getcontext` returns one mutable object; its `repr` is a call of its class.
         lambda: repr(decimal.getcontext()),
         lambda text: decimal.setcontext(eval(text, {**vars(decimal)})),
     ),
@@ -220,6 +229,7 @@ class ProcessState:
     def restore(self) -> None:
         """Restore all settings to their recorded values."""
         for setting, before in zip(SETTINGS, self._before, strict=True):
+            # Written only if changed, because some flags of backends can be read but not set.
             if setting.read() != before:
                 setting.write(before)
 
@@ -254,6 +264,7 @@ def unchanged_process() -> Iterator[None]:
     state = ProcessState()
     try:
         yield
+    # The error of the trace is raised; a setting that it left changed may be its consequence.
     except BaseException:
         state.restore()
         raise

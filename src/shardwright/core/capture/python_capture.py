@@ -101,14 +101,17 @@ def capture_python(
         original, twin = call.original or call.module, copied[0]
         references = OuterReferences(original, twin, ReachableState(twin))
         with references.leading_to_copy():
+            # Twice, because Dynamo's trace and the run of its bytecode may each change settings.
             with unchanged_process():
                 traced = _TracedCall.of(call, copied, numbers)
             with unchanged_process():
                 result = traced.result(references)
+        # Guards of the model itself, after the references to its modules lead to it again.
         unguarded = _collect_tensor_ids(call.module, call.args, call.kwargs)
         guards = traced.dynamo.guards(call.module, call.args, call.kwargs, numbers, unguarded)
     with unchanged_process(), restored_transforms(), isolate_capture():
         graph, names = _trace_to_aten(call, traced, result, compute_dtype)
+    # The canonical graph drops constants that no operator reads.
     state = {names[name]: index for name, index in traced.state.items() if name in names}
     python = PythonCall(
         traced.dynamo,
@@ -234,6 +237,7 @@ class _TracedCall:
         average_on_tensors(twin)
         make_static(call.module, twin)
         calls = calls_of_modules(twin, call.module)
+        # `forward` without the hooks of the model itself, which run around the program.
         trace = partial(DynamoCapture.of, twin.forward, args, kwargs, numbers, calls)
         with calls_in_graph():
             dynamo = trace()
@@ -243,14 +247,17 @@ class _TracedCall:
                 "compute the result from parameters or arguments with `torch` functions"
             )
         guards = None
+        # Built while objects have their state from before the call, which the bytecode will change.
         if dynamo.changes:
             guards = dynamo.guards(
                 twin, args, kwargs, numbers, _collect_tensor_ids(twin, args, kwargs)
             )
         check_changes(dynamo)
+        # Before `HostNumbers.of`, for which a number that an assertion reads would be an operand.
         drop_assertions(dynamo.graph_module)
         inputs = dynamo.inputs(twin, args, kwargs)
         host = HostNumbers.of(dynamo.graph_module.graph)
+        # `HostNumbers.of` adds outputs to the graph.
         dynamo.graph_module.recompile()
         # A function may refer to the model itself instead of the copy that is traced.
         models = (call.module, twin)
@@ -278,6 +285,7 @@ class _TracedCall:
 
     def changes_objects(self) -> bool:
         """Return whether the call changes Python objects other than buffers of the model."""
+        # Dynamo reports the assignment of a buffer as a change of the module or of its `_buffers`.
         owners = {
             id(owner): own_buffers(submodule).keys()
             for submodule in self.twin.modules()
@@ -323,6 +331,7 @@ class _TracedCall:
         Raises:
             CaptureError: if all guards hold after the call, but a second trace differs.
         """
+        # Guards that fail after the call lead to another capture at the next call.
         if self.guards is None or not self.guards.hold(self.twin, self.args, self.kwargs):
             return
         code = self.graph_module.print_readable(print_output=False)
@@ -345,15 +354,18 @@ class _TracedCall:
         Raises:
             CaptureError: if a side effect of the call cannot be captured.
         """
+        # Numbers that come from tensors are unknown: 1 stands for each.
         numbers = self.numbers.values(self.inputs) | self.numbers.examples_of_tensors()
         output = next(n for n in reversed(self.graph_module.graph.nodes) if n.op == "output")
         nodes: Sequence[Any] = output.args[0]
         outputs = [numbers[node] if node in numbers else _make_fake_output(node) for node in nodes]
         before = module_slots(self.twin)
+        # The bytecode replays calls of `print`, too.
         with undone_effects(self.dynamo.changes), redirect_stdout(io.StringIO()):
             returned = self.dynamo.around(lambda *_: outputs)(self.twin, *self.args, **self.kwargs)
             after = module_slots(self.twin)
             references.check_changed(change.value for change in self.dynamo.changes)
+            # Before the effects are undone: the guards are evaluated on the state after the call.
             self._check_guards_cover_changes()
         leaves, spec = result_leaves(returned)
         tensors = [
@@ -368,9 +380,11 @@ class _TracedCall:
         positions: dict[int, Any] = {}
         for position, leaf in enumerate(plan_leaves):
             if isinstance(leaf, _OutputLeaf):
+                # The first of several leaves that are one tensor.
                 positions.setdefault(leaf.index, position)
         effects = [i for i in tensors if i not in positions and i not in buffers.values()]
         assigned = [(outputs[index], name) for name, index in buffers.items()]
+        # Added outputs are only read by `item()`, and stored nowhere.
         stored = [(outputs[i], None) for i in effects if i not in self.numbers.added_outputs]
         self._check_stored_tensors([*stored, *assigned])
         positions |= {index: len(plan_leaves) + n for n, index in enumerate(effects)}
@@ -387,6 +401,7 @@ class _TracedCall:
 def _make_fake_output(node: Any) -> Any:
     """Return a new fake tensor for an output of Dynamo's graph, or the output if it is a number."""
     example = node.meta["example_value"] if isinstance(node, fx.Node) else node
+    # A new object for each output, as results are recognized by `id()`.
     return example.view_as(example) if isinstance(example, Tensor) else example
 
 
@@ -418,6 +433,7 @@ def _convert_to_containers(value: Any) -> Any:
         return {str(key): _convert_to_containers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_convert_to_containers(item) for item in value]
+    # The attributes of a module or class are no results.
     if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         return {name: _convert_to_containers(item) for name, item in vars(value).items()}
     return None
@@ -454,16 +470,20 @@ def _trace_to_aten(
     for node in exported.graph.nodes:
         check_node(node)
     signature = Signature.of(exported)
+    # `ModuleTree` returns a list; the user's structure is that of the bytecode's result.
     signature.out_spec = result.spec
     if constants:
+        # Constants are the last argument of `ModuleTree`.
         placeholders = signature.inputs[-len(constants) :]
         del signature.inputs[-len(constants) :]
         signature.constants |= dict(zip(placeholders, constants.values(), strict=True))
     inline_regions(exported.graph_module)
     settle_boundaries(exported.graph)
+    # Dynamo's guards on the gradient mode are dropped: programs are keyed by it if it is read.
     reads = (GRADIENT_MODE,) if reads_gradient_mode(call.module) else ()
     trace = Trace(exported.graph, signature, reads, (), {}, regions.device_type, compute_dtype)
     graph = canonical(trace, call)
+    # By identity, because the canonical graph may rename constants.
     named = {id(tensor): value.name for value, tensor in graph.constants.items()}
     names = {name: named[id(t)] for name, t in constants.items() if id(t) in named}
     return graph, names
@@ -493,6 +513,7 @@ def _run_dynamo_graph(
         else:
             inputs.append(leaves[source] if source is not None else state.get(index))
     read = {node: constants[name] for name, node in traced.number_names.items()}
+    # None for numbers that no operator reads, so that their operations do not run.
     replaced = dict.fromkeys(traced.numbers.all) | read
     # Operators such as `torch._C._set_grad_enabled` are nodes of Dynamo's graph.
     with unchanged_process():

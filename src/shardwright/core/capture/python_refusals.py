@@ -38,6 +38,7 @@ def assigned_buffers(
     Raises:
         CaptureError: if the call changes a parameter or submodule, or removes a buffer.
     """
+    # Not None, which is the entry of an absent bias.
     missing = object()
     changed = [
         name
@@ -46,6 +47,7 @@ def assigned_buffers(
     ]
     for name in changed:
         old = before.get(name)
+        # `old` is None for a name that the call registers.
         if not isinstance(old, Tensor) or isinstance(old, nn.Parameter):
             raise CaptureError(
                 f"`forward` registers or replaces {name!r}\nregister it before `plan`"
