@@ -41,6 +41,7 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
         LayoutError: if a layout is invalid.
     """
     content = read_text(path, StrategyError)
+    # With all names of a module that is registered several times.
     modules = dict(net.named_modules(remove_duplicate=False))
     entries: dict[str, dict[str, FileEntry]] = {}
     for name, entry in parse_strategies(content, str(path)).items():
@@ -83,6 +84,7 @@ def _parse_aten_names(suffix: str) -> tuple[str, ...] | None:
 
 
 def _is_operator_name(name: str) -> bool:
+    # Operators that are not ATen's can be sharded, and so pinned, only with a registered rule.
     return hasattr(torch.ops.aten, name) or any(
         name
         == (
@@ -95,6 +97,7 @@ def _is_operator_name(name: str) -> bool:
 
 
 def _format_unknown_name(name: str, modules: Mapping[str, nn.Module]) -> str:
+    # Cutoff 0: the closest names, however different.
     closest = get_close_matches(name, [path for path in modules if path], n=3, cutoff=0.0)
     return (
         f"the model has no module or operator named {name!r}\n"

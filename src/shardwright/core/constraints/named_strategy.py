@@ -70,6 +70,7 @@ class AxisDims:
                     f"{where}: {self} shards dimension {dim} of a tensor with {ndim}"
                     f" dimension{'s' if ndim != 1 else ''}\nvalid dimensions are {valid}"
                 )
+        # In the order of the matrix, in which the first axis is the most significant.
         for index, axis in enumerate(matrix.alias_names):
             sharded = dim_of_axis.get(axis)
             if sharded is not None:
@@ -160,6 +161,7 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
 def _validate_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
     if not isinstance(entries, tuple):
         check_entries(option, entries)
+    # `check_entries` accepts no mappings; `requested_entry` validates them below.
     plain = tuple(None if isinstance(entry, Mapping) else entry for entry in entries)
     check_entries(option, plain)
     return tuple(requested_entry(option, entry) for entry in entries)
@@ -186,6 +188,7 @@ def requested_entry(option: str, entry: Any) -> RequestedEntry:
     dims: list[tuple[str, int | None]] = []
     for axis, placement in entry.items():
         is_dim = isinstance(placement, int) and not isinstance(placement, bool)
+        # Exact types, since subclasses such as `_StridedShard` order the shards in another way.
         if not isinstance(axis, str) or not (is_dim or type(placement) in (Shard, Replicate)):
             raise StrategyError(
                 f"{option}: {dict(entry)!r} contains {axis!r}: {placement!r}\n"
@@ -268,6 +271,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except ValueError:
+        # `inspect` finds no signature of functions that PyTorch implements in C++.
         name = getattr(function, "__name__", "")
         overload = getattr(getattr(torch.ops.aten, name, None), "default", None)
         if not isinstance(overload, OpOverload):
@@ -330,8 +334,10 @@ def _order_entries_by_position(
     positions = _find_argument_positions(op)
     for index, value in enumerate(op.inputs):
         prefix = f"{op.module}." if op.module else ""
+        # A tied parameter has its first name in the graph, but another one in this module.
         names = [value.name, *(name for name, first in graph.tied.items() if first == value.name)]
         for name in names:
+            # Names of arguments take precedence over names of parameters.
             positions.setdefault(name.removeprefix(prefix), index)
     by_position: list[RequestedEntry] = [None] * len(op.inputs)
     for name, entry in entries.items():

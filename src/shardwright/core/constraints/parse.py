@@ -105,8 +105,11 @@ class StrategyParser:
             first = requests.setdefault(factor, request)
             if not _are_compatible_requests(first, request):
                 raise _ConflictError(factor, first, request)
+            # A layout gives the axes that a shard count of the same factor leaves open.
             if first.axes is None:
                 requests[factor] = replace(first, axes=request.axes)
+        # Split first: a joint request counts the shards of both factors, which the total counts
+        # once.
         requests = self._split_joined_requests(requests)
         self._check_total_shards(requests)
         return requests
@@ -149,6 +152,7 @@ class StrategyParser:
         # The axes of the outer factor come first in the layout of a joint dimension.
         count = next((n for n in lengths if self.mesh.size(joint.axes[:n]) == outer.num_shards), 0)
         outer_axes, inner_axes = joint.axes[:count], joint.axes[count:]
+        # No prefix of the axes may have the outer shard count, although it divides the joint one.
         if self.mesh.size(outer_axes) != outer.num_shards or outer.axes not in (None, outer_axes):
             return None
         return replace(outer, axes=outer_axes), replace(inner, axes=inner_axes)
@@ -196,6 +200,7 @@ class StrategyParser:
         new dimensions of `expand`."""
         input_factors = {factor for dims in self.rule.inputs for factor in dims}
         entries, values = self.strategy.outputs or (), self.op.outputs
+        # Not strict: `requested_outputs` checks the number of entries.
         for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
             dims = self.rule.outputs[index]
             if entry is None or input_factors.issuperset(dims):
@@ -264,6 +269,7 @@ class StrategyParser:
 
         def describe(request: _DimRequest) -> str:
             over = ""
+            # With equal numbers of shards the conflict is one of axes.
             if request.axes and first.num_shards == second.num_shards:
                 over = f" over {self.user_axis_names(request.axes)}"
             return f"{request.location} has {_format_shard_count(request.num_shards)}{over}"
@@ -414,6 +420,7 @@ def common_device_matrix(
     unpermuted = {
         layout.device_matrix: where for where, layout in named if not layout.layout.rank_list
     }
+    # `(devices,)` makes `common_axes` split all axes into primes, also without layouts.
     matrices = [(devices,), *unpermuted]
     try:
         sizes = common_axes(*matrices)
@@ -421,10 +428,12 @@ def common_device_matrix(
         users = ", ".join(f"{where} {matrix}" for matrix, where in unpermuted.items())
         raise LayoutError(with_note(error, f"; used by {users}")) from None
     for group_size in group_sizes:
+        # A stage may have fewer devices than a node, or a number that a node does not divide.
         per_node = gcd(devices, group_size)
         # Layouts take precedence: ignore a level of the interconnect that conflicts with them.
         with suppress(LayoutError):
             sizes = common_axes(*matrices, (devices // per_node, per_node))
+            # Levels further out must agree with this one.
             matrices.append((devices // per_node, per_node))
     mesh = _get_cached_device_matrix(sizes)
     for where, layout in named:
@@ -456,12 +465,14 @@ def take_outer_axes(num_shards: int, free: list[int], mesh: DeviceMatrix) -> Axe
     chosen = []
     if mesh.num_devices % num_shards:
         return None
+    # All axes have prime sizes, so the first free axis of a size is the outermost.
     for prime in prime_factors(num_shards):
         axis = next((a for a in free if mesh.device_matrix[a] == prime), None)
         if axis is None:
             return None
         free.remove(axis)
         chosen.append(axis)
+    # Ascending, so that the outermost axis is the most significant.
     return tuple(sorted(chosen))
 
 

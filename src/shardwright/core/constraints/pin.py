@@ -113,6 +113,7 @@ def tagged_calls(function: Any, tag: Any) -> Any:
     If `function` is already wrapped with a tag of the same class, `tag` replaces that tag.
     """
     inner_attribute = f"_without_{type(tag).__name__}"
+    # Unwrap, so that the tag replaces an earlier one instead of adding to it.
     inner = getattr(function, inner_attribute, function)
 
     @wraps(inner)
@@ -154,6 +155,7 @@ def _wrap_with_candidate_aliases(where: str, forward: Any, strategy: PinnedStrat
     @wraps(forward)
     def with_candidates(*args: Any, **kwargs: Any) -> Any:
         call, tag = _bind_arguments(forward, strategy, args, kwargs), _ModuleCallTag()
+        # The strategy has entries for weights, so it is that of a single operator, by position.
         if call.entries(strategy) is None:
             return forward(*args, **kwargs)
         with tagging(tag):
@@ -188,6 +190,7 @@ def _bind_arguments(function: Any, strategy: PinnedStrategy, args: Any, kwargs: 
     if not isinstance(strategy.inputs, Mapping):
         call = inspect.signature(function).bind(*args, **kwargs)
         return _BoundCall((call.args, call.kwargs), None)
+    # `NamedFunction.forward` takes `*args`, so the names are those of the function that it wraps.
     owner = getattr(function, "__self__", None)
     named = owner.function if isinstance(owner, NamedFunction) else function
     call = signature_of(named).bind(*args, **kwargs)
@@ -253,6 +256,7 @@ def _wrap_with_pinned_aliases(where: str, forward: Any, strategy: PinnedStrategy
     def with_boundary(*args: Any, **kwargs: Any) -> Any:
         call = _bind_arguments(forward, strategy, args, kwargs)
         entries = call.entries(strategy)
+        # `_pin_tensors` raises the error about the number of entries.
         if entries is None:
             assert not isinstance(strategy.inputs, Mapping)
             entries = strategy.inputs

@@ -67,6 +67,7 @@ def recompute(
         )
     op_types = None if operators is None else tuple(_normalize_op_type(name) for name in operators)
     request = RecomputeRequest(communication, op_types)
+    # A `ModuleList` is not called itself, so only the calls of its modules can be segments.
     if isinstance(target, nn.ModuleList | nn.ModuleDict):
         for module in target.children():
             recompute(module, communication, operators=operators)
@@ -127,7 +128,7 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
     op_index = _index_operators(graph)
     for ops in members.values():
         # Recomputing a single operator saves no memory, since its result is saved as the input of
-        # the next operator: recompute that one too.
+        # the next operator: recompute that one too. The addition of a bias belongs to its layer.
         if len([op for op in ops if not op.name.endswith(".bias")]) == 1:
             _add_saving_operators(graph, recomputed, ops, op_index)
     for request, ops in selected.items():
@@ -212,6 +213,7 @@ def _count_common_calls(calls: Sequence[tuple[str, ...]]) -> int:
     Args:
         calls: the enclosing module calls of each operator, the outermost first.
     """
+    # Each level is the path of a module call, so levels that agree are the outermost ones.
     return sum(len(set(level)) == 1 for level in zip(*calls, strict=False))
 
 
@@ -230,6 +232,7 @@ def _find_innermost_segment(
     for call in reversed(op.calls[function.depth if function else 0 :]):
         request = modules.get(call.partition("@")[0])
         if request is not None:
+            # The path of the model itself is empty.
             return _RequestedSegment(request, call or "model")
     return function.segment if function else None
 
@@ -289,6 +292,7 @@ def _add_saving_operators(
     members = {op.name for op in ops}
     savers: set[str] = set()
     views: set[str] = set()
+    # `results` grows in the loop, by the outputs of views.
     for value in results:
         for op, index in graph.consumers[value]:
             if op.name in members:
@@ -304,6 +308,7 @@ def _add_saving_operators(
     # The last saver ends the segment: earlier ones are recomputed to reach it.
     last = max(savers, key=lambda name: op_index[name])
     earlier = {name for name in savers | views if op_index[name] < op_index[last]}
+    # Operators of other segments stay there, and an expensive operator costs more than it saves.
     if last not in recomputed and not any(
         name in recomputed or _is_compute_intensive(graph.by_name[name]) for name in earlier
     ):
@@ -320,4 +325,5 @@ def _is_view_operator(op: Op) -> bool:
     """Whether the operator's output shares the memory of its input."""
     if not isinstance(op.target, OpOverload):
         return False
+    # `reshape` is not tagged as a view, because it may copy.
     return op.target.is_view or op.target is torch.ops.aten.reshape.default

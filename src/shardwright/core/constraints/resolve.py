@@ -110,11 +110,13 @@ def _unflatten_strategy(op: Op, strategy: OperatorStrategy, mesh: DeviceMatrix) 
             sizes = [mesh.device_matrix[axis] for axis in first]
             axes = _assign_axes_to_dims(flattened_shape, first, sizes)
             return TensorLayout(mesh, (*map(tuple, axes), *other_axes))
+        # One mesh axis per prime factor, as the mesh has prime sizes.
         primes = prime_factors(entry[0])
         counts = map(prod, _assign_axes_to_dims(flattened_shape, primes, primes))
         return (*counts, *entry[1:])
 
     def entries(values: Sequence[Value], requested: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        # Entries beyond the number of values are kept, so that the parser reports them.
         return (*map(unflatten_entry, values, requested), *requested[len(values) :])
 
     outputs = strategy.outputs
@@ -379,6 +381,7 @@ def _assign_storage_axes(
         for count, axes in zip(counts, read_axes, strict=True)
     ]
     used_axes = {axis for axes in reused for axis in axes}
+    # Dimensions take what their reused axes lack from the axes that none reuses, outermost first.
     free = [axis for axis in range(len(mesh.device_matrix)) if axis not in used_axes]
     stored = []
     for count, axes in zip(counts, reused, strict=True):

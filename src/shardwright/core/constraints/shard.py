@@ -245,6 +245,7 @@ def _iterate_operator_strategies(graph: Graph) -> Iterator[tuple[Operator, Pinne
 
 def _find_main_operators(graph: Graph, path: str) -> list[Operator]:
     """Return the main operator of each call of the module at `path`."""
+    # With a dot, so that `a.b` does not contain `a.bc`.
     inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"

@@ -35,6 +35,7 @@ class OperatorStrategy:
         if self.outputs is not None:
             check_entries("out_strategy", self.outputs)
         entries = (*self.inputs, *(self.outputs or ()))
+        # An operator without tensor inputs has no entries, and may be pinned as replicated.
         if all(entry is None for entry in entries) and self.inputs:
             raise StrategyError(
                 f"in_strategy {entries_text(self.inputs)} shards no tensor\n"
@@ -96,6 +97,7 @@ def check_entries(option: str, entries: Any) -> None:
             "use for example ((2, 4), (1, 4))"
         )
     for entry in entries:
+        # Shard counts of one tensor, where one entry per tensor belongs.
         if isinstance(entry, int):
             raise StrategyError(
                 f"{option} {entries!r} contains the int {entry!r}\n"

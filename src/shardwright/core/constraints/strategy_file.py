@@ -48,6 +48,7 @@ def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
     """Return a strategy file (JSON) with the entries of operators and modules, one line per
     entry."""
     names: dict[Layout, str] = {}
+    # Before the layouts, because encoding the strategies collects and names them.
     lines = [
         f"  {json.dumps(k)}: {json.dumps(_encode_file_entry(entry, names))}"
         for k, entry in strategies.items()
@@ -149,6 +150,7 @@ def _parse_layout(where: str, data: Any) -> Layout:
         where, _check_json_object(where, data), ("device_matrix", "alias_names", "rank_list")
     )
     for key in ("device_matrix", "alias_names", "rank_list"):
+        # Only `rank_list` may be missing.
         if not isinstance(data.get(key, None if key != "rank_list" else []), list):
             raise StrategyError(
                 f"{where}: {key!r} must be a list, not {short_repr(data.get(key))}\n"
@@ -214,6 +216,7 @@ def _parse_tensor_entry(where: str, data: Any, layouts: Mapping[str, Layout]) ->
                 f"{where}: unknown layout {name!r}\nuse one of the file's layouts: {defined}"
             )
         if isinstance(dims, list):
+            # null means `None` here too.
             names = (tuple(d) if isinstance(d, list) else d or "None" for d in dims)
             try:
                 return layouts[name](*names)
