@@ -133,10 +133,12 @@ class ReachableState:
         self.codes: dict[CodeType, None] = {}
         self._recorded: list[_RecordedContents] = []
         excluded = (*_GENERATORS_OF_LIBRARIES, alias)
+        # Keeps the objects alive, so that no `id()` is given to another object.
         self._seen: dict[int, Any] = {id(each): each for each in excluded}
         self._names: set[str] = {"forward"}
         self._classes: dict[type, None] = {}
         self._waiting: deque[tuple[Any, StateLocation]] = deque()
+        # Packages that define the model are user code even where they are installed.
         files = {type(child).__module__ for child in module.modules()}
         self._packages = {file.partition(".")[0] for file in files}
         self._is_user_package: dict[str, bool] = {}
@@ -144,6 +146,7 @@ class ReachableState:
             self._seen[id(child)] = child
             self._add_class(type(child))
             description = f"attribute {{}} of a {type(child).__name__}"
+            # `OF_TORCH` contains `forward`, which may be a closure that is set on the instance.
             own_forward = {name: vars(child)[name] for name in ("forward",) if name in vars(child)}
             for name, value in (_read_module_attributes(child) | own_forward).items():
                 self._enqueue(value, StateLocation(description, path).inside(name, indexed=False))
@@ -165,6 +168,7 @@ class ReachableState:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if not is_same(old, new, is_equal):
                     location = holder.location
+                    # An index says little, as an insertion changes the indices of all that follow.
                     if not isinstance(holder.value, _ORDERED):
                         location = location.inside(key, isinstance(holder.value, _INDEXED))
                     yield Change(location, new, old in (None, MISSING) and new is not MISSING)
@@ -186,6 +190,7 @@ class ReachableState:
         """
         for holder in self._recorded:
             now = holder.read(holder.value)
+            # By identity, which user code may compare, too.
             if now.keys() != holder.contents.keys() or any(
                 now[key] is not item for key, item in holder.contents.items()
             ):
@@ -194,18 +199,22 @@ class ReachableState:
     def _visit_all(self) -> None:
         """Visit queued objects, and then methods whose names occur in visited functions."""
         has_new = True
+        # Visited methods name further ones, until a pass over the classes finds none.
         while has_new:
             while self._waiting and len(self._recorded) < _MOST_OBJECTS:
                 self._visit_object(*self._waiting.popleft())
+            # Not empty only if `_MOST_OBJECTS` was reached.
             self._waiting.clear()
             for cls in self._classes:
                 for name, value in vars(cls).items():
+                    # `getattr` may call any method, and Python itself calls `__len__` and the like.
                     named = self._names & {name, "getattr", "methodcaller"} or name[:2] == "__"
                     if isinstance(value, _METHODS) and named:
                         self._enqueue(value, StateLocation("method {}", f"{cls.__name__}.{name}"))
             has_new = bool(self._waiting)
 
     def _enqueue(self, value: Any, location: StateLocation) -> None:
+        # `isinstance` would read `__class__` of proxies, which may run user code.
         if id(value) not in self._seen and not issubclass(type(value), ATOMS):
             self._seen[id(value)] = value
             self._waiting.append((value, location))
@@ -216,6 +225,7 @@ class ReachableState:
         contents = read(value)
         sizes = (len(item) for item in contents.values() if isinstance(item, bytes))
         self._parts_left -= len(contents) + sum(sizes) // 1_000
+        # The queue is breadth-first: what no longer fits is farther from the module.
         if self._parts_left < 0:
             return
         self._recorded.append(_RecordedContents(value, location, read, contents))
@@ -261,6 +271,7 @@ class ReachableState:
         if self._is_user_module(file):
             self.codes[code] = None
             for name, cell in cells:
+                # The cell for `super()`; `_add_class` records classes.
                 if name != "__class__":
                     scope = f"variable {{}} of the scope that encloses {label}"
                     self._enqueue(cell, StateLocation(scope, name))
@@ -289,10 +300,12 @@ class ReachableState:
         if names & {"environ", "getenv"} and id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
             self._record_contents(os.environ, StateLocation("environment variable {}"), dict)
+        # `globals()["name"]` may read any of them.
         if "globals" in names:
             names |= function.__globals__.keys()
         read = _GlobalsReader(names)
         self._record_contents(function, StateLocation(f"global variable {{}} of {file}"), read)
+        # `import a` inside of a function names a module that need not be a global variable.
         named = [*read(function).values(), *(sys.modules.get(name) for name in names)]
         modules = {id(module): module for module in named if isinstance(module, ModuleType)}
         waiting = list(modules.values())
@@ -302,6 +315,7 @@ class ReachableState:
                 self._record_contents(
                     module, StateLocation(f"global variable {{}} of {module.__name__}"), read
                 )
+                # `a.b.value` names each of its parts.
                 for inner in read(module).values():
                     if isinstance(inner, ModuleType) and id(inner) not in modules:
                         modules[id(inner)] = inner
@@ -333,6 +347,7 @@ class ReachableState:
                 getattr(module, "__path__", ())
             )  # A namespace package has no `__file__`, only folders.
             path = getattr(module, "__file__", None) or next(folders, None)
+            # Modules without files are built in or made at run time.
             installed = path is None or any(folder in path for folder in _INSTALLED)
             self._is_user_package[package] = (of_model or not installed) and not is_library(package)
         return self._is_user_package[package]
@@ -350,6 +365,7 @@ class _GlobalsReader:
 
     def __call__(self, holder: ModuleType | FunctionType) -> Parts:
         held = self.namespace(holder)
+        # `__name__`, `__file__` and the like are no state.
         return {name: held.get(name, MISSING) for name in self.names if name[:2] != "__"}
 
 
@@ -367,11 +383,13 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
             del value.cell_contents
         else:
             value.cell_contents = before[STATE]
+    # Its own methods also set the variables of the process.
     elif value is os.environ:
         os.environ.clear()
         os.environ.update(before)
     elif isinstance(value, (list, deque)):
         value.clear()
+        # Other keys are attributes of a subclass.
         value.extend([item for key, item in before.items() if isinstance(key, int)])
     elif isinstance(value, set):
         set.clear(value)
@@ -419,6 +437,7 @@ def _read_class_attributes(cls: type[Any]) -> Parts:
     return {
         name: value
         for name, value in vars(cls).items()
+        # `_abc_impl` caches the subclass checks of `abc`, which `isinstance` fills.
         if not (name.startswith("__") or name == "_abc_impl" or isinstance(value, _METHODS))
     }
 

@@ -54,9 +54,11 @@ class GraphReplay(fx.Interpreter):
             return self._replaced.get(n, value)
         if n in self._replaced:
             return self._replaced[n]
+        # `torch.fx` copies `custom` to the operators that are traced while the node runs.
         if self._annotations:
             n.meta["custom"] = {**self._annotations, **n.meta.get("custom", {})}
         self._node = n
+        # The output passes numbers on without computing with them.
         replaced = map(self._replaced.get, n.all_input_nodes if n.op != "output" else ())
         numbers = {id(number) for number in replaced if number is not None}
         with traceback.set_current_meta(n):
@@ -84,14 +86,19 @@ class GraphReplay(fx.Interpreter):
                 "`forward` calls a function transform (`torch.vmap`, `torch.func.grad`) and has "
                 "side effects\nremove the side effects, or write the function without a transform"
             )
+        # Dynamo's function for a read of `tensor.data`.
         if name == "_get_data_attr":
             return args[0].detach()
         if name == "set_" and len(args) == 2:  # An assignment to `tensor.data`.
+            # `RecordedEffects` traces the assignment as a copy.
             if args[1] is not args[0]:
                 args[0].data = args[1]
             return args[0]
+        # Undoes the version count of `set_`, which is not called here.
         if name.startswith("_lower_version_count"):
             return args[0]
+        # Under a function mode Dynamo's function only records a node, whereas `traced_autocast`
+        # replaces methods of `torch.autocast`.
         if name == "_enter_autocast":
             device, dtype, enabled, cache = args
             region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache)
@@ -151,6 +158,7 @@ def drop_assertions(graph_module: fx.GraphModule) -> None:
     A captured model does not check values.
     """
     for graph in graph_module.modules():
+        # In reverse: erasing an assertion leaves the sizes that it read without a user.
         for node in reversed(graph.graph.nodes) if isinstance(graph, fx.GraphModule) else ():
             if node.users or node.op not in ("call_function", "call_method"):
                 continue
@@ -192,6 +200,7 @@ def _call_autograd_function(
     differentiable = any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
     if not (torch.is_grad_enabled() and differentiable):
         with torch.no_grad():
+            # The forward graph returns (results, tensors for the backward graph).
             result = GraphReplay(forward).run(*tensors)[0]
         return result if isinstance(result, (tuple, list)) else (result,)
     result = traced(Traced, tensors, {})
@@ -206,6 +215,7 @@ def name_modules(graph_module: fx.GraphModule, models: Sequence[nn.Module]) -> N
         models: the model and its copy; submodules of either may have been called.
     """
     paths = {str(id(inner)): path for model in models for path, inner in model.named_modules()}
+    # `torch.export` begins each stack with the model itself.
     root = {"": ("", type(models[0]))}
     for inner in graph_module.modules():
         for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
@@ -213,6 +223,7 @@ def name_modules(graph_module: fx.GraphModule, models: Sequence[nn.Module]) -> N
                 continue
             stack: dict[str, tuple[str, Any]] = dict(root)
             for key, (_, cls) in (node.meta.get("nn_module_stack") or {}).items():
+                # Dynamo's keys are the `id()` of a module, followed by `@1` in its second call.
                 identity, at, repeated = key.partition("@")
                 if paths.get(identity):
                     stack[key] = paths[identity] + at + repeated, cls

@@ -63,12 +63,14 @@ def fold_routed_products(restored: Mapping[fx.Node, fx.Node], products: Sequence
     """
     mixtures, unfolded = [], list(products)
     for down in products:
+        # An up projection does not match: its rows are no elementwise function of another product.
         gate = _Gate()
         if down in unfolded and gate.trace(down.args[0]) and gate.ids == {down.args[1]}:
             mixtures.append((down, gate))
             unfolded = [each for each in unfolded if each not in (down, *gate.ups)]
     if unfolded or not mixtures:
         return False
+    # `_find_weighted_sum` needs the only reader of each tensor, so sorted rows must be gone.
     for old, new in restored.items():
         old.replace_all_uses_with(new)
     remove_dead(products[0].graph)
@@ -110,8 +112,10 @@ class _Gate:
     def trace(self, output: Any) -> bool:
         """Trace the operators that compute `output`; return whether all of them are supported."""
         reads = self._elementwise_nodes(output)
+        # Two up projections are gate and value, as of SwiGLU.
         if reads is None or not self.ups or len(self.ups) > 2:
             return False
+        # Gate and value may read equal rows that the model gathers twice.
         if not all(_computes_same(up.args[0], self.rows) for up in self.ups) or (
             self.is_joint and len(self.ups) > 1
         ):
@@ -119,10 +123,12 @@ class _Gate:
         if len({len(up.args) for up in self.ups}) > 1:
             # The operator has biases of all projections or of none.
             return False
+        # The traversal meets them in any order; the first in the graph is column 0.
         self.ups.sort(key=_position)
         if not self.is_joint:
             for index, up in enumerate(self.ups):
                 self._add_column(up, index, len(self.ups))
+        # Steps refer to earlier results, and `reads` is a set.
         for node in sorted(reads, key=_position):
             if (column := self._column_of_projection(node)) is not None:
                 self._add_column(node, column, 2)
@@ -151,6 +157,7 @@ class _Gate:
                     self.ups.append(up)
             elif (
                 torch.Tag.pointwise in getattr(node.target, "tags", ())
+                # Casts have no pointwise tag.
                 or node.target is aten.to.dtype
             ):
                 if node not in nodes:
@@ -167,6 +174,7 @@ class _Gate:
         if up is None or node is up:
             return None
         width = node_shape(up)[1]
+        # Whatever views select the columns: run on the numbers of the columns, they say which.
         row = _run_views(node, up, torch.arange(width).unsqueeze(0))
         if row is None or row.shape != (1, width // 2):
             return None
@@ -185,6 +193,7 @@ class _Gate:
         if count == 1:
             self.references[node] = "%0"
             return
+        # A slice keeps the last dimension, which `custom_ops.experts` squeezes after the last step.
         self.steps.append((str(aten.slice.Tensor), ("%0", -1, index, index + 1), ()))
         self.references[node] = f"%{len(self.steps)}"
 
@@ -201,6 +210,7 @@ def _computes_same(node: Any, other: Any) -> bool:
     if node is other:
         return True
     arguments, others = ((*each.args, *each.kwargs.items()) for each in (node, other))
+    # Two equal calls of `dropout` draw different numbers.
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return (
         node.op == "call_function"
@@ -233,6 +243,7 @@ def _run_views(node: fx.Node, up: fx.Node, row: Tensor) -> Tensor | None:
         args: Any = view.args[1:]
         if view.target is aten.reshape.default:
             sizes = node_shape(view)
+            # The reshape must not merge rows, as it is repeated for one.
             if not sizes or sizes[0] != rows:
                 return None
             args = ([1, *sizes[1:]],)
@@ -245,6 +256,7 @@ def _run_views(node: fx.Node, up: fx.Node, row: Tensor) -> Tensor | None:
 
 def _first_dimension(view: fx.Node) -> bool:
     """Whether a view selects along the dimension of the rows."""
+    # `slice`, `unbind` and `select` have the dimension next, `split` and `chunk` after the sizes.
     position = 1 if view.target in (aten.slice.Tensor, aten.unbind.int, aten.select.int) else 2
     dim: Any = view.args[position] if len(view.args) > position else view.kwargs.get("dim", 0)
     source = view.args[0]
@@ -262,6 +274,7 @@ def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
         x = _insert_tokens(gate, tokens, sum_of_experts.last)
         top_k = node_shape(ids)[0] // node_shape(x)[0]
         last, weights = sum_of_experts.last, sum_of_experts.weights
+        # The sum is over other blocks than a token's experts: leave it behind the operator.
         if top_k != sum_of_experts.top_k:
             last, weights, x, top_k = down, None, gate.rows, 1
     else:
@@ -269,6 +282,7 @@ def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
     sizes = (node_shape(x)[0], top_k)
     id_table = insert_reshape(ids, sizes, last)
     if weights is None:
+        # Weights that are applied elsewhere, or none.
         scale = insert(last, aten.ones_like.default, (id_table,), {"dtype": tensor(x).dtype})
     else:
         scale = insert_reshape(weights, sizes, last)
@@ -286,6 +300,7 @@ def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
 
 def _insert_up_projections(gate: _Gate, before: fx.Node) -> fx.Node:
     """Insert the up projections in the form of `custom_ops.experts`."""
+    # `[experts, hidden, columns]` to `[experts, columns, hidden]`.
     weights = [insert_permute(up.args[2], (0, 2, 1), before) for up in gate.ups]  # type: ignore[arg-type]
     if len(weights) > 1:
         return insert(before, aten.stack.default, (weights, 1))
@@ -317,6 +332,7 @@ def _tokens(rows: fx.Node) -> fx.Node | None:
         rows = rows.args[0]  # type: ignore[assignment]
     if rows.target is aten.reshape.default:
         expanded: Any = rows.args[0]
+        # The form in which `sorted_rows.py` repeats each token for its experts.
         single: Any = expanded.args[0] if expanded.target is aten.expand.default else None
         if isinstance(single, fx.Node) and single.target is aten.unsqueeze.default:
             source = single.args[0]
@@ -357,11 +373,13 @@ def _find_weighted_sum(down: fx.Node) -> _WeightedSum | None:
     """Return the weighted sum behind a down projection; None if other operators follow."""
     rows, hidden = node_shape(down)
     node, weights = down, None
+    # Another reader would need the rows before they are weighted and added up.
     while len(node.users) == 1:
         (user,) = node.users
         sizes = node_shape(node)
         others = [each for each in user.all_input_nodes if each is not node]
         if user.target is aten.sum.dim_IntList and len(sizes) == 3:
+            # Over the experts of each token, `[tokens, top_k, hidden]`.
             is_sum = list(user.args[1]) in ([1], [-2]) and len(node_shape(user)) == 2  # type: ignore[arg-type]
             return _WeightedSum(user, sizes[1], weights) if is_sum else None
         if user.target is aten.matmul.default and user.args[1] is node and weights is None:

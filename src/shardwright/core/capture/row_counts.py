@@ -49,8 +49,10 @@ class RowCounts:
     def record(self, node: fx.Node, size: Any, mask: RowMask) -> None:
         """Record the mask of a symbolic number of rows."""
         symbol = expression_of(size)
+        # An operator, such as an addition of as many numbers, has fixed the number of rows.
         if isinstance(symbol, int) or not symbol.is_Symbol:
             raise count_refusal(node, "needs a fixed number of rows")
+        # All index tensors of one mask have the same symbol.
         self.masks.setdefault(symbol, mask)
 
     def padded_size(self, size: Any) -> Any:
@@ -60,6 +62,7 @@ class RowCounts:
         expression = expression_of(size)
         sizes = {s: prod(m.shape) for s, m in self.masks.items()}
         number = expression.subs(sizes)
+        # Other symbols are values of tensors.
         return int(number) if number.is_Integer else None
 
     def check_sizes(self, node: fx.Node, value: Any) -> None:
@@ -92,8 +95,10 @@ class RowCounts:
                 new: Any = [self._static(node, leaf) for leaf in leaves]
             elif target is aten.slice.Tensor and name == "end" and self._is_full_slice(given):
                 new = None
+            # A value needs the number of selected rows, where a size needs that of all rows.
             elif name == "other":
                 new = self._count(node, argument)
+                # The overload for a Python number takes no tensor.
                 if names[name] != "Tensor":
                     packet = getattr(aten, operator_name(target), None)
                     target = getattr(packet, "Tensor", None)
@@ -127,6 +132,7 @@ class RowCounts:
         """Insert the number of selected rows, or a multiple of it, as a tensor."""
         expression = expression_of(size.meta["val"])
         symbols = [each for each in expression.free_symbols if each in self.masks]
+        # Linear in one number of rows, such as `8 * rows` for `numel()`.
         if len(symbols) != 1 or not expression.is_polynomial(symbols[0]):
             raise count_refusal(node, "computes with the number of selected rows")
         (symbol,) = symbols

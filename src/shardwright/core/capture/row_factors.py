@@ -33,12 +33,14 @@ def find_row_factor(
         return None
     input_nodes: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda each: input_nodes.append(each) or each)  # type: ignore[func-returns-value]
+    # `rule.inputs` has the dimensions of each tensor argument, in order.
     pairs = list(zip((each for each in input_nodes if is_tensor(each)), rule.inputs, strict=True))
     factors = {dims[dims_of_rows[each]] for each, dims in pairs if each in dims_of_rows}
     (factor,) = factors if len(factors) == 1 else (None,)
     if (
         factor is None
         or rule.capacity[factor] != num_rows
+        # A factor that is summed over shards makes rows depend on each other.
         or rule.reductions(op, {factor: 2})
         or depends_on_position(op, rule, factor)
         or any(factor in dims and each not in dims_of_rows for each, dims in pairs)
