@@ -80,4 +80,5 @@ class PlanAnalysis:
         try:
             yield
         finally:
+            # The analysis outlives the call to which the callback belongs.
             self.on_progress = ignore_progress

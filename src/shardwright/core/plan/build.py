@@ -69,6 +69,7 @@ def make_plan(
             argument's class cannot be serialized.
     """
     graph, mesh, decisions = partitioned.graph, partitioned.mesh, partitioned.decisions
+    # Stages communicate at the same time, so the one that sends most is shown.
     step_bytes = max(partitioned.step_bytes, key=sum)
     # Ids of the transfers whose bytes are in a row; filled by `_build_redistribution_row`.
     counted_transfers: set[int] = set()
@@ -84,6 +85,7 @@ def make_plan(
         options=options,
         cuts={
             name: {f: tuple(axes) for f, axes in factors.items() if axes}
+            # A search may leave factors without axes, which plan files do not allow.
             for name, factors in decisions.cuts.items()
             if any(factors.values())
         },
@@ -128,6 +130,7 @@ def _serialize_argument_structure(graph: Graph) -> str:
         PlanError: if an argument's class, such as a namedtuple, cannot be serialized.
     """
     try:
+        # PyTorch serializes only classes that are registered with a serialized name.
         return pytree.treespec_dumps(graph.in_spec)
     except NotImplementedError as error:
         raise PlanError(
@@ -155,6 +158,7 @@ def _predict_chunk_seconds(
     if partitioned.pipeline.stages == 1:
         return ()
     timeline = None if predicted is None else predicted.timeline
+    # Without a cluster a chunk takes one second per GFLOP.
     return (timeline or predicted_timeline(partitioned)).chunks
 
 
@@ -215,6 +219,7 @@ def _build_operator_row(
                 replace(_build_redistribution_row(value, route, counted_transfers), input=index)
             )
     for value in op.outputs:
+        # A pinned output is redistributed once, before all of its consumers.
         if value in comm.leading_transfers:
             redistributions.append(
                 _build_redistribution_row(value, comm.leading_transfers[value], counted_transfers)
@@ -262,6 +267,7 @@ def _build_returned_rows(
 def _build_crossing_rows(partitioned: Partitioned) -> tuple[CrossingRow, ...]:
     rows = []
     for chunk, following in pairwise(partitioned.chunks):
+        # Consecutive chunks on one stage, as at the tip of a V, send nothing.
         if chunk.stage != following.stage:
             names = tuple(value.name for value in chunk.leaving)
             # Bytes to the next chunk, and of gradients from the next chunk back to this one.
@@ -276,6 +282,7 @@ def _build_kernel_collectives_row(op: Op, comm: Communication) -> Redistribution
     for inner in comm.reductions[op.name]:
         reduction = inner.reduction
         is_gather = reduction.operation == GATHER
+        # A gather has no reduction, such as a sum or a maximum, to name.
         collective = (
             reduction.collective if is_gather else f"{reduction.collective} {reduction.operation}"
         )

@@ -27,6 +27,7 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
         PlanError: for the first contradiction between fields.
     """
     try:
+        # Lazy: the checks build layouts of the file's axes, which raise `LayoutError` themselves.
         problem = next(_find_contradictions(plan, devices), None)
     except LayoutError as error:
         problem = str(error)
@@ -55,6 +56,7 @@ def _find_contradictions(plan: PlanData, devices: int) -> Iterator[str]:
         if chunk >= pipeline.num_chunks:
             last = pipeline.num_chunks - 1
             yield f"`pipeline.part_of`: {name} is in chunk {chunk}, but the last is {last}"
+    # A plan with one stage has no `chunk_seconds`.
     if len(plan.chunk_seconds) not in (0, pipeline.num_chunks):
         count = len(plan.chunk_seconds)
         yield f"`chunk_seconds` has {count} chunks, but the pipeline has {pipeline.num_chunks}"
@@ -74,6 +76,7 @@ def _find_contradictions(plan: PlanData, devices: int) -> Iterator[str]:
 
 def _find_tensor_contradictions(plan: PlanData) -> Iterator[str]:
     if set(plan.storage) != set(plan.parameters):
+        # The checks below look each parameter up in both.
         yield "`storage` and `parameters` list different parameters"
         return
     for name, (shape, dtype) in plan.parameters.items():
@@ -106,9 +109,11 @@ def _find_row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     for axes in row.cuts.values():
         for axis in axes:
             _ = plan.mesh.axis(axis)  # raises LayoutError for an unknown axis
+    # `input` is None for a redistribution of an output, and for collectives inside the operator.
     if any((each.input or 0) >= max(1, len(row.inputs)) for each in row.redistributions):
         yield f"{where}: redistributes an input that the operator does not have"
     if len(row.input_layouts) != len(row.inputs) or len(row.output_layouts) != len(row.outputs):
+        # The strict `zip` below needs equal numbers.
         yield f"{where}: must have one layout for each input and output"
         return
     layouts = (*row.input_layouts, *row.output_layouts)
@@ -125,6 +130,7 @@ def _find_row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
 def _find_indivisible_dims(
     where: str, axes: CutAxes, shape: Shape, mesh: DeviceMatrix
 ) -> Iterator[str]:
+    # Shards are even: a dimension that its number of shards does not divide is never planned.
     counts = TensorLayout(mesh, axes).shard_counts
     if len(counts) != len(shape) or any(n % c for n, c in zip(shape, counts, strict=False)):
         shards = short_repr(counts)

@@ -150,6 +150,7 @@ class PlanData:
             recompute=self.recompute,
         )
 
+    # A cached property also on a frozen dataclass: it stores its value in the `__dict__`.
     @cached_property
     def analysis(self) -> PlanAnalysis:
         """Memory, alternative cuts and optimality gap, each computed once from the captured graph.
@@ -167,6 +168,7 @@ class PlanData:
             self.optimizer,
             self.dry_runs,
             self.timed_step,
+            # Modes that do not weigh memory record no `mem_coeff`.
             self.options.get("mem_coeff", DEFAULT_MEM_COEFF),
         )
 
@@ -184,6 +186,7 @@ class PlanData:
 
         Axes that always shard together are merged, so that each collective runs on one group.
         """
+        # The chunks and the communication of the planned graph have been derived already.
         if graph is self.graph:
             return fold_axes(self.partitioned)
         return fold_axes(Partitioned(graph, self.mesh, self.decisions, self.pipeline))
@@ -216,6 +219,7 @@ class PlanData:
 
         The number is None if no input has a batch dimension.
         """
+        # Empty for dimension 0 of all inputs; None for an input without samples.
         dims = self.pipeline.batch_dims or (0,) * len(self.inputs)
         samples = (
             leaf["shape"][dim]
@@ -259,6 +263,7 @@ class PlanData:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of parameter shards that one device stores, maximum over stages."""
+        # Sets of names: operators of one stage may read one parameter, as with tied embeddings.
         stages: dict[int, set[str]] = {}
         for row in self.operators:
             names = (name for name, _, origin in row.inputs if origin == "parameter")
@@ -288,6 +293,7 @@ class PlanData:
     def known_memory(self) -> Memory | None:
         """Predicted memory per device, computed from the graph or, for a plan without a graph, read
         from its file; None if unknown."""
+        # Memory is that of a training step, which a plan for evaluation does not run.
         return self.memory if self.graph is not None and self.training else self.saved_memory
 
     @property
@@ -302,6 +308,7 @@ class PlanData:
 
         A plan without a graph returns the alternatives saved in its file.
         """
+        # Costs in seconds need the cluster of the search, which plan files do not contain.
         timed = self.options.get("cost_model") == "time"
         if self.graph is None or (timed and self.timed_step is None):
             return self.saved_choices

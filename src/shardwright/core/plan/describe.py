@@ -106,6 +106,7 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         suffix = "" if communication else ", without its communication"
         yield f"  recomputed in the backward pass, in segment {row.segment}{suffix}"
     yield f"  cuts {cuts_text(row) or 'none'}, strategy {strategy_text(row.strategy)}"
+    # At most one per input; those of outputs and of kernels share the key None, which is not read.
     redistributed = {redistribution.input: redistribution for redistribution in row.redistributions}
     for index, ((name, shape, value_origin), layout) in enumerate(
         zip(row.inputs, row.input_layouts, strict=True)
@@ -113,6 +114,7 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         yield f"  input {name} {list(shape)} {value_origin}: {layout.placement}"
         if index in redistributed:
             yield f"    {_redistribution_text(redistributed[index])}"
+    # Collectives inside a kernel redistribute no value.
     for redistribution in (
         redistribution for redistribution in row.redistributions if not redistribution.value
     ):
@@ -165,6 +167,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
             lines += [f"  {line}" for line in _redistribution_lines(redistribution)]
     for shape, layout in zip(row.outputs, row.output_layouts, strict=True):
         lines.append(f"  output {shape_text(shape)}: {layout.placement}")
+    # Redistributions of an output are in the rows of its consumers.
     for _, consumer in plan.neighbors[1].get(row.name, ()):
         for redistribution in consumer.redistributions:
             if redistribution.value == row.name:

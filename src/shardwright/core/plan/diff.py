@@ -84,6 +84,7 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
     staged = first.pipeline.stages > 1 or second.pipeline.stages > 1
     first_rows = {row.name: row for row in first.operators}
     second_rows = {row.name: row for row in second.operators}
+    # Operators of both plans, in the order of the first.
     for name in {**first_rows, **second_rows}:
         row, other = first_rows.get(name), second_rows.get(name)
         if row is None or other is None:
@@ -120,6 +121,7 @@ def _recomputed_text(row: OperatorRow) -> str:
 def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair]:
     """Yield the stored shard counts in both plans of each parameter that both plans have."""
     for name in first.storage:
+        # The line `model` has told already that one model lacks a parameter of the other.
         if name in second.storage:
             yield (
                 name,
@@ -140,6 +142,7 @@ def _join_equal_differences(comparisons: Iterable[ComparedPair]) -> Iterator[Dif
     for name, what, value, other in comparisons:
         if value != other:
             groups.setdefault((what, value, other), []).append(name)
+    # Groups of one property together; the stable sort keeps the order of the model within each.
     properties = list(dict.fromkeys(what for what, _, _ in groups))
     by_property = sorted(groups.items(), key=lambda group: properties.index(group[0][0]))
     for (what, value, other), names in by_property:

@@ -90,6 +90,7 @@ class Measured:
         try:
             location = f"{file} is not a valid profile"
             values = parse_json(read_text(file, PlanError), location, PlanError)
+            # Before validation, which would report the missing fields of an old file.
             if not isinstance(values, dict) or values.pop("profile_format", None) != PROFILE_FORMAT:
                 raise PlanError(
                     f"{file} is not a profile of format version {PROFILE_FORMAT}\nprofile the run"
@@ -97,6 +98,7 @@ class Measured:
                 )
             return TypeAdapter(Measured).validate_python(values)
         except ValidationError as error:
+            # The first line counts the errors; the others name fields that users do not write.
             reason = str(error).partition("\n")[0]
             raise PlanError(
                 f"{file} is not a valid profile: {reason}\nprofile the run again with"

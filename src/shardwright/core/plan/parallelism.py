@@ -61,6 +61,7 @@ def parallelism_sentence(plan: PlanData) -> str:
     pipeline, sizes = plan.pipeline, dict[str, int]()
     for axis, size in enumerate(plan.mesh.device_matrix):
         parallelism = axis_parallelism(plan, axis)
+        # Axes of equal parallelism, such as dp0 and dp1, are one degree in the sentence.
         sizes[parallelism] = sizes.get(parallelism, 1) * size
     words = [f"{parallelism} {size}" for parallelism, size in sizes.items()]
     if pipeline.stages > 1:
@@ -93,11 +94,13 @@ def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[
     # partial sums and is row-parallel; otherwise it is column-parallel.
     partial_axes = {axis for layout in row.output_layouts for axis in layout.partial}
     cuts = {factor: tuple(map(plan.mesh.axis, names)) for factor, names in row.cuts.items()}
+    # False sorts before True, so that data parallelism comes last.
     for factor, axes in sorted(
         cuts.items(), key=lambda cut: _find_factor_meaning(row, *cut) == "batch"
     ):
         over = f"over {'·'.join(row.cuts[factor])}"
         meaning = _find_factor_meaning(row, factor, axes)
+        # Parameters that the axes of the factor shard.
         weights = [
             layout
             for layout in _parameter_layouts_of_operator(row).values()
@@ -105,6 +108,7 @@ def _operator_parallelism_phrases(plan: PlanData, row: OperatorRow) -> Iterator[
         ]
         if meaning == "batch" and not weights:
             yield f"{_data_parallelism_phrase(plan, row, factor, axes)} {over}"
+        # Row and column are sides of a matrix: a sharded bias or norm alone has neither.
         elif weights and meaning != "expert" and any(len(layout.axes) > 1 for layout in weights):
             yield f"{'row-parallel' if partial_axes.issuperset(axes) else 'column-parallel'} {over}"
         else:
@@ -141,15 +145,18 @@ def _data_parallelism_phrase(plan: PlanData, row: OperatorRow, factor: str, axes
         axes: the mesh axes that shard `factor`.
     """
     names = row.cuts[factor]
+    # `dp` and `fsdp` say whether parameters are sharded over the axis, for all operators.
     if all(name.startswith(("dp", "fsdp")) for name in names):
         shards = {axis for axis, name in zip(axes, names, strict=True) if name.startswith("fsdp")}
     else:
         weights = _parameter_layouts_of_operator(row).items()
         stored = {a for name, _ in weights for dim in plan.storage.get(name, ()) for a in dim}
+        # Axes that shard a parameter where it is read too are tensor parallel, not ZeRO.
         shards = stored - {a for _, layout in weights for a in layout.sharded}
     if not shards.intersection(axes):
         return PARALLELISM_OF_MEANING["batch"]
     level = "level3" if plan.sharding is None else plan.sharding.level
     return (
+        # HSDP: parameters are sharded over some axes of the batch and replicated over the others.
         DATA_PARALLELISM_OF_LEVEL[level] if level != "level3" or shards.issuperset(axes) else "HSDP"
     )

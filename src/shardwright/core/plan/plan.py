@@ -75,8 +75,10 @@ class Plan(PlanData):
                 predicted memory of each stage (by a dry run), the costs of alternative shardings,
                 and the optimality gap.
         """
+        # A dry run takes a second or two, so what depends on one is optional.
         if not memory:
             return plan_to_json(self)
+        # Keyed as in the file, where the gap has no prefix `saved_`.
         derived = {
             "saved_memory": self.known_memory,
             "saved_choices": self.choices,
@@ -160,6 +162,7 @@ class Plan(PlanData):
             PlanError: if the plan was made for another model, or for the first operator whose cuts
                 contradict its sharding rule.
         """
+        # An edited plan file may contradict the rules of the same model.
         if graph.fingerprint == self.fingerprint:
             problem = next(_describe_invalid_decisions(self, graph), None)
             if problem is not None:

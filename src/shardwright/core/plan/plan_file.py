@@ -123,6 +123,7 @@ def _to_layout(parsed: _FileLayout, info: ValidationInfo) -> TensorLayout | None
     context: Any = info.context
     mesh = context.get("mesh")
     axes = (parsed.axes, frozenset(parsed.partial), frozenset(parsed.varying))
+    # A plan has few different layouts, each in many rows.
     return None if mesh is None else interned_layout(mesh, *axes)
 
 
@@ -180,6 +181,7 @@ def _annotated_file_type(field_type: Any) -> Any:
     origin = get_origin(field_type)
     if origin is None:
         return field_type
+    # `...` is the second argument of a tuple of any length.
     arguments = tuple(
         each if each is ... else _annotated_file_type(each) for each in get_args(field_type)
     )
@@ -217,6 +219,7 @@ def _file_keys_by_field(dataclass: Any) -> dict[str, str]:
 
 def _to_dataclass(dataclass: type[DataclassT], parsed: BaseModel) -> DataclassT:
     """Convert a parsed JSON object to a dataclass; missing fields get their defaults."""
+    # Only keys in the file: the model's default of an optional field is None, not the dataclass's.
     names = parsed.model_fields_set - EXTRA_KEYS.keys()
     return dataclass(**{name: getattr(parsed, name) for name in names})
 
@@ -251,6 +254,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     """
     data = parse_json(text, f"{where}: not a plan", PlanError)
     version = data.get("version") if isinstance(data, dict) else None
+    # JSON allows control characters only as escapes, so most files need no search for them.
     name = (
         next(_strings_with_control_characters(data), None)
         if re.search(r"\\[bfnrtu]", text)
@@ -261,15 +265,18 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
             f"{where}: invalid plan: the name {short_repr(name)} has control characters\n"
             "plan the model again to write a valid file"
         )
+    # Before validation, which would report a field that another version has not.
     if version != VERSION:
         raise PlanError(
             f"{where}: plan version {short_repr(version)} is not supported; the supported version"
             f" is {VERSION}\nrun `shardwright plan` again"
         )
     try:
+        # From text, not from `data`: pydantic's strict mode takes lists for tuples only in JSON.
         parsed: Any = PlanFile.model_validate_json(text, strict=True, context={})
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
+        # Raised by a converter, such as `_to_device_matrix`, whose text is written for users.
         if details["type"] == "value_error":
             raise PlanError(f"{where}: {details['ctx']['error']}") from None
         key = ".".join(str(entry) for entry in details["loc"])
@@ -281,6 +288,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     warn_if_edited(data, where)
     plan = _to_dataclass(plan_type, parsed)
     if plan.step is not None:
+        # With the kernels of the plan's cluster, not with those of this machine.
         plan = replace(plan, dry_runs=DryRunCache(plan.step.cluster != LOCAL))
     check_consistent(plan, parsed.devices, where)
     return plan
@@ -309,6 +317,7 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
     """
     data = {"version": VERSION, "devices": plan.devices, **_to_json_object(plan), **overrides}
     content = json.dumps(data, indent=1, default=_to_json_object)
+    # Of the parsed text, as the reader computes it: JSON has lists where the plan has tuples.
     digest = content_digest(json.loads(content))
     body = content.removesuffix("\n}")
     return f'{body},\n "{DIGEST}": "{digest}"\n}}'
@@ -317,6 +326,7 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
 def _to_json_object(value: Any) -> dict[str, Any]:
     """Convert a mesh, strategy, layout or other dataclass to a dictionary, without converting its
     values."""
+    # Their form in files is also that of strategy files.
     if isinstance(value, DeviceMatrix | OperatorStrategy):
         return value.to_dict()
     if not isinstance(value, TensorLayout):

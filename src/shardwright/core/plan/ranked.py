@@ -141,6 +141,7 @@ class RankedPlans:
         for plan_kind, reason in self._sorted_left_out_items():
             levels_of[reason, replace(plan_kind, level="")].append(plan_kind.level)
         for (reason, plan_kind), levels in levels_of.items():
+            # Where all plans have one number of micro-batches, the first line of the table says it.
             named = plan_kind.describe(levels, self._has_several_micro_batch_counts)
             yield from wrap_sentence(f"{named}: {reason.text}", width, "  ")
 
@@ -183,6 +184,7 @@ class RankedPlans:
             (component, seconds - best_seconds.get(component, 0.0))
             for component, seconds in seconds_of.items()
         ]
+        # Of the step, not of the component: a small component may double without a visible effect.
         min_shown = MIN_SHOWN_FRACTION * (self.best.step_time or 0.0)
         longer = (each for each in added_seconds if each[1] > min_shown)
         return sorted(longer, key=lambda each: -each[1])[:MAX_LISTED_COMPONENTS]
@@ -192,6 +194,7 @@ class RankedPlans:
         the kinds of plans that are left out, as JSON."""
         plans = [self._json_object_of_plan(plan_kind) for plan_kind in self.plans]
         left_out = [
+            # No plan of this kind was made, so whether it would recompute is unknown.
             {**asdict(plan_kind.requested), "reason": reason.text}
             for plan_kind, reason in self._sorted_left_out_items()
         ]

@@ -57,6 +57,7 @@ def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[Operato
     rows, consumers = plan.neighbors
     for (name, _, _), layout in zip(row.inputs, row.input_layouts, strict=True):
         producer = rows.get(name)
+        # A replicated value carries no decision, and a redistributed one ends the path.
         if producer is not None and layout.sharded and producer.output_layouts[:1] == (layout,):
             yield producer
     for input_index, consumer in consumers.get(row.name, ()):
@@ -74,6 +75,7 @@ def choice_lines(plan: PlanData, row: OperatorRow) -> Iterator[tuple[str, str]]:
         )
         count = len(choice.operators)
         together = (
+            # Seconds are sums over equal operators, symbolic costs are of one.
             f"; all {count} equal operators together" if count > 1 and not choice.symbolic else ""
         )
         yield f"over {choice.axis}", f"{choice.chosen or 'not cut'} chosen; {others}{together}"

@@ -65,9 +65,11 @@ def _split_into_complete_grids(members: Sequence[OperatorRow]) -> Iterator[Seque
     """
     names = [row.name for row in members]
     positions = _differing_word_indices(names)
+    # With one position, any numbers can be written as ranges.
     if len(positions) < 2 or _has_all_number_combinations(names):
         yield members
         return
+    # Fixing the first number leaves fewer positions, of which all combinations may be present.
     by_first_number: dict[str, list[OperatorRow]] = {}
     for row in members:
         by_first_number.setdefault(row.name.split(".")[positions[0]], []).append(row)
@@ -78,6 +80,7 @@ def _split_into_complete_grids(members: Sequence[OperatorRow]) -> Iterator[Seque
 def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
     redistributions = tuple(
         (
+            # Values of different layers differ in numbers only.
             re.sub(r"\d+", "*", redistribution.value),
             redistribution.steps,
             redistribution.forward_bytes,
@@ -104,6 +107,7 @@ def _build_fold(members: Sequence[OperatorRow]) -> Fold:
     recomputed_text = "recomputed" if recomputed else ""
     if 0 < len(recomputed) < len(members):
         where = f"{len(recomputed)} of {len(members)}"
+        # With several numbers in a name, ranges of one of them would be ambiguous.
         if len(positions := _differing_word_indices(names)) == 1:
             where = format_ranges(int(name.split(".")[positions[0]]) for name in recomputed)
         recomputed_text = f"recomputed in {where}"
@@ -123,6 +127,7 @@ def fold_crossings(rows: Sequence[CrossingRow]) -> list[tuple[str, CrossingRow]]
     groups: dict[tuple[object, ...], list[CrossingRow]] = {}
     for row in rows:
         values = tuple(map(_replace_numbers_by_wildcards, row.values))
+        # V-shaped schedules send back too: to the previous stage is another row than to the next.
         step = row.to_stage - row.stage
         groups.setdefault((step, values, row.forward_bytes, row.backward_bytes), []).append(row)
     folded = []
@@ -180,6 +185,7 @@ def split_module_path(name: str, max_splits: int = 0) -> list[str]:
     >>> split_module_path("layers.{0..3}.add")
     ['layers', '{0..3}', 'add']
     """
+    # Not at the dots of a range in braces.
     words = re.split(r"\.(?![^{}]*\})", name)
     if not 0 < max_splits < len(words) - 1:
         return words
@@ -209,6 +215,7 @@ def _replace_numbers_by_wildcards(name: str) -> str:
 def _has_all_number_combinations(names: Sequence[str]) -> bool:
     """Whether module paths that differ only in numbers contain all combinations of the numbers."""
     columns = zip(*(name.split(".") for name in names), strict=True)
+    # A full grid has as many names as the product of the distinct words per position.
     return prod(len(set(column)) for column in columns) == len(set(names))
 
 

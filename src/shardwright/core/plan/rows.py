@@ -166,6 +166,7 @@ def devices_text(mesh: DeviceMatrix, stages: int) -> str:
     axes = [f"pp {stages}"] if stages > 1 else []
     axes += [mesh.sizes] if mesh.device_matrix else []
     count = mesh.num_devices * stages
+    # One device has no axes to list.
     return ": ".join((f"{count} device{'s' if count > 1 else ''}", ", ".join(axes))).rstrip(": ")
 
 
@@ -180,6 +181,7 @@ def strategy_text(strategy: Strategy) -> str:
     >>> strategy_text(((2, 4), (4,)))
     '((2,4),(4,))'
     """
+    # A tuple of one has a trailing comma, as in Python.
     inner = ",".join(f"({','.join(map(str, c))}{',' if len(c) == 1 else ''})" for c in strategy)
     return f"({inner}{',' if len(strategy) == 1 else ''})"
 

@@ -28,6 +28,7 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     names = {row.name for row in plan.operators}
     entries = {
         row.name: FileEntry(
+            # A pin is written as the user wrote it, not as it was resolved.
             plan.pins.get(row.name) or _shortest_strategy_of_row(plan, row, on_primes)
         )
         for row in plan.operators
@@ -35,6 +36,7 @@ def strategies(plan: PlanData) -> dict[str, FileEntry]:
     }
     for name, storage in _find_storage_unlike_reads(plan):
         module, _, parameter = name.rpartition(".")
+        # A module that is no operator of the plan gets an entry for its parameters alone.
         module_entry = entries.get(module, FileEntry(None))
         parameters = {**module_entry.parameters, parameter: storage}
         entries[module] = replace(module_entry, parameters=parameters)
@@ -59,6 +61,7 @@ def _shortest_strategy_of_row(
     layouts = OperatorStrategy(
         tuple(_drop_partial_axes(layout) for layout in row.input_layouts), outputs
     )
+    # Counts leave open which axes shard a dimension; without cuts there is nothing to choose.
     return counts if not row.cuts or _strategy_matches_cuts(row, counts, on_primes) else layouts
 
 
@@ -90,6 +93,7 @@ def _partition_on_prime_axes(plan: PlanData) -> Partitioned | None:
     Returns None if the plan has no graph, or if its axes are not products of consecutive axes of
     prime size.
     """
+    # A plan is stored on folded axes, while the parser assigns counts to axes of prime sizes.
     mesh, decisions = split_axes(plan.mesh, plan.decisions)
     if plan.graph is None or mesh.device_matrix != prime_mesh(plan.devices).device_matrix:
         return None
@@ -111,6 +115,7 @@ def _strategy_matches_cuts(
     try:
         cuts = StrategyParser(on_primes.graph.by_name[row.name], counts, on_primes.mesh).cuts()
     except StrategyError:
+        # Counts that do not determine the sharding are an error of the parser.
         return False
     return cuts == on_primes.decisions.cuts[row.name]
 

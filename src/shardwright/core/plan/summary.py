@@ -32,6 +32,7 @@ def plan_summary(plan: PlanData, width: int) -> str:
         width: maximum length of a line in characters.
     """
     head = plan_head(plan, width)
+    # The table gets the lines that head and tail leave.
     tail = [
         line
         for note in (*plan_notes(plan, max_operators=1), HINT)
@@ -39,6 +40,7 @@ def plan_summary(plan: PlanData, width: int) -> str:
     ]
     remaining_lines = MAX_LINES - len(head) - len(tail)
     table: list[str] = []
+    # From the most detailed to the coarsest table.
     for detail in (2, 1, 0):
         table = _summary_table_lines(
             _group_operators_into_rows(plan, detail), plan.step is not None, width
@@ -46,6 +48,7 @@ def plan_summary(plan: PlanData, width: int) -> str:
         if len(table) <= remaining_lines:
             break
     else:
+        # Not even the coarsest table fits.
         table[remaining_lines - 1 :] = ["…"]
     return "\n".join([*head, *table, *tail])
 
@@ -198,12 +201,14 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
     for fold in fold_rows(plan.operators, partial(parallelism_phrases, plan)):
         row, phrases = fold.row, parallelism_phrases(plan, fold.row)
         if row.main or row.pinned:
+            # Only main and pinned operators are listed by block: all others follow them.
             block_path, name = _split_name_at_block(row.name)
             key = _summary_row_key(block_path, name, detail)
             block = blocks.setdefault((key, phrases), _SummaryRow(key[0], phrases))
             block.add(name if key[0] else row.name, fold, sent)
         else:
             words = row.operator.split(".")
+            # `aten.add.Tensor` is shown as `add`; a Python function has no namespace.
             aten_name = words[min(1, len(words) - 1)]
             others.setdefault(phrases, _SummaryRow("", phrases)).add(aten_name, fold, sent)
     for block in others.values():
@@ -223,6 +228,7 @@ def _communication_bytes_by_operator(plan: PlanData) -> Counter[str]:
     for row in plan.operators:
         for each in row.redistributions:
             reduces = any(s.startswith(("all_reduce", "reduce_scatter")) for s in each.steps[:1])
+            # An input of the model has no producer to which its redistribution could be attributed.
             cause = each.value if reduces and each.value in names else row.name
             sent[cause] += each.forward_bytes + each.backward_bytes
     return sent
@@ -254,6 +260,7 @@ def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> 
             rows.append((block.path, *[""] * (len(header) - 1)))
         previous_path = block.path
         prefix = "  " if shared else f"{block.path}." if block.path else ""
+        # Of one stage, as stages run at the same time.
         sent, seconds = max(block.sent.values()), max(block.seconds.values())
         numbers = [bytes_text(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
@@ -266,6 +273,7 @@ def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> 
 def _shorten_names(names: list[str]) -> list[str]:
     """Shorten a list of names to the first `MAX_LISTED_NAMES`, followed by `N more`."""
     remaining = len(names) - MAX_LISTED_NAMES
+    # "1 more" would be hardly shorter than the last name.
     return [*names[:MAX_LISTED_NAMES], f"{remaining} more"] if remaining > 1 else names
 
 

@@ -62,6 +62,7 @@ def plan_table(plan: PlanData, every: bool, width: int) -> Table:
     flexible_width = width - 13 - (9 if staged else 0)
     # Percentage of the remaining width, by header.
     columns = {"operator: shapes": 38, "cuts: strategy": 22, "redistribution: forward/backward": 40}
+    # One character less, for the padding of each column.
     names, cuts, sent = (flexible_width * percent // 100 - 1 for percent in columns.values())
     for column, size in zip(columns, (names, cuts, sent), strict=True):
         table.add_column(column, overflow="fold", width=size)
@@ -94,6 +95,7 @@ def _strategy_cell(fold: Fold) -> str:
 
 def _redistribution_lines(row: OperatorRow) -> Iterable[str]:
     for redistribution in row.redistributions:
+        # Without layer numbers, as the row stands for all layers.
         words = [word for word in redistribution.value.split(".") if not word.isdigit()]
         short = ".".join(words[-2:]) or "inside"
         suffix = " (shared)" if redistribution.shared else ""
@@ -112,6 +114,7 @@ def _table_notes(plan: PlanData, every: bool) -> Iterator[str]:
             f" {bytes_text(crossing.backward_bytes)} backward per micro-batch"
         )
     yield from _stage_memory_lines(plan)
+    # With a cluster the head has the bubbles; a plan from a file has no graph to estimate them.
     if plan.pipeline.stages > 1 and plan.step is None and plan.graph is not None:
         yield f"pipeline bubbles: {plan.timeline().bubble:.1%}, estimated from FLOPs alone"
     yield from plan_notes(plan)
@@ -132,6 +135,7 @@ def _stage_memory_lines(plan: PlanData) -> Iterator[str]:
     stages."""
     if plan.known_memory is None:
         return
+    # Of the other stages only the extremes are shown, as a plan may have many.
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
     sizes = sorted(((getattr(largest, name), name) for name in largest.NAMES), reverse=True)
     categories = ", ".join(f"{name} {bytes_text(size)}" for size, name in sizes if size)

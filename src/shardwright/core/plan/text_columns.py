@@ -43,6 +43,7 @@ def render_lines(width: int, *renderables: RenderableType) -> list[str]:
     console = Console(file=StringIO(), width=width, color_system=None, highlight=False)
     with console.capture() as captured:
         for renderable in renderables:
+            # Strings have been wrapped already; rich would interpret brackets as markup.
             console.print(renderable, markup=False, soft_wrap=isinstance(renderable, str))
     return [line.rstrip() for line in captured.get().splitlines()]
 
@@ -94,10 +95,12 @@ def split_at_dots(text: str, width: int) -> list[str]:
     ['model.layers.{0..79}.', 'self_attn.q_proj']
     """
     lines = [""]
+    # A word ends after dots or commas; the two dots of a range such as `0..79` are inside one.
     for word in re.findall(r"(?:\d+\.\.\d+|[^.,\s])*[.,]*\s*", text):
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
+    # A word that is longer than a line is broken anywhere.
     pieces = [line.rstrip()[i : i + width] for line in lines for i in range(0, len(line), width)]
     return [piece for piece in pieces if piece]
 
@@ -118,6 +121,7 @@ def format_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: 
     sizes = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     text_room = width - sum(size + len(GAP) for size in sizes[2:]) - len(GAP)
     second = min(sizes[1], max(text_room - sizes[0], text_room * 2 // 5))
+    # At least 1, as `textwrap.wrap` rejects a width of 0.
     sizes[:2] = max(1, min(sizes[0], text_room - second)), max(1, second)
     lines = []
     for row in (header, *rows):
