@@ -146,6 +146,7 @@ class BatchGuard:
         """
         if not self._active:
             return
+        # With the comparison of this call, at most `MAX_PENDING_COMPARISONS` are then pending.
         self._check_arrived_comparisons(
             len(self._pending_comparisons) + 1 - MAX_PENDING_COMPARISONS
         )
@@ -159,10 +160,12 @@ class BatchGuard:
             del self._signature_tables[next(iter(self._signature_tables))]
         is_full = new or is_due(self._calls, FIRST_CALLS, PERIOD)
         contents = self._hash_shared_inputs(dict(zip(input_indices, leaves, strict=True)), is_full)
+        # A copy, as the all-reduce overwrites its input.
         rows = table.clone()
         # Writing through NumPy takes a fraction of the time.
         rows.numpy()[dist.get_rank(), -NUM_COLUMNS:] = training_record().take()
         self._pending_comparisons.append(self._start_rank_comparison(rows, contents))
+        # The program of a new signature has other collectives, so no rank may start it alone.
         if new:
             self._check_arrived_comparisons(len(self._pending_comparisons))
 
@@ -176,6 +179,7 @@ class BatchGuard:
         try:
             yield
         except (RuntimeError, IndexError) as error:
+            # The comparison fails too if another rank has ended; the caller's error then says more.
             with suppress(RuntimeError):
                 self._check_arrived_comparisons(0)
             if isinstance(error, IndexError) or "out of bounds" in str(error):
@@ -195,6 +199,8 @@ class BatchGuard:
         Raises:
             DataError: on every rank, if the call differs between ranks.
         """
+        # On the CPU there is nothing to gain by not waiting, as the host does not run ahead of the
+        # device.
         self._check_arrived_comparisons(
             len(self._pending_comparisons) if self._side_stream is None else 0
         )
@@ -209,8 +215,11 @@ class BatchGuard:
         hashes = []
         for inputs in self._inputs:
             leaves_of_inputs = [leaves.get(index) for index in inputs.leaf_indices]
+            # Sparse tensors have no contiguous memory to hash.
             tensors = [t for t in leaves_of_inputs if isinstance(t, Tensor) and not t.is_sparse]
             samples = tensors if is_full else [sample_of(tensor) for tensor in tensors]
+            # For some KiB on the host CRC-32 is faster than the hash that also runs on
+            # accelerators.
             if not is_full and self._side_stream is None:
                 hashes.append(torch.tensor(host_hash(samples)))
                 continue
@@ -229,6 +238,7 @@ class BatchGuard:
         """
         columns = 2 + len(self._inputs) + NUM_COLUMNS
         table = torch.zeros(dist.get_world_size(), columns, dtype=torch.int64)
+        # Addresses of objects in a `repr` differ between processes.
         table[dist.get_rank(), 0] = text_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(signature)))
         table[dist.get_rank(), 1] = _get_batch_size(leaves)
         return table
@@ -244,6 +254,8 @@ class BatchGuard:
         rank = dist.get_rank()
         columns = slice(2, 2 + len(contents))
         if self._side_stream is None:
+            # Rows of other ranks are zero, so the sum of the tables gathers the rows exactly, in
+            # int64.
             if contents:
                 rows[rank, columns] = torch.stack(contents)
             # For a few numbers, `dist.all_reduce` takes twice as long on the host.
@@ -266,6 +278,8 @@ class BatchGuard:
         Args:
             min_count: number of comparisons to wait for.
         """
+        # At least `min_count`, then those that have arrived; in order, so that the oldest error is
+        # raised.
         while self._pending_comparisons and (
             min_count > 0 or self._pending_comparisons[0].has_arrived()
         ):
@@ -286,9 +300,11 @@ class BatchGuard:
         Raises:
             DataError: if signatures, batch sizes, or inputs that must be equal differ.
         """
+        # Before the return below, as equal rows are what this warning is about.
         self._warn_if_batch_shards_are_equal(call, rows)
         if rows.count(rows[0]) == len(rows):
             return
+        # The size first: it names the difference, which the signature contains too.
         for rank, (signature, size, *_) in enumerate(rows):
             if size != rows[0][1]:
                 raise DataError(
@@ -315,6 +331,7 @@ class BatchGuard:
         """Warn once if ranks that should pass different shards of the batch pass equal shards."""
         for column, inputs in enumerate(self._inputs, 2):
             hashes = {rows[rank][column] for rank in inputs.shard_owners}
+            # The hash 0 stands for inputs that are not compared, such as sparse tensors.
             if len(inputs.shard_owners) > 1 and len(hashes) == 1 and hashes != {0}:
                 if not self._has_warned:
                     log.warning(
@@ -336,11 +353,14 @@ def _group_shared_inputs(
     for index, leaf in enumerate(graph.inputs):
         if isinstance(leaf, Value):
             axes = arrivals.get(leaf.name, ())
+            # Inputs that no axis shards form one group, whatever their number of dimensions.
             indices_of_axes.setdefault(axes if any(axes) else (), []).append(index)
     result = []
     for axes, indices in indices_of_axes.items():
         ranks_of_shard: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
+            # All stages of a pipeline have the same device matrix, and their ranks pass the same
+            # inputs.
             shard = TensorLayout(layout, axes).block(rank % layout.num_devices)
             ranks_of_shard.setdefault(shard, []).append(rank)
         names = tuple(graph.inputs[index].name for index in indices)

@@ -60,6 +60,7 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
     """
 
     def enter(gradient: Tensor) -> Tensor | None:
+        # Autograd enables gradients in a backward pass only for `create_graph=True`.
         if torch.is_grad_enabled():
             raise PlanError(
                 "gradients of gradients (`create_graph=True`), as of a gradient penalty, are not"
@@ -72,6 +73,8 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
                 "remove it, pass `check_nan=False`, or plan for one device; `train.non_finite`"
                 " finds the operator that computes the first NaN or infinity"
             )
+        # Before the first collective of the backward pass, so that a rank that runs it alone is
+        # found.
         begin_backward()
         for check in checks:
             check()

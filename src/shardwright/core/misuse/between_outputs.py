@@ -138,6 +138,8 @@ class OutputsOffPath:
         watched: dict[int, WatchedOutput] = {}
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
             tensor = outputs[index]
+            # An output without a `grad_fn`, as under `no_grad`, has no gradient that could be
+            # incomplete.
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 watched[index] = WatchedOutput.of(
                     self._make_returned_output(index), tensor, outputs
@@ -147,9 +149,12 @@ class OutputsOffPath:
             tensor = outputs[index]
             missing = [watched[i] for i in sources if i in watched]
             if missing and isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                # An output may be both: computed from one output, and the source of another.
                 existing = watched.get(index)
                 output = self._make_returned_output(index) if existing is None else existing.output
                 computed_from = tuple(each.output for each in missing)
+                # The instance is frozen for readers; it exists before the outputs that refer to it
+                # are known.
                 object.__setattr__(output, "computed_from", computed_from)
                 _store_output_on_autograd_node(tensor, output)
                 hook = _make_incomplete_gradient_hook(output, missing)
@@ -175,11 +180,13 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
         value: an output of the graph.
     """
     layout, route = flow.returned_layout(value), flow.output_routes[value]
+    # Returned as a DTensor: the program goes on with the local tensor.
     if layout.sharded or layout.partial:
         return False
     return all(
         flow.routes[op.name, index][: len(route)] == route
         for op, index in graph.consumers[value]
+        # Other consumers send no gradient, so it does not matter where they branch off.
         if any(output.differentiable for output in op.outputs)
     )
 
@@ -220,6 +227,7 @@ def _make_incomplete_gradient_hook(
             return
         with without_torch_function_of_subclasses():
             requests = ((each.output, each.gradient_request()) for each in missing)
+            # A gradient that nobody requests may be incomplete, as it does not flow on.
             requested = next(((output, call) for output, call in requests if call), None)
         if requested is not None:
             raise PlanError(_make_incomplete_gradient_message(requested[1], requested[0], output))
@@ -273,6 +281,7 @@ def _iterate_reached_outputs(
         output = _get_autograd_edge_output(node, output_index)
         if output is not None and not requested.isdisjoint(output.computed_from):
             yield output
+        # A node is expanded once, but each of its outputs that is reached is looked up.
         if node not in nodes:
             nodes.add(node)
             stack += node.next_functions
@@ -280,6 +289,7 @@ def _iterate_reached_outputs(
 
 def _store_output_on_autograd_node(tensor: Tensor, output: ReturnedOutput) -> None:
     node, output_index = gradient_edge_of(tensor)
+    # Metadata of a node lives as long as the graph, even if the user drops the tensor.
     node.metadata.setdefault(_METADATA_KEY, {})[output_index] = output
 
 

@@ -28,6 +28,7 @@ def user_line() -> str:
 
 def is_called_by(*modules: str) -> bool:
     """Whether a function of one of the packages or modules `modules` is on the call stack."""
+    # With a dot at the end, so that `torch` does not match `torchvision`.
     names = tuple(f"{module}." for module in modules)
     return any(
         f"{_get_frame_module_name(frame)}.".startswith(names) for frame in _iterate_caller_frames()
@@ -38,6 +39,7 @@ def optimizer_among_callers() -> Optimizer | None:
     """Return the optimizer whose method is innermost on the call stack; None if no method of an
     optimizer is running."""
     for frame in _iterate_caller_frames():
+        # The first local variable of a method is its `self`.
         variables = frame.f_code.co_varnames
         if variables and isinstance(first := frame.f_locals.get(variables[0]), Optimizer):
             return first

@@ -17,6 +17,8 @@ def explain_calls_of_parts(net: nn.Module) -> None:
     """
     for submodule in net.modules():
         if submodule is not net:
+            # On the instance, so that the class keeps its `forward`; a `forward` that the user has
+            # set stays.
             vars(submodule).setdefault("forward", MethodType(_call_submodule_forward, submodule))
 
 
@@ -39,6 +41,7 @@ def _call_submodule_forward(submodule: nn.Module, *args: Any, **kwargs: Any) -> 
         PlanError: if `forward` mixes sharded parameters with ordinary tensors.
     """
     try:
+        # From the class, as the instance's `forward` is this function.
         return type(submodule).forward(submodule, *args, **kwargs)
     except MixedTensorsError:
         raise PlanError(

@@ -46,6 +46,7 @@ def _make_gathered_views_read_only(results: Any, args: Sequence[Any]) -> Any:
 
     def read_only_if_copied(result: DTensor) -> DTensor:
         local = local_tensor(result)
+        # Equal storage: nothing was gathered.
         if type(local) is not Tensor or storage_id(local) == viewed_storage:
             return result
         return with_spec(GatheredCopy.of(local), spec_of(result))
@@ -73,12 +74,15 @@ class GatheredCopy(Tensor):
     ) -> Any:
         schema, kwargs = schema_of(function), kwargs or {}
         for index, argument in enumerate(schema.arguments):
+            # Before the call, so that nothing is written if one of several targets is a copy.
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 _check_has_no_gathered_copy(function, value)
         unwrap = partial(pytree.tree_map_only, cls, lambda copy: copy.tensor)
         results = function(*unwrap(args), **unwrap(kwargs))
         is_view = any(result.alias_info is not None for result in schema.returns)
+        # A view of a copy is a copy too. In-place operators also return aliases, but of other
+        # tensors.
         if is_view and not schema.is_mutable:
             return pytree.tree_map_only(Tensor, cls.of, results)
         return results
@@ -89,6 +93,7 @@ class GatheredCopy(Tensor):
     def tolist(self) -> Any:
         return self.tensor.tolist()
 
+    # A copy that the user makes has memory of its own, which may be written.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return deepcopy(self.tensor, memo)
 

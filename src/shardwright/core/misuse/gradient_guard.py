@@ -70,10 +70,14 @@ class GradientGuard:
             sums = torch.zeros(3, device=self._device)
             if gradient is not None:
                 sums = _compute_gradient_checksums(gradient.detach())
+            # Other rows are zero, so the sum of the tables gathers the rows.
             table = sums.new_zeros(dist.get_world_size(), len(sums))
             table[dist.get_rank()] = sums
             dist.all_reduce(table)
+            # Relative to the largest sum of absolute values, as the plain sum may cancel to zero.
             is_different = (table - table[0]).abs().amax(-1) > TOLERANCE * table[:, 1].max()
+        # Infinite gradients may come from a loss scaler. All ranks have one table, so all raise or
+        # none.
         if bool(table.isfinite().all()) and bool(is_different.any()):
             rank = int(is_different.nonzero()[0])
             with delay_data_errors():
@@ -92,5 +96,6 @@ def _compute_gradient_checksums(gradient: Tensor) -> Tensor:
     numbers = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     numbers = numbers.to_dense() if numbers.is_sparse else numbers
     flat = numbers.reshape(-1).float()
+    # Cosines of the positions: bounded weights without a period in the integers.
     weights = torch.arange(1, 1 + len(flat), device=flat.device, dtype=torch.float32).cos()
     return torch.stack([flat.sum(), flat.abs().sum(), flat @ weights])

@@ -54,6 +54,7 @@ class OriginalModel:
         self._watched: list[WatchedAttribute] = [
             (path, name)
             for path, name, content in attributes
+            # Attributes that `forward` sets itself change in each call.
             if name not in OF_MODULES and content != SET and not path.startswith((GLOBALS, BUFFERS))
         ]
         self._calls, self._training = 0, net.training
@@ -67,12 +68,15 @@ class OriginalModel:
 
         Called at each call of the planned model.
         """
+        # The planned model is called, so it is not the original alone that is trained.
         self._stop_observing_calls()
         net = None if self._net is None else self._net()
         if net is None:
+            # The original was freed; there is nothing to compare from now on.
             self._net = None
             return
         self._calls += 1
+        # The mode is compared in each call, as this costs nothing.
         if net.training is not self._training or is_due(self._calls, FIRST_CALLS, PERIOD):
             self._training = net.training
             self._warn_if_original_has_changed(net, planned)
@@ -84,9 +88,11 @@ class OriginalModel:
         """
         net = None if self._net is None else self._net()
         trains = net is not None and net.training and torch.is_grad_enabled()
+        # A model without trained parameters cannot be trained by mistake.
         if net is None or not trains or not any(p.requires_grad for p in net.parameters()):
             return
         self._num_training_calls += 1
+        # Equal, so that it warns once.
         if self._num_training_calls == MIN_TRAINING_CALLS:
             self._stop_observing_calls()
             log.warning(
@@ -156,6 +162,7 @@ def _has_equal_attribute_in_planned(
         planned: the submodules of the planned model, by path.
     """
     path, name = attribute
+    # Identities and versions differ in a copy in any case.
     if name in (SUBMODULES, PARAMETERS, VALUES) or path not in planned:
         return False
     if name == TRAINED:
@@ -169,7 +176,9 @@ def _has_equal_attribute_in_planned(
 
 def _have_equal_plain_contents(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # The planned model may be on another device.
         return value.shape == other.shape and torch.equal(value.cpu(), other.cpu())
+    # Such as a configuration object: `==` of most classes compares identity.
     if (
         hasattr(value, "__dict__")
         and type(value) is type(other)

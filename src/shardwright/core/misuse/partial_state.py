@@ -52,6 +52,7 @@ def _check_rank_has_full_state(tensor: DTensor) -> None:
         _refuse_saving_partial_state(SHARD)
     elif stages > 1:
         _refuse_saving_partial_state(STAGE)
+    # Each rank has the full values, but in DTensors, which `safetensors` cannot read.
     elif is_called_by("safetensors"):
         raise PlanError(
             f"`safetensors`{user_line()} cannot save the parameters of a planned model, which"
@@ -90,6 +91,7 @@ def refuse_to_save_stage(module: nn.Module, names: Collection[str]) -> None:
         prefix = f"{path}." if path else ""
         present = state_names(child)
         of_child = (n.removeprefix(prefix) for n in names if n.startswith(prefix))
+        # One missing entry suffices to recognize an incomplete state dict.
         missing = next((name for name in of_child if name not in present), None)
         if missing is not None:
             child.register_state_dict_post_hook(partial(_convert_to_stage_tensors, missing))
@@ -107,6 +109,7 @@ def _convert_to_stage_tensors(
     if prefix + missing in state:  # complete: inside of `whole`
         return
     for name, value in state.items():
+        # DTensors reject pickling themselves.
         if name.startswith(prefix) and type(value) is Tensor:
             state[name] = value.as_subclass(StageTensor)
 
@@ -122,6 +125,7 @@ class StageTensor(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:
+        # `copy.copy` would otherwise call `__reduce_ex__`.
         return self.as_subclass(Tensor).as_subclass(StageTensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -151,6 +155,7 @@ class StageState(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_saving_partial_state(STAGE)
+        # For callers that may pickle it; it is read back as an ordinary dict.
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageState:
@@ -162,4 +167,5 @@ def mark_stage_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, A
 
     A state dict without optimizer state is returned unchanged.
     """
+    # Without state, as before the first step, nothing is lost: all ranks have the same settings.
     return StageState(state) if state["state"] else state

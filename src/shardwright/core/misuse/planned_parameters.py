@@ -62,8 +62,12 @@ class PlannedParameters:
         self._trained = tuple(p.trained for p in self.all)
         self._paths = [path for path, _ in module.named_modules()]
         self._registered = [own_parameters(child) for child in module.modules()]
+        # Copies of the dicts in which modules register parameters, to compare with those dicts
+        # later.
         self._planned = list(map(dict, self._registered))
+        # `.data` of an ordinary tensor may be replaced: the program reads it from the parameter.
         sharded = [p for p in self.all if isinstance(p.parameter, DTensor)]
+        # Every eighth parameter, so that all are checked within `PARTS` calls.
         groups = [sharded[first::PARTS] for first in range(PARTS)]
         self._checked_in_call = chain([sharded] * FIRST_CALLS, cycle(groups))
 
@@ -84,6 +88,7 @@ class PlannedParameters:
                     "(`parameter.copy_(value)`); convert or resize a model (`to`, `half`, "
                     "`resize_token_embeddings`) before `sw.plan`"
                 )
+        # The getter of a subclass would take most of the time.
         with getters_without_overrides():
             if tuple(map(requires_grad, self._tensors)) == self._trained:
                 return ()
@@ -93,6 +98,7 @@ class PlannedParameters:
         for path, registered, planned in zip(
             self._paths, self._registered, self._planned, strict=True
         ):
+            # Both dicts, as a parameter may have been added or removed.
             for leaf in (*planned, *registered):
                 if (parameter := planned.get(leaf)) is not registered.get(leaf):
                     action = "registered" if parameter is None else "replaced"

@@ -23,12 +23,14 @@ def watch_optimizers_of_stages() -> None:
 
     Applies to all optimizers of this process, from their first step on.
     """
+    # Weak, so that optimizers can be freed.
     checked = WeakSet[Optimizer]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
         if optimizer in checked:
             return
         stages = stage_models().values()
+        # By id, as `==` of tensors compares their elements.
         stage_ids = {id(p) for stage in stages for p in stage.parameters.values()}
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         is_of_stage = not stage_ids.isdisjoint(map(id, parameters))
@@ -38,6 +40,7 @@ def watch_optimizers_of_stages() -> None:
                 " stages a rank has only the gradients of its own stage\n"
                 "plan without pipeline stages, or use another optimizer"
             )
+        # After the check, so that each step of a refused optimizer raises the error.
         checked.add(optimizer)
         if is_of_stage:
             optimizer.register_state_dict_post_hook(mark_stage_state)
@@ -54,6 +57,8 @@ def watch_optimizers_of_stages() -> None:
                 sum(len(group["params"]) for group in groups)
                 for groups in (state_dict["param_groups"], optimizer.param_groups)
             ]
+            # With equal counts, or without a planned model with stages, the error has another
+            # cause.
             if counts[0] == counts[1] or not stage_models():
                 raise
             raise PlanError(

@@ -51,6 +51,7 @@ def check_equal_training(call: int, rows: Sequence[Sequence[int]]) -> None:
             differently.
     """
     first, *others = map(unpack, rows)
+    # Compared in the order of the table: a different number of steps changes all that follow.
     for rank, record in enumerate(others, 1):
         for name, (problem, remedy) in _PROBLEMS_AND_REMEDIES.items():
             value, first_value = (
@@ -68,4 +69,5 @@ def _get_comparable_value(record: TrainingRecord, name: str) -> float:
     """Return a field of a record; the learning rate as the mean over steps, instead of the recorded
     sum."""
     value: float = getattr(record, name)
+    # The number of steps is equal here, as it is compared first.
     return value / max(1, record.steps) if name == "learning_rate" else value

@@ -91,6 +91,7 @@ def _assign_indexed_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """Compute `tensor[indices] = value`. PyTorch would gather a mask among `indices`, whose shape
     then differs from the shape of the shards."""
     operator, leaves = aten.index_put_.default, _find_tensor_arguments(args, kwargs)
+    # Integer indices are left to DTensor.
     if not any(index is not None and index.dtype == torch.bool for index in args[1]):
         return run_unless_mixed(operator, _run_operator_on_mixed_tensors, args, kwargs)
     if compute_on_shards(operator, args, kwargs):
@@ -127,10 +128,13 @@ def _assign_dtensor_data(tensor: DTensor, value: Any) -> None:
 def _run_unsupported_operator(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None
 ) -> Any:
+    # A collective that an optimizer or hook calls reaches DTensor as an operator without a rule.
     if operator.namespace in ("c10d", "_c10d_functional"):
         _refuse_collective_on_dtensors(operator)
+    # Fake, meta and simulated tensors get DTensor's own error, as they have no values to gather.
     if error is not None and not all(map(_is_real_tensor, _find_tensor_arguments(args, kwargs))):
         raise error
+    # Shards first, as they need no communication.
     if compute_on_shards(operator, args, kwargs):
         # Operators on lists return nothing, others the tensor that they write to.
         return (
@@ -151,9 +155,11 @@ def _find_out_of_place_view(operator: OpOverload) -> Callable[..., Any] | None:
     """Return the view operator of an in-place view, such as `transpose` of `transpose_`; None for
     other operators."""
     if torch.Tag.inplace_view not in operator.tags or operator is aten.detach_.default:
+        # `detach_` works for DTensors.
         return None
     view = getattr(aten, operator_name(operator).removesuffix("_"))
     returns = schema_of(getattr(view, view.overloads()[0])).returns
+    # Only where the out-of-place operator returns a view.
     return view if returns[0].alias_info is not None else None
 
 
@@ -203,6 +209,7 @@ def _run_operator_on_mixed_tensors(
         raise _make_mixed_tensors_error(operator) from error
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
     _check_tensors_equal_on_ranks(operator, leaves)
+    # An ordinary target needs the full result.
     if not all(
         isinstance(tensor, DTensor) for tensor in _find_written_tensors(operator, args, kwargs)
     ):
@@ -211,6 +218,8 @@ def _run_operator_on_mixed_tensors(
     def replicated(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return leaf
+        # `run_check` would broadcast the tensor of rank 0, which hides differences and costs a
+        # collective.
         return DTensor.from_local(leaf, mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
     dtensor_args, dtensor_kwargs = pytree.tree_map(replicated, (args, kwargs))
@@ -231,14 +240,17 @@ def _check_tensors_equal_on_ranks(operator: OpOverload, tensors: Sequence[Tensor
     Raises:
         PlanError: on all ranks, if a tensor differs between ranks.
     """
+    # DTensor itself takes tensors of one element as replicated.
     ordinary = [x for x in tensors if not isinstance(x, DTensor) and x.numel() > 1]
     mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    # Counted per optimizer, so that the first steps of each are compared.
     mixes = _get_mixed_call_counts().setdefault(optimizer_among_callers() or mesh, Counter())
     key = operator, *(tuple(tensor.shape) for tensor in ordinary)
     mixes[key] += 1
     if not is_due(mixes[key], FIRST_MIXES, PERIOD):
         return
     for tensor in ordinary:
+        # Collective: the count is equal on all ranks, so all of them compare.
         if differs_between_ranks(tensor, mesh):
             raise PlanError(
                 f"{operator}{_describe_step()}: an ordinary tensor of shape {tuple(tensor.shape)}"
