@@ -76,7 +76,9 @@ def fake_copy(
                 f"{path or 'the model'} is scripted or traced by `torch.jit`, and has no Python "
                 "code to capture\nuse the module that it was made from"
             )
+    # Tensors in plain attributes stay real, and operators may mix them with fake ones.
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+    # `copy.deepcopy` takes copies from its memo: no data is copied, and tied parameters stay tied.
     memo: dict[int, Any] = {**memo_of_process_groups(module)}
     cast = cast_parameters(module, compute_dtype)
     for name, parameter in module.named_parameters():
@@ -90,11 +92,12 @@ def fake_copy(
     for name, buffer in module.named_buffers():
         _check_dense(name, buffer)
         memo[id(buffer)] = fake_tensor(mode, buffer)
-    # Tracing runs `forward`, which may change tensors in plain attributes.
+    # Clones of tensors in plain attributes, which `forward` may change while it is traced.
     memo = {key: t.clone() for key, t in copies_of_attributes(module).items()} | memo
     try:
         with copied_results():
             twin = copy.deepcopy(module, _AliasMemo(memo, id(original or module), id(module)))
+    # TypeError for what cannot be pickled, such as locks.
     except (TypeError, RuntimeError) as error:
         raise CaptureError(
             f"`copy.deepcopy` of {type(module).__name__} failed: {error}\nmove objects that "
@@ -143,6 +146,7 @@ def calling_forward(twin: nn.Module) -> Iterator[None]:
         return
 
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Submodules of the class keep their own `__call__`.
         function = nn.Module.__call__ if self is twin else call
         return function(self, *args, **kwargs)
 
@@ -180,6 +184,7 @@ def fake_tensor(
             "make it dense, or store its indices and values as two tensors"
         )
     with mode:
+        # On the CPU whatever the model's device, so that capture needs no accelerator.
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
 
@@ -197,11 +202,15 @@ def isolate_capture() -> Iterator[None]:
     """
     with (
         TRACING_LOCK,
+        # Left after the contexts below: it computes fake tensors in caches, outside of their modes.
         filling_caches(),
+        # Autograd ignores tensors that are made in inference mode.
         torch.inference_mode(False),
         torch.enable_grad(),
         _replace_inference_mode(),
+        # Regions around the captured call are a part of it (`CapturedCall.autocast`).
         torch.autocast("cpu", enabled=False),
+        # Against a default device of the user: fake tensors are on the CPU.
         torch.device("cpu"),
         trace_custom_backward(),
         refuse_saved_tensor_hooks(),
@@ -274,6 +283,7 @@ LOSSES = frozenset(
 
 def caching_configs(module: nn.Module) -> list[Any]:
     """Return the configurations of `transformers` modules that enable a key-value cache."""
+    # By identity, as submodules share one configuration object.
     configs = {id(c): c for child in module.modules() if (c := getattr(child, "config", None))}
     return [each for each in configs.values() if getattr(each, "use_cache", None) is True]
 
@@ -291,6 +301,7 @@ def warn_of_packing(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     Packed documents are recognized by `position_ids` that decrease within a sample.
     """
     positions = kwargs.get("position_ids")
+    # A call that passes `use_cache` has decided.
     if not isinstance(positions, Tensor) or positions.is_meta or "use_cache" in kwargs:
         return
     if caching_configs(module) and bool((positions.diff(dim=-1) < 0).any()):
@@ -338,6 +349,7 @@ class RecordedEffects(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         is_seeded = torch.default_generator.initial_seed() != _UNCOMMON_SEED
         torch.default_generator.set_state(self._state)
+        # An error of `forward` itself is not replaced.
         if is_seeded and error[0] is None:
             raise CaptureError(SEEDED)
 
@@ -354,15 +366,18 @@ class RecordedEffects(TorchFunctionMode):
             return static(*args, **(kwargs or {}))
         if func is mixture_of_experts:
             return dispatched(*args, **(kwargs or {}))
+        # PyTorch's fake implementation takes bfloat16 only.
         if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return grouped_product(*args, **(kwargs or {}))
         if func is call_locally:
             function, call_args, call_kwargs = args
             return function.traced(call_args, call_kwargs)
+        # Compared by `==`, since each access of `__get__` makes a new object.
         if func == data_getter:
             return args[0].detach()
         if func == data_setter:
             target, value = args
+            # Written without autograd, like `.data`.
             if (target.shape, target.dtype) == (value.shape, value.dtype):
                 return target.detach().copy_(value)
             raise CaptureError(

@@ -31,10 +31,12 @@ def fill(values_of_fakes: Sequence[tuple[Tensor, Tensor]]) -> None:
     if not values_of_fakes:
         return
     values = {id(tensor): value for tensor, value in values_of_fakes}
+    # The pairs themselves and their list refer to the fake tensors too.
     excluded = {id(values_of_fakes), *map(id, values_of_fakes)}
     for holder in gc.get_referrers(*(tensor for tensor, _ in values_of_fakes)):
         if id(holder) in excluded:
             continue
+        # Tuples cannot be changed, but `CachedFunctions.forget` has emptied caches that hold them.
         if isinstance(holder, dict):
             _replace_in_dict(holder, values)
         elif isinstance(holder, list):
@@ -57,6 +59,7 @@ class CachedFunctions:
             tensor_type: only caches that contain tensors of this class are cleared.
         """
         for cache, before in self._misses:
+            # Only a miss adds an entry, so other caches need no search.
             if cache.cache_info().misses != before:
                 held = [x for x in _find_cached_tensors(cache) if issubclass(type(x), tensor_type)]
                 if held:
@@ -100,6 +103,7 @@ def _find_cached_tensors(cache: Any) -> list[Tensor]:
 def tensors_in(held: list[Any], depth: int = 2) -> list[Tensor]:
     """Return the tensors in a list and its nested tuples, lists and dicts, `depth` levels deep."""
     tensors: list[Tensor] = []
+    # Per level: the tensors in `held`, then what the containers in it refer to.
     for _ in range(depth):
         tensors += [x for x in held if issubclass(type(x), Tensor)]
         held = gc.get_referents(*(x for x in held if type(x) in (tuple, list, dict)))

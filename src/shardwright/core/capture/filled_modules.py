@@ -51,6 +51,8 @@ class RegisteredTensors:
 
     def begin(self) -> None:
         """Record the parameters, buffers and submodules before `forward`."""
+        # `update` handles assigned buffers of all modules, `torch.export` those of the root module
+        # only.
         drop_buffer_assignments_of_export()
         self._before = {
             path: _get_registered_members(module) for path, module in self._by_path.items()
@@ -103,6 +105,7 @@ class RegisteredTensors:
         with torch.no_grad():
             # Copy all new values first: one may share memory with another buffer's old tensor.
             new = {key: value.detach().clone() for key, (_, value) in assigned.items()}
+            # The result may be the old value of a buffer, which is overwritten below.
             result = pytree.tree_map_only(
                 Tensor, lambda t: t.clone() if storage_id(t) in replaced else t, result
             )
@@ -113,6 +116,7 @@ class RegisteredTensors:
     def _check_unshared_memory(
         self, assigned: Mapping[tuple[str, str], tuple[Tensor, Tensor]]
     ) -> None:
+        # Names of tensors that stay, by the storage that an assigned tensor must not share.
         memory: dict[int, str] = {}
         for path, module in self._by_path.items():
             for registry in ("parameter", "buffer"):
@@ -182,6 +186,7 @@ def _get_registered_members(module: nn.Module) -> Registered:
         "submodule": own_modules(module),
     }
     return {
+        # `register_buffer(name, None)` reserves a name; filling it makes a buffer.
         registry: {name: held for name, held in members.items() if held is not None}
         for registry, members in registries.items()
     }

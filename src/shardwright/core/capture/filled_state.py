@@ -47,6 +47,7 @@ def _get_tensor_bytes(tensor: Tensor | None) -> bytes:
     """Return the data of a tensor; empty if its values are unknown."""
     if tensor is None or tensor.is_meta:
         return b""
+    # Read outside of the modes of the trace, which would record these calls.
     with without_dispatch_modes(), without_torch_function():
         data: bytes = (
             tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -84,6 +85,7 @@ def replaced_none(before: Any, after: Any) -> list[str] | None:
         before, after: fingerprints of the object.
     """
     plain_types = {plain_type.__name__ for plain_type in _PLAIN}
+    # Fingerprints of `attributes.content`: ("object", id, (name, fingerprint), …).
     if (
         before is None
         or before[:2] != after[:2]
@@ -101,6 +103,7 @@ def replaced_none(before: Any, after: Any) -> list[str] | None:
 def only_adds_entries(before: Any, after: Any) -> bool:
     """Whether the only change to a dictionary is new entries, as in a cache."""
     type_names = {each[0] for each in (before, after) if each is not None}
+    # The first element of both is the type name "dict".
     return type_names == {"dict"} and set(before[1:]) <= set(after[1:])
 
 

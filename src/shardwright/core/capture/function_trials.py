@@ -99,6 +99,7 @@ def called(
     own_backward: Callable[..., Any] = function.vjp if has_vjp else function.backward
 
     def backward(*gradients: Tensor | None) -> Sequence[Tensor | None]:
+        # With `boxed_grads_call`, PyTorch passes gradients in a list, which `backward` may empty.
         boxed = getattr(function, "boxed_grads_call", False)
         given = [list(gradients)] if boxed else gradients
         result = own_backward(ctx, *given)
@@ -122,6 +123,8 @@ def trial(
     with torch.random.fork_rng(devices=[]):
         large = _FunctionTrial(function, args, kwargs, reduced(types, MOST_ELEMENTS))
         problem, is_curved = large.with_factor()
+        # A constant factor is exact, with a second derivative of 0. Instead of a curved one,
+        # operators are preferred, as they have second derivatives too.
         if problem or is_curved:
             small = reduced(types, MOST_ELEMENTS_OF_DERIVATIVE)
             if _FunctionTrial(function, args, kwargs, small).is_derivative():
@@ -134,6 +137,7 @@ def reduced(types: ArgumentTypes, max_numel: int) -> ArgumentTypes:
     shapes = [list(of_tensor[0]) for of_tensor in types if of_tensor is not None]
     if all(prod(shape) <= max_numel for shape in shapes):
         return types
+    # All dimensions of the largest size are halved at once.
     while any(prod(shape) > max_numel for shape in shapes):
         largest = max(size for shape in shapes for size in shape)
         shapes = [[size // 2 if size == largest else size for size in shape] for shape in shapes]
@@ -150,6 +154,7 @@ class _FunctionTrial:
         types: ArgumentTypes,
     ) -> None:
         self._function, self._args, self._kwargs, self._types = function, args, kwargs, types
+        # Seeded, so that every capture on every rank chooses the same method.
         self._generator = torch.Generator().manual_seed(0)
         # Indices of the arguments whose gradient was, in a trial, not finite; or finite, not zero.
         self._undefined: set[int] = set()
@@ -173,16 +178,21 @@ class _FunctionTrial:
                     return "it returns no floating-point numbers", False
                 if versions != _list_versions(inputs):
                     return CHANGES_INPUT, False
+                # If the gradient is the output's gradient times a factor, a gradient of ones gives
+                # the factor.
                 factors = backward(torch.ones_like(y))
                 gradient = self._draw_gradient(y)
                 for x, factor, actual in zip(inputs, factors, backward(gradient), strict=True):
                     if problem := _find_factor_problem(x, factor, actual, gradient):
                         return problem, False
+                # Inputs scaled by 1 + 1e-9: on the same piece of a piecewise function, but far
+                # enough in float64 for a curved factor to differ.
                 near = [_perturb_tensor(x) for x in inputs]
                 y, backward, _ = called(self._function, near, self._kwargs)
                 pairs = zip(factors, backward(torch.ones_like(y)), strict=True)
                 is_flat = all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
                 return "", not is_flat
+        # Any error of the user's code, which gets random numbers in place of its inputs.
         except Exception as error:
             return f"on random numbers it raises {type(error).__name__}: {error}", False
 
@@ -201,6 +211,7 @@ class _FunctionTrial:
         )
         try:
             return (
+                # Each kind of draw twice, with other numbers.
                 all(self._matches_derivative_on_draw(draw) for draw in draws * 2)
                 and self._undefined <= self._defined
             )
@@ -231,10 +242,13 @@ class _FunctionTrial:
         with torch.no_grad():
             wanted = backward(*(_look_up_gradient(y, gradients) for y in every))
         for position, gradient in zip(positions, actual, strict=True):
+            # Equal NaNs pass one draw; an input whose gradient was never finite and non-zero is
+            # refused.
             if not gradient.isfinite().all():
                 self._undefined.add(position)
             elif gradient.any():
                 self._defined.add(position)
+        # Inputs are float64, but `forward` may cast its outputs to a lower precision.
         rounding = max(torch.finfo(y.dtype).eps for y in outputs)
         return all(
             _are_equal_gradients(gradient, wanted[position], 1e3 * rounding)
@@ -253,6 +267,7 @@ class _FunctionTrial:
     def _draw_tensor(self, shape: torch.Size, dtype: torch.dtype, draw: RandomNumbers) -> Tensor:
         if dtype.is_floating_point:
             return draw(shape).double()
+        # 0 or 1 is valid as an index, a count or a mask.
         return torch.randint(0, 2, shape, generator=self._generator).to(dtype)
 
     def _draw_small_values(self, shape: torch.Size) -> Tensor:
@@ -263,6 +278,7 @@ class _FunctionTrial:
         numbers = self._draw_normal_values(shape).sign() * 10 ** (
             4 * self._draw_normal_values(shape)
         )
+        # One number in six is an integer, where functions such as `round` or `relu` have kinks.
         are_round = self._draw_normal_values(shape) > 1
         return torch.where(are_round, self._draw_normal_values(shape).round(), numbers)
 
@@ -286,6 +302,7 @@ def _find_factor_problem(
         return ""
     if not _is_differentiable(x) or factor.shape != gradient.shape or x.shape != gradient.shape:
         return "an input with a gradient has another shape than the output"
+    # A few roundings in the dtype of the output; no absolute tolerance, as factors are elementwise.
     exact, rounding = gradient.double() * factor, 8 * torch.finfo(gradient.dtype).eps
     if not torch.allclose(actual.double(), exact.double(), rtol=rounding, atol=0.0):
         return "a gradient is not that of the output times a factor for each element"
@@ -296,6 +313,8 @@ def _are_equal_gradients(gradient: Tensor, other: Tensor | None, rounding: float
     """Whether two gradients of an input are equal up to rounding; None stands for zero."""
     if other is None:
         return not gradient.any()
+    # Small elements may be differences of large ones, so their tolerance is relative to the
+    # largest.
     finite = gradient.abs().nan_to_num(posinf=0.0)
     largest = float(finite.max()) if finite.numel() else 0.0
     return gradient.shape == other.shape and torch.allclose(

@@ -43,6 +43,7 @@ def mutated_arguments(node: fx.Node) -> list[str]:
     """Return the names of the arguments that an operator mutates."""
     if not isinstance(node.target, OpOverload):
         return []
+    # The schemas of norms do not declare that running statistics are updated.
     if node.target in _NORMS:
         arguments = node_arguments(node)
         names = ["running_mean", "running_var"]
@@ -87,7 +88,9 @@ class _FunctionalProgram:
         self.graph = fx.Graph()
         self.leaf: dict[fx.Node, fx.Node] = {}
         self.view_of: dict[fx.Node, fx.Node] = {}
+        # Number of writes to each base.
         self.version: dict[fx.Node, int] = {}
+        # Current node of each original node, with the version of its base at which it was computed.
         self.holds: dict[fx.Node, tuple[int, fx.Node]] = {}
 
     def base(self, node: fx.Node) -> fx.Node:
@@ -99,6 +102,7 @@ class _FunctionalProgram:
         """Return the new node with the current value of an original node."""
         version = self.version.get(self.base(node), 0)
         seen, new = self.holds[node]
+        # The base was written since: repeat the view on its current value.
         if seen != version:
             new = replay_view(self.graph, node, self.read(self.view_of[node]))
             self.holds[node] = (version, new)
@@ -106,13 +110,16 @@ class _FunctionalProgram:
 
     def write(self, node: fx.Node, new: fx.Node, by: fx.Node) -> None:
         """Set the value of an original node to `new`, and update nodes that share its memory."""
+        # From the written view to its base, each a view of the next.
         path = [node]
         while path[-1] in self.view_of:
             path.append(self.view_of[path[-1]])
         base = path[-1]
+        # Written without autograd, or through a `detach`: no gradient flows through the new value.
         if by.meta.get("no_grad") or any(IN_PLACE.get(v.target, v.target) in _DETACH for v in path):
             new = self._detach_write(base, new, by)
         updated = new
+        # From the innermost view outward, until the base is new.
         for view, source in pairwise(path):
             updated = write_through(self.graph, view, self.read(source), updated)
         version = self.version[base] = self.version.get(base, 0) + 1
@@ -123,12 +130,14 @@ class _FunctionalProgram:
             updated = new = call(self.graph, assigned, (self.leaf[base], updated), like=by)
             updated.meta["no_grad"] = False
         self.holds[base] = (version, updated)
+        # A view of a trained parameter keeps its old version, so that its next read is replayed.
         if base not in self.trained or node is base:
             self.holds[node] = (version, new)
 
     def _detach_write(self, base: fx.Node, new: fx.Node, by: fx.Node) -> fx.Node:
         if not tensor(new).is_floating_point():
             return new
+        # Only a leaf has no history whose gradient would be that of the old value.
         if not self._is_leaf_tensor(base):
             raise CaptureError(
                 f"{line_of(by)}: this modifies a tensor in place without autograd, so its gradient "
@@ -159,10 +168,12 @@ class _FunctionalProgram:
         source = view_base(node)
         if source is not None:
             self.view_of[node] = source
+            # A new view already has the current value of its base.
             self.holds[node] = (self.version.get(self.base(node), 0), self.holds[node][1])
 
     def _replace_in_place(self, node: fx.Node, changed: list[str]) -> None:
         arguments = node_arguments(node)
+        # An `out` argument becomes a write of the returned tensor.
         function = _find_overload_without_out(node.target) if changed == ["out"] else None
         is_supported = function is not None or changed == [next(iter(arguments))]
         if not is_supported or not isinstance(arguments[changed[0]], fx.Node):
@@ -171,7 +182,9 @@ class _FunctionalProgram:
                 f"{changed[0]!r}\nuse the operator that returns a new tensor"
             )
         target = arguments[changed[0]]
+        # An in-place operator returns the tensor that it mutates.
         self.view_of[node] = target
+        # In-place views, such as `squeeze_`, change no value.
         if node.target in IN_PLACE:
             version = self.version.get(self.base(node), 0)
             self.holds[node] = (version, replay_view(self.graph, node, self.read(target)))
@@ -203,6 +216,7 @@ class _FunctionalProgram:
             parameters = [
                 v for k, v in node_arguments(node).items() if k not in ("self", "generator")
             ]
+            # Only the shape of the old value is read, so it gets no gradient.
             old = call(self.graph, aten.detach.default, (old,), like=node)
             return call(self.graph, _RANDOM[node.target], (old, *parameters), like=node)
         if name == "aten::fill_diagonal_" and len(node_shape(old)) == 2 and not any(arguments[1:]):
@@ -220,6 +234,7 @@ class _FunctionalProgram:
     def _insert_fill_diagonal(self, old: fx.Node, value: Any, node: fx.Node) -> fx.Node:
         """Insert a masked fill, whose rows can be sharded, in place of `fill_diagonal_`."""
         mask = call(self.graph, aten.ones_like.default, (old,), {"dtype": torch.bool}, like=node)
+        # The lower and the upper triangle have only the diagonal in common.
         lower = call(self.graph, aten.tril.default, (mask,), like=node)
         mask = call(self.graph, aten.triu.default, (lower,), like=node)
         return call(self.graph, aten.masked_fill.Scalar, (old, mask, value), like=node)
@@ -247,6 +262,7 @@ class _FunctionalProgram:
 
     def mutated_placeholders(self) -> dict[fx.Node, fx.Node]:
         """Return the mutated placeholders of the new graph, with nodes of their final values."""
+        # The keys of `version` are nodes of the original graph; copies have the same names.
         placeholders = {n.name: n for n in self.graph.nodes if n.op == "placeholder"}
         return {
             placeholders[base.name]: self.holds[base][1]

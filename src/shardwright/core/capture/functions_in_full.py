@@ -49,6 +49,7 @@ class AppliedFunction:
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
         function = self.function
         if self.fork is not None:
+            # Drawn inside of the seeded operator, where all ranks draw the same.
             seed = int(torch.randint(2**62, ()))
             function = _seed_backward(function, seed, self.fork)
         return function.apply(*args, **kwargs), {}  # type: ignore[no-untyped-call]
@@ -84,6 +85,7 @@ def traced_in_full(
         (results, ""), or (None, reason why the function cannot be captured as a replicated
         operator).
     """
+    # Parameters that are no inputs of the operator would get no gradient.
     if problem := _find_hidden_parameters(function, args, kwargs):
         return None, problem
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
@@ -91,11 +93,13 @@ def traced_in_full(
     constants = tuple((n, leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor))
     body = AppliedFunction(function)
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    # With the backward pass, since `backward` may draw random numbers too.
     dry = DryCall(body, structure, constants, autocast).run(tensors, with_backward=True)
     if dry is None:
         return None, "it does not run without values, so the sizes of its results are unknown"
     if dry.changes_arguments:
         return None, CHANGES_INPUT
+    # `_` for every dimension: none may be sharded, so each device computes all.
     inputs = tuple(("_",) * tensor.ndim for tensor in tensors)
     outputs = tuple(("_",) * len(shape) for shape, _ in dry.results)
     notation = f"{_format_dimensions(inputs)} -> {_format_dimensions(outputs)}"
@@ -139,6 +143,7 @@ def _find_hidden_parameters(
 def _list_own_methods(function: type[Function]) -> Iterator[Any]:
     for name in ("forward", "setup_context", "backward", "vjp"):
         method = getattr(function, name)
+        # Inherited from `Function` itself, not code of the user.
         if method is not getattr(Function, name):
             yield method
 

@@ -34,7 +34,9 @@ def restore_nodes(module: fx.GraphModule) -> None:
         for node in nodes:
             for read in node.all_input_nodes:
                 read.users.setdefault(node)
+        # In reverse, so that operators read only by erased ones are erased too.
         for node in reversed(nodes):
+            # An operator that raised an error has no value.
             if node.users or node.meta.get("val") is not None:
                 continue
             if isinstance(node.target, OpOverload) and _is_functional(node.target):
@@ -59,6 +61,7 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     fake_args, fake_kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
     leaves = pytree.tree_leaves((fake_args, fake_kwargs))
     modes = [mode for leaf in leaves if (mode := getattr(leaf, "fake_mode", None)) is not None]
+    # Without autograd: nodes record shapes and dtypes only.
     with torch.no_grad(), modes[0]:
         return target(*fake_args, **fake_kwargs)
 
@@ -100,6 +103,7 @@ def module_path(node: fx.Node) -> tuple[str, int]:
     """Return the path of the module that calls the operator, and the index of its call, from 1."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     key, (path, _) = list(stack.items())[-1]
+    # `torch.export` marks the second call of a module by `@1`.
     _, _, repeated = key.partition("@")
     return str(path).partition("@")[0], int(repeated or 0) + 1
 
@@ -135,6 +139,7 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
 
 def remove_dead(graph: fx.Graph) -> None:
     """Remove operators whose results reach neither an output nor a buffer update, in place."""
+    # In reverse, so that operators read only by unused ones are unused too.
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)

@@ -27,6 +27,7 @@ variable."""
 GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 """Instructions of Python's virtual machine that read a global variable."""
 
+# `sys.stdlib_module_names` contains `__main__`, which is the user's script.
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "peft", "shardwright", "torch", "transformers"} - {
     "__main__"
 }
@@ -119,10 +120,12 @@ def _find_variable_reads(
     names = set(names_in(function.__code__))
     for name in sorted(MODES.keys() & names):
         yield GRADIENT_MODE[0], name
+    # Sorted, because the order of a set differs between ranks.
     for name in sorted(names):
         for base in cls.__mro__:  # `super()` may call any of them.
             yield from _find_variable_reads(vars(base).get(name), cls, seen)
     file = sys.modules.get(function.__module__)
+    # Code that was executed in other namespaces, whose variables have no module to be found by.
     if file is None or vars(file) is not function.__globals__:
         return
     # An attribute `self.p` is no global variable `p`, which only some ranks may have.
@@ -145,6 +148,7 @@ def names_in(code: CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
+# Cached, since disassembling is slow and each capture visits the same functions.
 @lru_cache(maxsize=1 << 12)
 def _find_global_names(code: CodeType) -> frozenset[str]:
     """Return the names that a function, and functions defined in it, read as global variables."""

@@ -64,6 +64,7 @@ def observe_forward_hooks(twin: nn.Module) -> None:
     for path, child in twin.named_modules():
         before_forward, after_forward = forward_hooks(child)
         for hooks in (before_forward, after_forward):
+            # Values of existing keys may be replaced during the iteration.
             for number, hook in hooks.items():
                 if not _is_library_hook(hook):
                     hooks[number] = _wrap_hook(path, hook, hooks is before_forward)
@@ -83,8 +84,10 @@ def _wrap_hook(path: str, hook: Callable[..., Any], sets_inputs: bool) -> Callab
         with _InPlaceChangeRecorder() as changes:
             result = hook(module, *args, **kwargs)
         after = vars(module)
+        # An attribute that is set before `forward` may be its input.
         is_set = sets_inputs and any(after[key] is not before.get(key) for key in after)
         changed = changes.seen or is_set
+        # The trace records the changes of tensors and results, so only other effects are lost.
         if result is None and not changed:
             name = getattr(hook, "__qualname__", repr(hook))
             raise CaptureError(
@@ -110,6 +113,7 @@ class _InPlaceChangeRecorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        # Methods such as `add_`, and operators such as `__iadd__`.
         in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
         self.seen = self.seen or in_place or name in _IN_PLACE
         return func(*args, **(kwargs or {}))
@@ -126,6 +130,7 @@ def refuse_hooks(func: Any, args: tuple[Any, ...]) -> None:
         CaptureError: if `func` registers a hook on a tensor, or returns the `grad_fn` of a non-leaf
             tensor, on which hooks could be registered.
     """
+    # `grad_fn` of a leaf is None, so reading it is harmless.
     if func in _OF_TENSORS and not (func == grad_fn_getter and args[0].is_leaf):
         raise CaptureError(
             "`forward` registers a hook on a tensor that it computes, or reads its `grad_fn`; a "

@@ -78,9 +78,11 @@ def _splice_region(
     if no_grad is not None:
         for node in region.graph.nodes:
             node.meta["no_grad"] = no_grad
+    # An autocast region inside of a no-grad region; `enable_grad` inside of it has set False.
     elif call.meta.get("no_grad"):
         for node in region.graph.nodes:
             node.meta.setdefault("no_grad", True)
+    # After the metadata is set, as nested regions inherit `no_grad` from the node that calls them.
     _inline_subgraphs(region.graph, region)
     copies: dict[fx.Node, Any] = dict(
         zip((n for n in region.graph.nodes if n.op == "placeholder"), args, strict=True)
@@ -128,13 +130,16 @@ def _cast_arguments(node: fx.Node, dtype: torch.dtype) -> None:
     """Insert the casts of autocast, inferred from the result dtypes that the trace recorded."""
     recorded = _list_dtypes(node.meta.get("val"))
     arguments = [arg for arg in node.all_input_nodes if is_tensor(arg)]
+    # Without input or tensor result there is nothing to cast.
     if not recorded or not arguments or node.target is operator.getitem:
         return
     has_both = {dtype, torch.float32} <= {tensor(arg).dtype for arg in arguments}
     name = str(node.target).split(".")[1] if isinstance(node.target, OpOverload) else ""
-    # Fake tensors let products take both dtypes at once; normalizations do, for their statistics.
+    # Fake tensors let products mix dtypes, which kernels do not: that no cast gives the recorded
+    # dtypes proves nothing for them. Normalizations do mix dtypes, for their statistics.
     mixed = torch.float32 in {tensor(arg).dtype for arg in arguments} and dtype in recorded
     may_need_no_cast = not mixed or _is_in_place(node) or "norm" in name
+    # The first cast that gives the recorded dtypes: none, to the lower precision, to float32.
     for cast_to in (None, dtype, torch.float32) if may_need_no_cast else (dtype,):
 
         def cast(arg: fx.Node, to: torch.dtype | None = cast_to) -> fx.Node:
@@ -165,6 +170,7 @@ _CELLS_WITH_INNER_CASTS = ("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_c
 def _infer_result_dtypes(target: Any, args: Any, kwargs: Any) -> list[torch.dtype]:
     try:
         return _list_dtypes(evaluate(target, args, kwargs))
+    # The operator does not take these dtypes together.
     except RuntimeError:
         return []
 

@@ -52,6 +52,7 @@ def gradients(
         CaptureError: if calling the operators between `inputs` and `outputs` again could give
             another result.
     """
+    # The separate trace is differentiated once.
     options.pop("retain_graph", None)
     create_graph = options.pop("create_graph", False)
     trace = TraceSoFar()
@@ -75,6 +76,7 @@ def gradients(
             [values[node] for node in ends],
             [values[node] for node in starts],
             pytree.tree_unflatten(directions, cotangent_spec),
+            # Also for gradients without graph, whose results are detached below.
             create_graph=True,
             **options,
         )
@@ -82,10 +84,13 @@ def gradients(
         return [*results, *(gradient for gradient in input_gradients if gradient is not None)]
 
     with without_function_modes(), without_dispatch_modes():
+        # Leaves of a new autograd graph, in which only the inputs of the gradient require one.
         leaves = [t.detach() for t in (*tensors, *cotangents)]
         for leaf in leaves[: len(between.roots)]:
             leaf.requires_grad_()
     module = operators_of(back, leaves)
+    # The model's trace contains the forward operators already; only those of the backward pass are
+    # called.
     _turn_results_into_inputs(module.graph, len(unchanged))
     made = iter(called_again(module, [*tensors, *cotangents, *unchanged]))
     results = [None if gradient is None else next(made) for gradient in input_gradients]
@@ -133,6 +138,8 @@ class TraceSoFar:
                 "`forward` computes gradients through a size that differs between calls\n"
                 f"compute the gradient outside of the model, {_OR_CUSTOM_OP}"
             )
+        # Outside of the trace, which would record a `detach`; the new tensor then stands for the
+        # node.
         with without_function_modes(), without_dispatch_modes():
             tensor = value.detach().requires_grad_(self._requires_grad(node))
             proxy = fx.Proxy(node, self._tracer)
@@ -172,6 +179,7 @@ class _GradientPath:
     ) -> _GradientPath:
         depending = _find_dependents(graph, starts)
         needed: set[fx.Node] = set()
+        # An input that depends on another one is on the path, too.
         stack = [node for node in (*ends, *starts) if node in depending]
         while stack:
             node = stack.pop()
@@ -230,12 +238,16 @@ class _GradientPath:
         """
         read, operators = {*depending, *self.others}, set(self.operators)
         for node in graph.nodes:
+            # The operators of the path have been cast by their region, and would be called outside
+            # of it.
             if "autocast" in str(node.target):
                 raise CaptureError(
                     "`forward` computes gradients in or after an autocast region, which cannot be "
                     f"captured\ncompute the gradient outside of the model, {_OR_CUSTOM_OP}"
                 )
             changed = read.intersection(_list_mutated_tensors(node))
+            # A change is repeated with the call if the operator and all that it changes are on the
+            # path.
             if changed and not (node in operators and changed <= operators):
                 raise CaptureError(
                     "`forward` computes gradients through a tensor that it changes in place "
@@ -265,6 +277,7 @@ def _find_dependents(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node
     dependents: dict[fx.Node, None] = {}
     first, enabled = set(starts), True
     for node in graph.nodes:
+        # During the trace, gradient modes are calls; `torch.export` makes regions of them later.
         if "set_grad_enabled" in str(node.target):
             enabled = bool(node.args[0])
         elif (
@@ -315,6 +328,7 @@ def _draws_random_numbers(node: fx.Node) -> bool:
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     chance = next((given[name] for name in ("p", "dropout_p", "dropout") if name in given), None)
     training: Any = given.get("train", given.get("training", True))
+    # Its default is no dropout, unlike that of `dropout`.
     if operator_name(node.target) == "scaled_dot_product_attention":
         chance = chance or 0.0
     return bool(training) and bool(chance != 0.0)

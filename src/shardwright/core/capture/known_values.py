@@ -87,6 +87,7 @@ class _RecordedCall:
         value = (
             result if self.result_index is None else pytree.tree_leaves(result)[self.result_index]
         )
+        # A subclass, or a tensor of another device, may stand for values that are not here.
         if type(value) is not Tensor or not value.is_cpu:
             raise _UnknownValueError
         return value
@@ -98,12 +99,15 @@ class _RecordedCall:
             _UnknownValueError: if the function draws random numbers or fails.
         """
         args, kwargs = pytree.tree_map_only(_RecordedCall, lambda r: r.value, self.arguments)
+        # A changed state tells of random draws, also inside of functions without a tag.
         drawn = torch.default_generator.get_state()
         try:
             with without_dispatch_modes(), without_torch_function(), torch.no_grad():
                 if self.result_index is None:
+                    # The value of the argument is cached, and other recorded calls may read it.
                     args = (args[0].clone(), *args[1:])
                 result = self.function(*args, **kwargs)
+        # The call may fail for the shapes or options of real tensors; then values are unknown.
         except Exception as error:
             raise _UnknownValueError from error
         if not torch.equal(drawn, torch.default_generator.get_state()):
@@ -169,6 +173,7 @@ def filling_caches() -> Iterator[None]:
     try:
         yield
     finally:
+        # Computed before the caches are emptied, which frees the tensors in them.
         known_pairs = [pair for each in _known_values_of_traces for pair in each.known_pairs()]
         _known_values_of_traces.clear()
         known_ids = {id(tensor) for tensor, _ in known_pairs}
@@ -178,6 +183,7 @@ def filling_caches() -> Iterator[None]:
             if not known_ids.issuperset(map(id, tensors))
         ]
         fill(known_pairs)
+    # Not in `finally`, so that an error of the trace itself is not replaced.
     if made:
         raise CaptureError(
             f"`{made[0].__qualname__}` caches, with `functools.lru_cache`, a tensor that its first "
@@ -203,6 +209,7 @@ class KnownValues(TorchFunctionMode):
         self._recorded_calls: Any = WeakTensorKeyDictionary()
         self._buffers_at_start: dict[int, _BufferAtStart] = {}
         self.read: dict[tuple[str, str], None] = {}
+        # Found when `forward` begins, because `torch.export` replaces buffers of `twin` before.
         twin.register_forward_pre_hook(lambda *_: self._find_buffers(module, twin))
         devices = {t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta}
         self._device = next(iter(devices), torch.device("cpu"))
@@ -227,6 +234,7 @@ class KnownValues(TorchFunctionMode):
             if recorded_call is not None and seen == version(tensor):
                 value: Tensor = recorded_call.value
                 return value
+        # A real tensor is its own value.
         return None if isinstance(tensor, FakeTensor) else tensor
 
     def _find_buffers(self, module: nn.Module, twin: nn.Module) -> None:
@@ -256,12 +264,15 @@ class KnownValues(TorchFunctionMode):
                 return _RecordedCall(func, self._replace_tensors_by_calls((args, kwargs))).result()
         except _UnknownValueError:
             pass
+        # Indices of known masks have static shapes. `x[mask] = number` needs none: it becomes
+        # `torch.where`.
         if func is Tensor.__getitem__ or (func is Tensor.__setitem__ and _is_nonscalar(args[2])):
             args = (args[0], self._replace_masks_by_indices(args[1]), *args[2:])
         elif func in _SELECTED and len(args) == 2:
             shape: Any = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
             mask = self._call_and_record(Tensor.expand, (args[1], shape), {})
             indices = self._find_mask_indices(mask)
+            # The values of the mask are known.
             if indices[0] is not mask:
                 return args[0].expand(shape)[indices]
         return self._call_and_record(func, args, kwargs)
@@ -269,6 +280,7 @@ class KnownValues(TorchFunctionMode):
     def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function; record the call if the values of all arguments can be computed."""
         try:
+            # The values of the first argument may be unknown, as only its shape and dtype are read.
             read = (_make_empty_call(args[0]), *args[1:]) if func in _LIKE and args else args
             recorded_args = self._replace_tensors_by_calls((read, kwargs))
         except _UnknownValueError:
@@ -277,6 +289,8 @@ class KnownValues(TorchFunctionMode):
         if recorded_args is None:
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
+        # Views share the version counter of their base: a write to one makes the recorded calls of
+        # the others outdated, and their values unknown.
         before = 0 if first is None else version(first)
         result = func(*args, **kwargs)
         if first is not None and version(first) != before:
@@ -299,6 +313,7 @@ class KnownValues(TorchFunctionMode):
         return pytree.tree_map(self._find_recorded_call, arguments)
 
     def _find_recorded_call(self, leaf: Any) -> Any:
+        # Sizes that depend on values; generators, whose states are not compared.
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
             raise _UnknownValueError
         if not isinstance(leaf, Tensor):
@@ -307,8 +322,10 @@ class KnownValues(TorchFunctionMode):
         if recorded_call is not None and seen == version(leaf):
             return recorded_call
         buffer = self._buffers_at_start.get(id(leaf))
+        # Compared with the weak reference, as the `id()` of a freed tensor may be that of another.
         if buffer is not None and buffer.fake() is leaf and buffer.start_version == version(leaf):
             return _RecordedCall(self._read_buffer, ((buffer,), {}))
+        # A constant of the model's code, such as a tensor in a plain attribute.
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
             return _RecordedCall(_require_unchanged, ((leaf, version(leaf)), {}))
         raise _UnknownValueError

@@ -70,6 +70,7 @@ class DryCall:
         like = [
             (tuple(size_of(size) for size in t.shape), t.dtype, t.requires_grad) for t in tensors
         ]
+        # Restored below: the user's code runs here once more than in eager training.
         before = random.getstate(), np.random.get_state()
         # The dispatch modes of a capture are not active in a new thread.
         with ThreadPoolExecutor(1) as thread:
@@ -84,6 +85,8 @@ class DryCall:
         given = self.structure.num_leaves - len(self.constants)
         try:
             with (
+                # The capture's handler of autograd functions is global: here they run as PyTorch
+                # runs them.
                 functions_applied_by(lambda _, args, kwargs, original: original()),
                 FakeTensorMode(),
                 _EffectRecorder() as effects,
@@ -94,6 +97,7 @@ class DryCall:
                     for shape, dtype, trained in like
                 ]
                 leaves: list[Any] = tensors[:given]
+                # In ascending order of position, so each constant lands at its own.
                 for position, constant in self.constants:
                     leaves.insert(position, size_of(constant))
                 args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -109,6 +113,7 @@ class DryCall:
 
         def output(made: Sequence[Tensor]) -> Any:
             remaining = (
+                # Detached like the results of the dry call.
                 result if x.requires_grad else result.detach()
                 for x, result in zip(returned, made, strict=True)
             )
@@ -118,6 +123,7 @@ class DryCall:
         results = [(tuple(leaf.shape), leaf.dtype) for leaf in returned]
         state = enumerate(tensors[given:])
         changed = tuple(n for n, t in state if n in after or id(t) in effects.statistics)
+        # The tensors are new, so their version counters started at 0.
         in_place = any(version(tensor) > 0 for tensor in tensors[:given])
         constant = _find_inputs_without_gradient(tensors, returned)
         return DryResult(results, output, changed, constant, effects.random, in_place)

@@ -94,6 +94,7 @@ def local_map(
     >>> clip_rows(torch.ones(2, 4)).norm(dim=1)
     tensor([1., 1.])
     """
+    # A class is callable, too, but has no parameters to gather.
     if isinstance(target, type) or not callable(target):
         raise StrategyError(
             f"local_map takes a module or a function, not {target!r}\n"
@@ -133,7 +134,9 @@ class LocalMapTag(ModuleTag):
         sample = _copy_to_meta_device(module)
         description = f"{type(module).__module__}.{type(module).__qualname__} {module!r}"
         count = len({id(parameter) for parameter in module.parameters()})
+        # A weak reference, so that graphs and plans do not keep the model alive.
         body = ModuleBody(weakref.ref(location.root), location.path, names, count, description)
+        # Dry calls run on a copy on the meta device, and leave the module as it is.
         sampled = ModuleBody(lambda: sample, "", names, count, description)
         statistics = tuple(
             number
@@ -193,6 +196,7 @@ class LocalFunction:
         return call_locally(self, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A nested function, which cannot be pickled; `__setstate__` makes it again.
         return {name: value for name, value in vars(self).items() if name != "call_in_graph"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -200,6 +204,7 @@ class LocalFunction:
         self._set_dynamo_call()
 
     def _set_dynamo_call(self) -> None:
+        # A weak reference, as the object itself holds the function.
         reference = weakref.ref(self)
 
         @as_one_call
@@ -293,6 +298,7 @@ def _parse_options(
     before, arrow, after = notation.partition("->") if isinstance(notation, str) else ("", "", "")
     inputs, outputs = _parse_entries(before), _parse_entries(after)
     tokens = [token for entry in (*inputs, *outputs) for token in entry]
+    # Numbers are sizes of results only; arguments bring their sizes.
     digits = [token for entry in inputs for token in entry if token.isdigit()]
     bad = [t for t in tokens if not (t.isidentifier() or t.isdigit())] + digits
     if not arrow or not outputs or bad:
@@ -330,8 +336,10 @@ def _check_can_be_sharded(declaration: Declaration) -> None:
     """
     names = dict.fromkeys(n for dims in declaration.input_dims for n in dims if n is not None)
     results = list(zip(declaration.output_dims, declaration.partial, strict=True))
+    # One name that every result has or reduces is enough to shard the call.
     if not names or any(all(n in dims or partial for dims, partial in results) for n in names):
         return
+    # For the message: the first result that prevents sharding, and the name that it lacks.
     number, name = next(
         (number, name)
         for number, (dims, partial) in enumerate(results)
@@ -386,6 +394,7 @@ def _list_captured_values(function: Any) -> Iterator[Any]:
         yield from _list_captured_values(function.func)
         return
     yield getattr(function, "__self__", None)
+    # The function of a method, and below decorators with `functools.wraps`.
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function):
         return

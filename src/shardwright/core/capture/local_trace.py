@@ -83,6 +83,7 @@ class LocalPart:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = tuple((n, x) for n, x in enumerate(leaves) if not isinstance(x, Tensor))
         self._check_arguments(tensors)
+        # The operator enters this region again when it runs, outside of the trace.
         region = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         dry = DryCall(self.sample, structure, constants, region).run([*tensors, *state])
         results, output = (
@@ -106,10 +107,14 @@ class LocalPart:
             flops=options.flops,
             saved_bytes=options.saved_bytes,
         )
+        # New values of changed buffers are further results, which are copied into the buffers
+        # below.
         results += [(tuple(state[number].shape), state[number].dtype) for number in changed]
         constant = frozenset[int]() if dry is None else dry.constant
+        # An input without gradient must have none, rather than zeros: an optimizer would decay it.
         read = [t.detach() if n in constant else t for n, t in enumerate([*tensors, *state])]
         made = _call_traced_operator(call, read, results)
+        # Without autograd, as for running statistics.
         with torch.no_grad():
             for number, value in zip(changed, made[len(made) - len(changed) :], strict=True):
                 state[number].copy_(value)
@@ -151,6 +156,7 @@ class LocalPart:
         self._check_results(shapes, tensors)
         sizes = declared.sizes(tensors)
         symbolic = any(isinstance(size, torch.SymInt) for t in tensors for size in t.shape)
+        # The dry call gives the size for this call only, which may depend on a symbol.
         if symbolic and any(token not in sizes for entry in declared.outputs for token in entry):
             raise CaptureError(
                 f"local_map {self.where}: a result size that depends on an argument has no name\n"
@@ -224,6 +230,7 @@ class LocalPart:
         )
         if fits:
             return
+        # For the example: of several dimensions with one size, the first.
         names = {size: name for name, size in reversed(sizes.items())}
         example = ", ".join(" ".join(names.get(s, "_") for s in shape) or "()" for shape in shapes)
         returned = ", ".join(str(list(shape)) for shape in shapes) or "no tensors"
@@ -259,6 +266,7 @@ def _call_traced_operator(
     with tagging(_LocalCallTag(call)):
         made: Sequence[Tensor] = torch.ops.shardwright.local_map(
             list(tensors),
+            # A schema has no lists of lists: all sizes in one list, and the rank of each result.
             [size for shape in shapes for size in shape],
             [len(shape) for shape in shapes],
             " ".join(str(dtype) for _, dtype in results),
@@ -302,6 +310,7 @@ def _replace_by_local_call(node: fx.Node) -> fx.Node:
     with node.graph.inserting_before(node):
         new = node.graph.call_function(call, tuple(tensors))
     new.meta.update(node.meta)
+    # The placeholder returns a list, a `LocalCall` with one result the tensor itself.
     if len(made) == 1:
         new.meta["val"] = made[0]
         for user in list(node.users):

@@ -82,10 +82,12 @@ class BandDetector:
             return self._infer_comparison_band(mask.args[0], opposite=True)  # type: ignore[arg-type]
         if mask.target is aten.eq.Tensor:
             numbers = [n for each in mask.args if (n := self._get_value(each)) is not None]
+            # Both operands are known, and all their elements are one number: every pair is equal.
             ends = [end.item() for n in numbers for end in n.aminmax()]
             return ALL if len(ends) == 4 and len(set(ends)) == 1 else None
         if mask.target in _COMPARISONS:
             return self._infer_comparison_band(mask)
+        # Any other constant mask that is True everywhere.
         value = self._get_value(mask)
         return ALL if value is not None and bool(value.all()) else None
 
@@ -94,6 +96,7 @@ class BandDetector:
         to be a band."""
         band = self.band(source)
         same_pairs = node_shape(source)[-2:] == node_shape(mask)[-2:]
+        # A band counts positions in the last two dimensions; a mask of all pairs has any shape.
         return band if band == ALL or same_pairs else None
 
     def _infer_triangle_band(self, mask: fx.Node) -> Band | None:
@@ -101,6 +104,7 @@ class BandDetector:
         a band."""
         source, diagonal, *_ = (*mask.args, 0)
         band, name = self.band(source), _TRIANGLES[mask.target]  # type: ignore[arg-type]
+        # `tril(d)` keeps keys j <= i + d, and `triu(d)` keys j >= i + d, so `before` is -d.
         reach = float(diagonal if name == "after" else -diagonal)  # type: ignore[arg-type,operator]
         return None if band is None or reach < 0 else band & Band(**{name: reach})
 
@@ -118,8 +122,10 @@ class BandDetector:
         if first is None or second is None:
             return None
         dtype = torch.promote_types(first.dtype, second.dtype)
+        # Leading dimensions of size 1, so that operands with fewer than two have rows and columns.
         first, second = first[(None,) * 2].to(dtype), second[(None,) * 2].to(dtype)
         if opposite:
+            # not (a >= b) is b > a, and not (a > b) is b >= a.
             greater, swapped = _OPPOSITE[greater], not swapped
         if swapped:
             first, second = second, first
@@ -127,6 +133,7 @@ class BandDetector:
             return _infer_band_of_vectors(first.squeeze(-1), second.squeeze(-2), greater)
         if first.shape[-2] == 1 and second.shape[-1] == 1:
             return _infer_band_of_vectors(
+                # key > query is -query > -key, of which the first operand is again the queries.
                 _reverse_order(second).squeeze(-1), _reverse_order(first).squeeze(-2), greater
             )
         return None
@@ -157,11 +164,15 @@ class BandDetector:
 def _infer_band_of_vectors(queries: Tensor, keys: Tensor, greater: Any) -> Band | None:
     """Return the band of the mask `greater(queries, keys)`, for tensors `[..., positions]`; None if
     the mask cannot be shown to be a band."""
+    # Every query exceeds every key.
     if bool(greater(queries.amin(), keys.amax())):
         return ALL
+    # A query at i sees keys up to i + after: it exceeds earlier keys and none later.
     after = _count_keys_after(queries, keys, greater)
     if after is not None:
         return Band(after=after)
+    # In reversed order, keys after a position are those before it; flipping aligns the last
+    # positions, so both lengths must agree.
     before = _count_keys_after(queries.flip(-1), keys.flip(-1), greater)
     same = queries.shape[-1] == keys.shape[-1]
     return Band(before=before) if same and before is not None else None
@@ -176,10 +187,13 @@ def _count_keys_after(queries: Tensor, keys: Tensor, greater: Any) -> int | None
     """
     if queries.shape[-1] > keys.shape[-1]:
         return None
+    # A guess from the first query, which is then checked for all.
     reach = int(greater(queries[..., :1], keys).sum(-1).amin()) - 1
     if reach < 0:
         return None
     last = (torch.arange(queries.shape[-1]) + reach).clamp(max=keys.shape[-1] - 1)
+    # Largest key up to position i + reach, and smallest key beyond: query i must exceed the first
+    # and not the second.
     before = keys.cummax(-1).values[..., last]
     after = keys.flip(-1).cummin(-1).values.flip(-1)[..., reach + 1 : queries.shape[-1] + reach + 1]
     exact = greater(queries, before).all()

@@ -73,6 +73,7 @@ def keep_selected_rows(graph: fx.Graph) -> None:
     """
     if not any(node.target is select_rows for node in graph.nodes):
         return
+    # An unused operator must not lead to a refusal.
     remove_dead(graph)
     selected = SelectedRows(graph)
     for node in list(graph.nodes):
@@ -87,6 +88,8 @@ def keep_selected_rows(graph: fx.Graph) -> None:
                     )
             continue
         reads_rows = any(each in selected.rows or each in selected.items for each in inputs)
+        # Reductions first: `run` handles operators that compute each row by itself, and refuses
+        # others.
         if (node.target is select_rows or reads_rows) and not _reduce(selected, node):
             selected.run(node)
     for node in [node for node in graph.nodes if node.target in (select_rows, restore_rows)]:
@@ -114,6 +117,7 @@ def _reduce_rows(selected: SelectedRows, node: fx.Node, name: str) -> bool:
         return False
     x = arguments["self"]
     dims = _reduced_dims(arguments, len(node_shape(x)))
+    # Over other dimensions, each row is reduced by itself.
     if selected.rows[x].dim not in dims:
         return False
     if name in _MOMENTS:
@@ -122,6 +126,7 @@ def _reduce_rows(selected: SelectedRows, node: fx.Node, name: str) -> bool:
         return True
     if name in _NORMS:
         order = arguments.get("p", arguments.get("ord"))
+        # Only roots of sums of powers, to which a row of zeros adds nothing.
         if order is not None and not 0 < order < math.inf:
             raise refusal(node)
     if name in _LARGEST | _SMALLEST:
@@ -165,6 +170,7 @@ def _normalize_rows(selected: SelectedRows, node: fx.Node) -> bool:
 
 def _reduced_dims(arguments: dict[str, Any], rank: int) -> tuple[int, ...]:
     dims = arguments.get("dim")
+    # PyTorch reduces all dimensions for None and for an empty list.
     if dims is None or dims == []:
         return tuple(range(rank))
     dims = [dims] if isinstance(dims, int) else dims
@@ -209,6 +215,7 @@ def _wide_variance(
     rows, arguments, wide = selected.rows[x], node_arguments(node), _sum_dtype(node)
     correction = arguments.get("correction")
     if correction is None:
+        # The older overloads have `unbiased` for a correction of 1.
         correction = int(arguments.get("unbiased", True))
     zeros = selected.overwrite(x, rows, 0, node)
     if tensor(x).dtype != wide:
@@ -217,10 +224,12 @@ def _wide_variance(
     total = insert(node, aten.sum.dim_IntList, (zeros, list(dims), True))
     mean = insert(node, aten.div.Tensor, (total, count))
     centered = insert(node, aten.sub.Tensor, (zeros, mean))
+    # Rows of zeros have become -mean, and must not add to the squares.
     centered = selected.overwrite(centered, rows, 0, node)
     squares = insert(node, aten.mul.Tensor, (centered, centered))
     total = insert(node, aten.sum.dim_IntList, (squares, list(dims), keepdim))
     divisor = insert(node, aten.sub.Scalar, (count, correction))
+    # As in PyTorch, max(0, n - correction): the variance of too few elements is not finite.
     divisor = insert(node, aten.clamp.default, (divisor, 0))
     return insert(node, aten.div.Tensor, (total, divisor))
 
@@ -229,6 +238,7 @@ def _count(selected: SelectedRows, x: fx.Node, dims: tuple[int, ...], node: fx.N
     """Insert the number of elements of the selected rows in the reduced dimensions."""
     rows = selected.rows[x]
     count = insert(node, aten.sum.default, (rows.mask,))
+    # Each selected row has all elements of the other reduced dimensions.
     others = math.prod(node_shape(x)[dim] for dim in dims if dim != rows.dim) * rows.repeats
     return count if others == 1 else insert(node, aten.mul.Scalar, (count, others))
 
@@ -261,12 +271,15 @@ def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
     }
     target, reduction = arguments["target"], arguments["reduction"]
     if name not in _LOSSES and not tensor(target).is_floating_point():
+        # For its refusals: different masks, or rows that are not samples of the loss.
         selected.factor_of_rows(node)
+        # Rows drop out of the loss by `ignore_index` in their targets, which count in no mean.
         if target not in selected.rows:
             raise refusal(node)
         rows = selected.rows[target]
         ignored = selected.overwrite(target, rows, arguments["ignore_index"], node)
         node.replace_input_with(target, ignored)
+        # An unreduced loss computes each row by itself, and is left to `run`.
         return bool(reduction)
     if not reduction:
         return False
@@ -276,9 +289,11 @@ def _reduce_loss(selected: SelectedRows, node: fx.Node, name: str) -> bool:
         unreduced.update_arg(position, 0)
     else:
         unreduced.update_kwarg("reduction", 0)
+    # The shape was that of the reduced loss.
     unreduced.meta["val"] = evaluate(function, unreduced.args, unreduced.kwargs)
     following = node.prev
     selected.run(unreduced)
+    # `run` may have inserted a copy with constants in rows that are not selected.
     losses = node.prev if node.prev is not following else unreduced
     dims = tuple(range(len(node_shape(losses))))
     if reduction == custom_ops.MEAN:
@@ -296,6 +311,7 @@ def _sum_over_rows(selected: SelectedRows, node: fx.Node) -> bool:
     factor, rule, _ = selected.factor_of_rows(node)
     if any(factor in dims for dims in rule.outputs):
         return False
+    # The rule names no such sum, so the rows are combined in another way.
     if factor not in rule.reduced:
         raise refusal(node)
     for each in [each for each in node.all_input_nodes if each in selected.rows]:
