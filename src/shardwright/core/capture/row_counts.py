@@ -73,6 +73,7 @@ class RowCounts:
             if not isinstance(old, Tensor):
                 continue
             sizes = tuple(self.padded_size(size) for size in old.shape)
+            # A tensor in place of a Python number may promote the result to another dtype.
             if has_symbols(new) or sizes != tuple(new.shape) or old.dtype != new.dtype:
                 raise count_refusal(node, "needs the number of selected rows")
 

@@ -110,6 +110,7 @@ class SelectedRows:
         self.rows: dict[fx.Node, Rows] = {}
         self.items: dict[fx.Node, tuple[Rows, ...]] = {}
         """The rows of each result of an operator with several results."""
+        # All operators that overwrite the same rows share a mask.
         self._others: dict[tuple[Rows, int], fx.Node] = {}
         self._equal = EqualNodes(graph)
 
@@ -178,6 +179,7 @@ class SelectedRows:
                 raise refusal(node)
             if not self.same_rows(earlier, of_mask) or earlier.repeats > 1:
                 raise refusal(node)
+            # The inner mask has arbitrary values in rows that the outer one does not select.
             rows = Rows(insert(node, aten.logical_and.default, (earlier.mask, mask)), dim)
         if fill:
             replace(node, self.make_safe(x, rows, "", node))
@@ -189,6 +191,7 @@ class SelectedRows:
         x, mask, dim = node.args
         assert isinstance(x, fx.Node) and isinstance(mask, fx.Node) and isinstance(dim, int)
         rows = Rows(mask, dim)
+        # The mask of the write must itself have all rows.
         if mask in self.rows:
             raise refusal(node)
         if not self.same_rows(self.rows[x], rows):
@@ -203,6 +206,7 @@ class SelectedRows:
         rows, before, after = self.rows[source], node_shape(source), node_shape(node)
         count, lead = before[rows.dim] // rows.repeats, prod(before[: rows.dim])
         for dim, size in enumerate(after):
+            # Equally many elements precede the rows, whose own elements may join the dimension.
             if prod(after[:dim]) == lead and size % count == 0:
                 self.rows[node] = Rows(rows.mask, dim, size // count)
                 return
@@ -220,6 +224,8 @@ class SelectedRows:
         first = self.first_rows(node)
         size = node_shape(first.mask)[0] * first.repeats
         dims = [dims.index(factor) if dims.count(factor) == 1 else None for dims in rule.outputs]
+        # Each result has all rows, and no row depends on another row or on its own number. The code
+        # of a local map may mix the rows of a shard.
         aligned = all(
             dim is not None and value.shape[dim] == size
             for dim, value in zip(dims, op.outputs, strict=True)
@@ -239,6 +245,7 @@ class SelectedRows:
                 "select the rows of its result instead"
             )
         results = [replace_field(first, dim=dim) for dim in dims if dim is not None]
+        # Infinite values or derivatives become NaN where they meet the gradient 0 of such a row.
         bounded = op.short_name in _BOUNDED
         if not bounded:
             self._read_safe_rows(node, op.short_name)
@@ -246,6 +253,7 @@ class SelectedRows:
             self.items[node] = tuple(results)
             return
         self.rows[node] = results[0]
+        # Other dtypes are finite and have no gradient.
         if not bounded and tensor(node).is_floating_point():
             self._return_safe_rows(node)
 
@@ -257,6 +265,7 @@ class SelectedRows:
         node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), safe)
 
     def _return_safe_rows(self, node: fx.Node) -> None:
+        # Taken before the copy, which reads the node itself.
         users = set(node.users)
         safe = self.make_safe(node, self.rows[node], "", node.next)
         node.replace_all_uses_with(safe, delete_user_cb=lambda user: user in users)
@@ -327,6 +336,7 @@ def _is_equal_along(node: fx.Node, dim: int) -> bool:
     if not isinstance(source, fx.Node):
         return False
     sizes = node_shape(source)
+    # `expand` aligns dimensions at the end.
     dim -= len(node_shape(node)) - len(sizes)
     return dim < 0 or sizes[dim] == 1
 

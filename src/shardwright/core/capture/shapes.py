@@ -58,6 +58,7 @@ class Captures:
         """
         started = time.perf_counter()
         call_key = _make_call_key(*pytree.tree_flatten((call.args, call.kwargs)), state)
+        # Taken out and put in at the end: the first entries are the least recently used.
         self._by_signature[call_key] = captures = (
             self._by_signature.pop(call_key, None) or _CapturesBySize()
         )
@@ -108,11 +109,14 @@ class _CapturesBySize:
             return None
         try:
             trace = DynamicTrace(call, compute_dtype, sizes)
+        # Another try would cost as much as two captures, and most likely fail at other sizes, too.
         except CaptureError:
             self._tries_left = 0
             return None
+        # None for a graph whose call violates a guard, as a trace stands for some sizes only.
         pairs = [(each, trace.graph(_rebuild_call(each, call))) for each in self._captured]
         same = {are_equal(each, graph) for each, graph in pairs if graph is not None}
+        # Another graph shows that the model depends on sizes in a way that no guard says.
         self._tries_left = 0 if False in same else self._tries_left - 1
         if same != {True}:
             return None
@@ -122,6 +126,7 @@ class _CapturesBySize:
 
 def are_equal(other: Graph, graph: Graph) -> bool:
     pairs = zip(other.constants.values(), graph.constants.values(), strict=True)
+    # A size may have become the value of a constant, as in `torch.tensor(x.shape[1])`.
     return other.fingerprint == graph.fingerprint and all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -133,6 +138,7 @@ def _make_call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, state: Hashable
             return len(leaf.shape), leaf.stored_dtype, leaf.differentiable
         if isinstance(leaf, Tensor):
             return leaf.ndim, leaf.dtype, leaf.requires_grad
+        # With the type, because 1, 1.0 and True are equal.
         return type(leaf), leaf
 
     return state, spec, tuple(map(without_sizes, leaves))

@@ -29,6 +29,7 @@ def check_memory(module: nn.Module, graph: Graph) -> None:
         if value.name in named:
             sharing[storage_id(named[value.name])].append(value.name)
     for first, other in chain.from_iterable(combinations(names, 2) for names in sharing.values()):
+        # What no step writes may share memory: equal copies stay equal.
         if written & {first, other} and _share_elements(named[first], named[other]):
             raise CaptureError(
                 f"{first!r} and {other!r} are two tensors in the same memory: in the module an "
@@ -51,6 +52,7 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
     for tensor in (*constants, *copies_of_attributes(module).values()):
         held[storage_id(tensor)].append(tensor)
     for name, parameter in module.named_parameters():
+        # A frozen parameter keeps the values that a constant has.
         sharing = held.get(storage_id(parameter), ()) if parameter.requires_grad else ()
         if any(_share_elements(parameter, tensor) for tensor in sharing):
             raise CaptureError(
@@ -64,8 +66,10 @@ def check_constants(module: nn.Module, constants: Collection[Tensor]) -> None:
 def _share_elements(tensor_a: Tensor, tensor_b: Tensor) -> bool:
     """Whether two tensors of one storage share an element."""
     (start_a, end_a), (start_b, end_b) = _get_byte_range(tensor_a), _get_byte_range(tensor_b)
+    # Views of other dtypes have no common elements to compare: their bytes must not overlap.
     if end_a <= start_b or end_b <= start_a or tensor_a.itemsize != tensor_b.itemsize:
         return end_a > start_b and end_b > start_a
+    # Columns of one matrix overlap in their range of bytes, but have no element in common.
     indices = torch.arange(max(end_a, end_b) // tensor_a.itemsize)
     elements = [
         indices.as_strided(t.shape, t.stride(), t.storage_offset()).flatten()

@@ -125,6 +125,7 @@ def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict
     ):
         first: dict[int, str] = {}
         for name, tensor in named:
+            # The first name is that of `named_parameters()`, which lists a tied tensor once.
             original = first.setdefault(id(tensor), name)
             if original == name:
                 continue
@@ -134,6 +135,7 @@ def merge_tied(module: nn.Module, graph: fx.Graph, signature: Signature) -> dict
                 if original in placeholder_names:
                     nodes[duplicate].replace_all_uses_with(nodes[placeholder_names[original]])
                 else:
+                    # `forward` reads the tensor by its other name only.
                     placeholder_names[original] = duplicate
     return tied
 
@@ -199,12 +201,14 @@ def take_as_buffers(
         if node not in new:
             continue
         dtype = new[node].meta["val"].dtype
+        # Mixed precision casts the stored parameter before `forward` reads it.
         if dtype != dtypes[name]:
             raise CaptureError(
                 f"{line_of(new[node])}: this changes parameter {name!r}, which is stored in "
                 f"{dtypes[name]} but computed in {dtype}, so the change would be rounded\nmake it "
                 f"a buffer, or plan without a compute dtype"
             )
+        # A trained one stays a parameter, whose new value the call writes back at its end.
         if node not in sources:
             signature.buffers[name] = signature.parameters.pop(name)
 
@@ -218,6 +222,7 @@ def gradient_sources(
         leaves: leaves of the arguments of the call.
     """
     nodes = placeholders(graph)
+    # Of a tied parameter the first name, which `merge_tied` leaves in the signature.
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names = [node for name, node in signature.parameters.items() if name in trained]
     for node, leaf in zip(signature.inputs, leaves, strict=True):
@@ -249,6 +254,7 @@ _WITHOUT_GRADIENT = frozenset(
 )
 """Operators with a floating-point result through which no gradient flows to their inputs."""
 
+# Number of results, from the first, that have a gradient; the others are statistics.
 _DIFFERENTIABLE_RESULTS = {
     "batch_norm_train": 1,
     "instance_norm_train": 1,
@@ -271,6 +277,7 @@ def nodes_with_gradients(
 
 def drop_redundant_detach(graph: fx.Graph, sources: Iterable[fx.Node]) -> None:
     """Remove each `aten.detach` whose input has no gradient, in place."""
+    # In a no-grad region, which is inlined, a `detach` is what keeps the gradient out.
     differentiable = differentiable_from(graph, sources, no_grad=True)
     for node in list(graph.nodes):
         if node.target is aten.detach.default and node.args[0] not in differentiable:
@@ -290,6 +297,7 @@ def differentiable_from(
             when the regions are inlined.
         without: node through which paths must not go.
     """
+    # Nodes are in topological order, so that one pass suffices.
     dependent = set(sources) - {without}
     for node in graph.nodes:
         if node is without:
@@ -331,6 +339,7 @@ def _is_result_without_gradient(node: fx.Node) -> bool:
         return False
     result, index = node.args
     assert isinstance(result, fx.Node) and isinstance(index, int)
+    # Of other operators, each result has a gradient.
     return index >= _DIFFERENTIABLE_RESULTS.get(_get_operator_name(result), index + 1)
 
 
@@ -342,6 +351,7 @@ def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
     names = [argument.name for argument in schema_of(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     read_as = {name for name, value in given.items() if value is source}
+    # One node may be passed as two arguments, of which one has a gradient.
     return bool(read_as) and read_as <= _STATISTICS
 
 

@@ -50,6 +50,7 @@ def fold_sorted_experts(graph: fx.Graph) -> None:
     remove_dead(graph)
     if not any(node.target in GROUPED_PRODUCTS for node in graph.nodes):
         return
+    # One for all layers: equal formulas are tried once.
     expert_ends = ExpertEnds()
     for node in list(graph.nodes):
         if is_erased(node):
@@ -57,6 +58,7 @@ def fold_sorted_experts(graph: fx.Graph) -> None:
         order = _order_of_sort(node, expert_ends)
         if order is not None:
             _fold_experts_sorted_by(order)
+            # Also removes what was inserted for a sort that is not folded.
             remove_dead(graph)
 
 
@@ -104,6 +106,7 @@ def _order_of_sort(node: fx.Node, expert_ends: ExpertEnds) -> RowOrder | None:
     if node.target not in (*_SORTS, *_ARGSORTS):
         return None
     keys = node_arguments(node)["self"]
+    # Floating-point keys are no experts.
     if len(node_shape(keys)) != 1 or tensor(keys).is_floating_point():
         return None
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -111,6 +114,7 @@ def _order_of_sort(node: fx.Node, expert_ends: ExpertEnds) -> RowOrder | None:
     if positions is None:
         return None
     order = RowOrder(positions, keys, expert_ends)
+    # The permutation itself, before the sort, is the identity.
     order.unsorted[positions] = (_insert_row_numbers(positions, order.num_rows), 0)
     if node.target in _SORTS and 0 in items:
         order.unsorted[items[0]] = (keys, 0)
@@ -126,6 +130,7 @@ def _insert_row_numbers(before: fx.Node, count: int) -> fx.Node:
 
 
 def _fold_experts_sorted_by(order: RowOrder) -> None:
+    # A copy, because operators are inserted on the way.
     following = list(order.positions.graph.nodes)
     for node in following[following.index(order.positions) + 1 :]:
         inputs = node.all_input_nodes
@@ -142,6 +147,7 @@ def _is_order_unread(order: RowOrder) -> bool:
     """Whether the rows of the experts reach other tensors only without their order."""
     reached = set(order.products)
     for node in order.positions.graph.nodes:
+        # Restored tensors do not depend on the order, nor does what reads them.
         if reached.intersection(node.all_input_nodes) and node not in order.restored:
             reached.add(node)
     return all(node in order.unsorted or node in order.items for node in reached)
@@ -155,6 +161,7 @@ def _compute_unsorted(order: RowOrder, node: fx.Node) -> None:
         results, dims = order.items[source]  # type: ignore[index]
         index: Any = node.args[1]
         order.unsorted[node] = (insert(node, operator.getitem, (results, index)), dims[index])
+    # Sorting a permutation inverts it.
     elif node.target in _ARGSORTS and source is order.positions:
         order.inverses.add(node)
     elif node.target in GROUPED_PRODUCTS:
@@ -174,6 +181,7 @@ def _compute_product(order: RowOrder, node: fx.Node) -> None:
     if (
         isinstance(rows, fx.Node)
         and rows in order.unsorted
+        # Matrices and ends; a product with a bias is left as it is.
         and len(others) == 2
         and not any(each in order.unsorted for each in others)
         and len(node_shape(matrices)) == 3
@@ -228,15 +236,19 @@ def index_vector(index: Any) -> fx.Node | None:
 
 def _compute_read(order: RowOrder, node: fx.Node, x: fx.Node, index: fx.Node) -> None:
     if x in order.unsorted and index in order.inverses and order.unsorted[x][1] == 0:
+        # `x[inverse]` brings the rows back into the order before the sort.
         order.restored[node] = order.unsorted[x][0]
     elif index in order.unsorted and x not in order.unsorted:
+        # `tokens[order // top_k]`: before the sort, row i is of token i // top_k.
         rows = order.unsorted[index][0]
         numbers, sizes = row_numbers(rows), node_shape(x)
         repeats = repeats_of_rows(numbers, sizes[0])
         if repeats is None:
+            # Not numbers of rows, but for example experts whose biases are read.
             _compute_each_row(order, node)
             return
         new = x
+        # The rows of a token are next to each other, so an `expand` replaces the gather.
         if repeats > 1:
             new = insert(node, aten.unsqueeze.default, (x, 1))
             expanded = [sizes[0], repeats, *sizes[1:]]
@@ -261,6 +273,7 @@ def _compute_write(order: RowOrder, node: fx.Node) -> None:
         or arguments.get("alpha", 1) != 1
         or vector not in order.unsorted
         or not is_tensor(base)
+        # Sorted rows as the base would have to be restored, too, unless all are overwritten.
         or (base in order.unsorted and adds and not _is_zero(base))
         or not is_tensor(source)
     ):
@@ -278,6 +291,7 @@ def _compute_write(order: RowOrder, node: fx.Node) -> None:
         if written is not None and repeats_of_rows(written, order.num_rows) == 1:
             order.inverses.add(node)
         return
+    # Where several rows are written to one place, the last in sorted order stays.
     if repeats is None or (not adds and repeats > 1):
         return
     rows, dim = order.unsorted[source]
@@ -319,6 +333,7 @@ def _compute_each_row(order: RowOrder, node: fx.Node) -> None:
         return
     factor, rule = row_factor
     dims_of_rows = find_row_dims(rule.outputs, factor)
+    # A result without rows is independent of the order if it is a sum over them.
     if dims_of_rows is None and factor not in rule.reduced:
         return
     new = insert(node, node.target, *order.argument((node.args, node.kwargs)))  # type: ignore[arg-type]

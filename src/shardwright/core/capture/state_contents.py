@@ -34,6 +34,7 @@ ATOMS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device,
 
 OF_TORCH = frozenset(
     {
+        # `training` is compared like the user's attributes, since `forward` may set it.
         *(vars(nn.Module()) | vars(nn.Module)).keys() - {"training"},
         *("_flat_weights", "_flat_weight_refs", "_output_capturing_hooks_installed"),
     }
@@ -120,6 +121,7 @@ def _read_slot_attribute(slot: Any, value: Any) -> Any:
 
 
 def _read_tensor(value: Tensor) -> Parts:
+    # Inference tensors have no version; that of others rises with each change in place.
     return {} if value.is_inference() else {STATE: (version(value), storage_id(value))}
 
 
@@ -160,6 +162,7 @@ def _read_iterator(value: Any) -> Parts:
 
 
 def _read_random_generator(value: Any) -> Parts:
+    # `SystemRandom` has no state, and cannot be pickled.
     return {} if isinstance(value, random.SystemRandom) else {STATE: pickle.dumps(value)}
 
 
@@ -208,6 +211,7 @@ def is_same(before: Any, now: Any, equal: Callable[[Tensor, Tensor], bool], dept
     if issubclass(value_type, Tensor):
         return equal(before, now)
     if issubclass(value_type, ATOMS):
+        # NaN is not equal to itself.
         return bool(before == now or (before != before and now != now))
     if value_type is FunctionType:  # Each call of a function creates its inner functions anew.
         return bool(before.__code__ is now.__code__)

@@ -23,8 +23,10 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     Returns:
         Counts `[minlength]`.
     """
+    # Without `minlength` the number of counts depends on values, which the trace refuses.
     if minlength < 1 or input.ndim != 1:
         return torch.bincount(input, weights, minlength)
+    # The dtypes of `torch.bincount`: float32 weights stay, and others are added up in float64.
     if weights is None:
         weights = torch.ones_like(input, dtype=torch.int64)
     elif weights.dtype is not torch.float32:
@@ -43,6 +45,7 @@ def gaussian_nll_loss(
 ) -> Tensor:
     """Compute `torch.nn.functional.gaussian_nll_loss` without its check for negative variances."""
     rows = input.shape[:-1]
+    # PyTorch takes or refuses the other forms.
     if not isinstance(var, Tensor) or var.shape not in (input.shape, rows, (*rows, 1)):
         return functional.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape and var.shape == rows:
@@ -64,6 +67,7 @@ def cov(
 ) -> Tensor:
     """Compute `torch.cov` without its warning about too few degrees of freedom."""
     weighted = fweights is not None or aweights is not None
+    # PyTorch checks the values of weights, and raises the errors.
     if weighted or input.ndim > 2 or not (input.is_floating_point() or input.is_complex()):
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     rows = input if input.ndim == 2 else input.reshape(1, -1)
@@ -77,6 +81,7 @@ def corrcoef(input: Tensor) -> Tensor:
     if input.is_complex() or products.ndim < 2:
         return torch.corrcoef(input)
     deviations = products.diag().sqrt()
+    # Clipped as in PyTorch, because rounding may exceed 1.
     return (products / deviations[:, None] / deviations).clip(-1, 1)
 
 

@@ -22,9 +22,11 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
         CaptureError: if a fake quantizer observes its inputs, or a `SyncBatchNorm` has a process
             group of only some of the ranks.
     """
+    # Not imported: without this module the model has no fake quantizers.
     quantization: Any = sys.modules.get("torch.ao.quantization.fake_quantize")
     originals = dict(module.named_modules())
     for path, submodule in twin.named_modules():
+        # Not subclasses, which may have another `forward`.
         if type(submodule) is nn.AdaptiveLogSoftmaxWithLoss:
             vars(submodule)["forward"] = MethodType(_compute_adaptive_log_softmax, submodule)
         if isinstance(submodule, nn.SyncBatchNorm):
@@ -40,6 +42,7 @@ def make_static(module: nn.Module, twin: nn.Module) -> None:
             vars(submodule)["forward"] = MethodType(nn.BatchNorm1d.forward, submodule)
         if quantization is None or not isinstance(submodule, quantization.FakeQuantizeBase):
             continue
+        # Of the original, as the flag of the copy is a fake tensor. Its initial value is 1.
         enabled = originals[path].get_buffer("observer_enabled")
         if enabled.is_meta or enabled.any():
             raise CaptureError(
@@ -57,6 +60,7 @@ def _compute_adaptive_log_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of adaptive softmax for all samples in each cluster, and select
     by target, because targets are unknown during capture."""
+    # PyTorch's own `forward` reports wrong shapes.
     if target_.ndim > 1 or input_.ndim != target_.ndim + 1:
         return type(self).forward(self, input_, target_)
     rows, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
@@ -64,6 +68,7 @@ def _compute_adaptive_log_softmax(
     for number, (low, high) in enumerate(zip(self.cutoffs[:-1], self.cutoffs[1:], strict=True)):
         inside = (target >= low) & (target < high)
         scores = functional.log_softmax(self.tail[number](rows), dim=1)
+        # Targets in other clusters read any score, which `torch.where` drops.
         of_target = scores.gather(1, (target - low).clamp(0, high - low - 1)[:, None])[:, 0]
         output = output + torch.where(inside, of_target, 0.0)
         column = torch.where(inside, self.shortlist_size + number, column)

@@ -50,6 +50,7 @@ def as_operators(function: Callable[..., Any], args: Sequence[Any], kwargs: dict
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[n] for n in positions]
+    # `make_fx` returns tensors; other leaves and the structure of the result leave by this list.
     results: list[Any] = []
 
     def of_tensors(operators: OperatorsAsCalled, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -77,6 +78,7 @@ class OperatorsAsCalled(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert mode is not None
         last = next(iter(reversed(mode.tracer.graph.nodes)), None)
         result = func(*args, **(kwargs or {}))
+        # One operator may record several nodes.
         for node in reversed(mode.tracer.graph.nodes):
             if node is last:
                 break
@@ -107,6 +109,7 @@ class _TransformedCallMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_hooks(func, args)
+        # By `==`, because each access of a slot of `Tensor.data` makes another object.
         if func == data_setter:
             raise CaptureError(
                 "cannot capture an assignment to `.data` inside of a function transform\n"
@@ -115,12 +118,14 @@ class _TransformedCallMode(TorchFunctionMode):
         if (static := STATIC.get(func)) is not None:
             return static(*args, **kwargs)
         if func is torch.cosine_similarity:
+            # PyTorch suspends a mode while it handles a call.
             with self:
                 return _compute_cosine_similarity(*args, **kwargs)
         if func in _DETACHING:
             with self._operators.detaching():
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
+        # Autograd would differentiate the recorded operators of a gradient that is a constant.
         if func is torch.autograd.grad and not kwargs.get("create_graph"):
             with self._operators.detaching():
                 return pytree.tree_map_only(Tensor, Tensor.detach, result)
@@ -131,6 +136,7 @@ def _compute_cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float 
     """Compute `torch.cosine_similarity` without its in-place clamp, which autograd ignores."""
     x1, x2 = torch.broadcast_tensors(x1, x2)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (x1, x2)]
+    # The clamped value with the gradient of the norm.
     first, second = (norm + (norm.clamp(min=eps) - norm).detach() for norm in norms)
     products: Tensor = (x1 / first) * (x2 / second)
     return products.sum(dim)
@@ -153,9 +159,11 @@ def operators_of(
 
     def traced(*tensors: Tensor) -> Sequence[Tensor]:
         operators: Any = OperatorsAsCalled()  # type: ignore[no-untyped-call]
+        # The other backends are kernels of one type of device.
         with operators, sdpa_kernel(SDPBackend.MATH):
             return function(operators, tensors)
 
+    # Below the modes of `torch.export`, which records the operators when they are called again.
     with without_function_modes(), without_dispatch_modes():
         module = make_fx(traced)(*tensors)
     for node in list(module.graph.nodes):
@@ -198,6 +206,7 @@ def called_again(module: fx.GraphModule, tensors: Sequence[Tensor]) -> list[Tens
 
 class _ReplayGradientMode(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
+        # Regions inside of `no_grad` would only add nodes to the outer trace.
         without = n.meta.get(_WITHOUT_GRADIENT) and torch.is_grad_enabled()
         context: AbstractContextManager[Any] = torch.no_grad() if without else nullcontext()
         with context:

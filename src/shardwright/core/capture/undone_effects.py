@@ -68,6 +68,7 @@ def _get_namespace(change: ChangedObject) -> Any:
 
 _CONTAINERS: tuple[tuple[Any, Callable[..., None]], ...] = (
     (list, list.extend),
+    # Before its base class `dict`, whose methods bypass the order.
     (OrderedDict, OrderedDict.update),
     (dict, dict.update),
     (set, set.update),
@@ -81,6 +82,7 @@ def _make_contents_restorer(value: Any) -> Callable[[], None] | None:
     # Methods of the base class, since a subclass may override them with side effects.
     for cls, fill in _CONTAINERS:
         if isinstance(value, cls):
+            # `OrderedDict.copy` calls the constructor of a subclass.
             contents = dict(cls.items(value)) if issubclass(cls, dict) else cls.copy(value)
             return partial(_replace_contents, value, contents, cls.clear, fill)
     return None
@@ -94,6 +96,7 @@ def _replace_contents(
 
 
 def _make_attribute_restorer(owner: Any, names: Iterable[str]) -> Callable[[], None]:
+    # The global variables of a Python module, by the `__dict__` of the module.
     if isinstance(owner, dict):
         before = {name: owner.get(name, _MISSING) for name in names}
     else:

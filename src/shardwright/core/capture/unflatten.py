@@ -42,6 +42,7 @@ def move_flattening_down(graph: fx.Graph) -> None:
         new = _rewrite_node(node)
         if new is None:
             continue
+        # A bias is named after its product, which has been replaced if it was moved.
         if (product := node.meta.get("bias_of")) is not None:
             new.meta["bias_of"] = moved.get(product, product)
         moved[node] = new
@@ -53,6 +54,7 @@ def _rewrite_node(node: fx.Node) -> fx.Node | None:
     cannot be rewritten."""
     if node.target is aten.reshape.default:
         source = insert_reshape(node.args[0], node_shape(node), node)  # type: ignore[arg-type]
+        # Equal arguments: there was no earlier reshape to merge with.
         return source if source.args != node.args else None
     if permutation(node) is not None and (new := _rewrite_permutation(node)) is not None:
         return new
@@ -88,6 +90,7 @@ class Flat:
     def unflattened(self, before: fx.Node) -> fx.Node:
         """Return the unflattened tensor, `[*lead, *inner]`; all calls return the same node."""
         meta = self.joined.meta
+        # Made by the first reader in graph order, so that it precedes the others.
         if "apart" not in meta:
             meta["apart"] = insert_reshape(self.source, self.lead + self.inner, before)
         apart: fx.Node = meta["apart"]
@@ -104,6 +107,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[in
         Factors greater than 1 of each dimension of `target`; None without common factors.
     """
     factors: list[list[int]] = []
+    # Dimensions of size 1 belong to no factor.
     remaining = [first for first in source if first != 1]
     for size in target:
         factors.append([])
@@ -112,6 +116,7 @@ def common_factors(source: Sequence[int], target: Sequence[int]) -> list[list[in
                 return None
             first = remaining.pop(0)
             factor = min(first, size)
+            # `(6, 4)` and `(4, 6)` have none, because 4 does not divide 6.
             if first % factor or size % factor:
                 return None
             factors[-1].append(factor)
@@ -128,6 +133,7 @@ def match_flattening(node: fx.Node) -> Flat | None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     sizes, target = node_shape(source), node_shape(node)
+    # Without elements, sizes do not tell which dimensions were merged.
     if not target or 0 in target:
         return None
     if sizes[len(sizes) - len(target) + 1 :] == target[1:] and len(sizes) > len(target):
@@ -161,6 +167,7 @@ def _rewrite_matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None
     flat = flats.get(a)
     if flat is None or not flat.inner:
         return None
+    # A weight; otherwise both operands are batches of matrices, as of attention heads.
     if len(node_shape(b)) == 2:
         return insert(node, aten.matmul.default, (flat.unflattened(node), b))
     other_flat = flats.get(b)
@@ -176,6 +183,7 @@ def _rewrite_matmul(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None
 
 def _rewrite_norm(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None:
     flat = _find_flattening_reshape(node, flats)
+    # A norm over the flattened dimension combines rows.
     if flat is None or len(node.args[1]) > len(flat.inner):  # type: ignore[arg-type]
         return None
     return _rewrite_row_wise(node, flats)
@@ -185,9 +193,11 @@ def _rewrite_along_dims(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | 
     """Rewrite an operator along the dimensions in its second argument, if none is flattened."""
     flat = _find_flattening_reshape(node, flats)
     dims: Any = node.args[1] if len(node.args) > 1 else None
+    # No dimensions mean all of them.
     if flat is None or dims is None or dims == []:
         return None
     rank = len(flat.inner) + 1
+    # Counted from the end, where unflattening changes no index.
     listed = [d % rank - rank for d in ([dims] if isinstance(dims, int) else dims)]
     if -rank in listed:
         return None
@@ -213,6 +223,7 @@ def _rewrite_pointwise(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | N
     apart: dict[fx.Node, fx.Node] = {}
     for argument in node.all_input_nodes:
         sizes = node_shape(argument)
+        # Broadcast along the flattened dimension.
         if len(sizes) < rank or sizes[0] == 1 != node_shape(node)[0]:
             continue
         flat = flats.get(argument)
@@ -237,6 +248,7 @@ def _rewrite_cross_entropy(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node
     if flat is None or not flat.inner:
         return None
     assert isinstance(target, fx.Node)
+    # Probabilities of classes, in place of class indices.
     classes = flat.inner if tensor(target).is_floating_point() else ()
     args = (flat.unflattened(node), insert_reshape(target, flat.lead + classes, node), *options)
     return insert(node, custom_ops.cross_entropy, args)
@@ -262,6 +274,7 @@ def _rewrite_gather(node: fx.Node, flats: dict[fx.Node, Flat]) -> fx.Node | None
     """Rewrite `gather` or `scatter` along a dimension that is not flattened."""
     tensors, rank = node.all_input_nodes, len(node_shape(node))
     dim: Any = node.args[1]
+    # An index may have fewer rows than the tensor that it reads.
     if dim % rank == 0 or len({node_shape(n)[0] for n in tensors}) > 1:
         return None
     new = _insert_unflattened(node, tensors, flats)
@@ -313,12 +326,14 @@ def _rewrite_permutation(node: fx.Node) -> fx.Node | None:
     if factors is None or all(len(p) < 2 for p in factors):
         return None
     if not all(_keeps_factors(user, factors, dims) for user in node.users):
+        # Only the factors of the new leading dimension stay apart, for `match_flattening` to find.
         if len(factors[dims[0]]) < 2:
             return None
         factors = [factors[d] if d == dims[0] else [n] for d, n in enumerate(node_shape(flat))]
     apart = [size for factors_of_dim in factors for size in factors_of_dim]
     starts = [sum(len(p) for p in factors[:dim]) for dim in range(len(factors))]
     order = [starts[dim] + i for dim in dims for i in range(len(factors[dim]))]
+    # The factors keep their order: what looks like a permutation is a reshape.
     if order == list(range(len(order))):
         return insert_reshape(source, tuple(apart), node)
     return insert(node, aten.permute.default, (insert_reshape(source, tuple(apart), node), order))
@@ -349,6 +364,7 @@ _HANDLERS: dict[Any, Handler] = {
     ),
     **dict.fromkeys(
         (
+            # Elementwise without the tag `pointwise`.
             *(aten.to.dtype, aten.dropout.default, aten.detach.default, aten.type_as.default),
             aten.zeros_like.default,
         ),

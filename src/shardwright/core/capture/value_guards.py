@@ -51,6 +51,7 @@ class GuardedNumber:
 
     __lt__ = __le__ = __gt__ = __ge__ = _passing_result
     __eq__ = __ne__ = _passing_result
+    # A lookup in a dictionary would branch on the value.
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -103,6 +104,7 @@ def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | 
         is_jump: whether the frame executes a conditional jump, so that the expression belongs to
             the preceding instruction.
     """
+    # `co_positions` has an entry for each code unit of 2 bytes, in which `f_lasti` counts.
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2 - is_jump, None), ())
     line, end_line, column, end_column = position or (None,) * 4
     if line is None or end_line is None or column is None or end_column is None:
@@ -129,6 +131,7 @@ def _find_guards_of_file(file: str) -> Sequence[tuple[ast.expr, bool]]:
     passes)."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
+    # The file may have been edited after its import.
     except SyntaxError:
         return ()
     return tuple(_find_guards(tree))
@@ -151,6 +154,7 @@ def _find_guards(tree: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
 def _only_raises_or_warns(body: Sequence[ast.stmt]) -> bool:
     """Whether statements end with `raise`, or are all calls that warn, log or print."""
     if body and isinstance(body[-1], ast.Raise):
+        # A `return` or `break` ahead of the `raise` is a result of the model.
         return not any(isinstance(node, LEAVES) for s in body for node in ast.walk(s))
     return bool(body) and all(
         isinstance(statement, ast.Expr)
@@ -177,9 +181,11 @@ def _find_operand_value(
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _find_operand_value(test.operand, not passing, at, compared)
     if isinstance(test, ast.BoolOp):
+        # With each operand equal to `passing`, both `and` and `or` are `passing`.
         inside = next((value for value in test.values if at.is_in(value)), None)
         return None if inside is None else _find_operand_value(inside, passing, at, compared)
     if compared:
+        # `GuardedNumber` can only be compared, so `item()` must be a side by itself.
         sides = [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
         return passing if any(at.is_in(s) and isinstance(s, ast.Call) for s in sides) else None
     return passing

@@ -65,6 +65,7 @@ LIST_VIEWS = frozenset(
 )
 """Operators that return a list of views."""
 
+# With equal arguments, these operators undo themselves.
 _SELF_INVERSE = frozenset(
     {
         aten.transpose.int,
@@ -102,9 +103,12 @@ def read_strides_of_elements(graph: fx.Graph) -> None:
         source, arguments = node.args[0], node_arguments(node)
         x = tensor(source)
         size, stride, start = arguments["size"], arguments["stride"], arguments["storage_offset"]
+        # `storage_offset` counts from the start of the storage, not of the tensor.
         first = 0 if start is None else start - x.storage_offset()
         last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        # By descending stride: the order of the dimensions in memory.
         order = sorted(range(x.ndim), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
+        # Memory between or beyond the elements belongs to other tensors.
         dense = x.permute(order).is_contiguous() and first >= 0 and last < max(x.numel(), 1)
         if not dense or node.target not in (aten.as_strided.default, aten.as_strided_copy.default):
             raise CaptureError(
@@ -127,6 +131,7 @@ def view_base(node: fx.Node) -> fx.Node | None:
         return base if source.target in LIST_VIEWS and isinstance(base, fx.Node) else None
     if not is_tensor(source):
         return None
+    # `reshape`, `contiguous` and others return a view or a copy; their fake tensors tell which.
     return source if storage_id(tensor(node)) == storage_id(tensor(source)) else None
 
 
@@ -136,8 +141,10 @@ def replay_view(graph: fx.Graph, view: fx.Node, source: fx.Node) -> fx.Node:
         target, args = _convert_to_slice(view)
         return call(graph, target, (source, *args), like=view)
     target = IN_PLACE.get(view.target, view.target)
+    # `view` would fail for a source that is not contiguous, as a functional write may leave it.
     if target in SAME_ELEMENTS:
         return call(graph, aten.reshape.default, (source, list(node_shape(view))), like=view)
+    # No change, as in `x[:]`; `detach` changes the gradient.
     if target is not aten.detach.default and _keeps_shape_and_strides(view):
         return source
     return call(graph, target, (source, *view.args[1:]), dict(view.kwargs), like=view)
@@ -179,6 +186,7 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         return _insert_scatter(graph, aten.select_scatter.default, source, new, args, view)
     if target is aten.diagonal.default:
         return call(graph, aten.diagonal_scatter.default, (source, new, *view.args[1:]), like=view)
+    # A view of all elements, such as `x.detach()` or `x.expand_as(x)`.
     if _keeps_shape_and_strides(view):
         return new
     raise CaptureError(

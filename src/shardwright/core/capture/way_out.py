@@ -55,6 +55,7 @@ def _find_failing_module(error: BaseException, model: nn.Module) -> tuple[str, l
     """
     paths: dict[str, str] = {}
     for path, module in model.named_modules():
+        # By class, because the frames refer to modules of the traced copy.
         paths.setdefault(_get_class_name(module), path)
     innermost: tuple[str, list[Tensor]] | None = None
     cause: BaseException | None = error
@@ -98,6 +99,7 @@ def _find_tensor_arguments(module: object, local_variables: Mapping[str, Any]) -
 
 
 def _format_call_for_module(path: str, tensors: list[Tensor]) -> str:
+    # Without known arguments: a batch of vectors.
     rank = tensors[0].ndim if tensors else 2
     # Assumes that the result has the shape of the first tensor.
     first = " ".join(("b", *(f"_{name}" for name in _NAMES[: rank - 1]))) if rank else "()"
