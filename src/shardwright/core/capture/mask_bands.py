@@ -132,8 +132,8 @@ class BandDetector:
         if first.shape[-1] == 1 and second.shape[-2] == 1:
             return _infer_band_of_vectors(first.squeeze(-1), second.squeeze(-2), greater)
         if first.shape[-2] == 1 and second.shape[-1] == 1:
+            # key > query is -query > -key, of which the first operand is again the queries.
             return _infer_band_of_vectors(
-                # key > query is -query > -key, of which the first operand is again the queries.
                 _reverse_order(second).squeeze(-1), _reverse_order(first).squeeze(-2), greater
             )
         return None
