@@ -93,7 +93,9 @@ def main() -> None:
     set_log_level(logging.ERROR)
     try:
         with _escape_control_characters():
+            # Else Click would print errors itself, and exit.
             status = app(standalone_mode=False)
+        # In this mode `typer.Exit` is returned as its status.
         raise SystemExit(status if isinstance(status, int) else 0)
     except _USAGE_ERROR as error:
         _exit_with_usage_error(error)
@@ -105,6 +107,7 @@ def main() -> None:
     except RankFailedError as error:
         # A rank may find an invalid input that this process could not detect. Its message is
         # printed as if the error had been raised here.
+        # The name may be of a class of any library.
         if issubclass(getattr(errors, error.exception_type, Exception), ShardwrightError):
             _exit_with_error(error.exception_message, 2)
         _exit_with_error(str(error), 1)
@@ -125,6 +128,7 @@ def main() -> None:
                 " each needs",
                 2,
             )
+        # A traceback may have control characters, which Python's own hook would print.
         sys.excepthook = _print_traceback
         raise
 
@@ -161,6 +165,7 @@ def _escape_control_characters() -> Iterator[None]:
     format_warning, handler = warnings.formatwarning, logging.lastResort
 
     def format_printable(message: Any, category: Any, *where: Any, **options: Any) -> str:
+        # Warnings of this package are for users, whom Python's file and line would not help.
         if issubclass(category, ShardwrightWarning):
             indented = str(message).replace("\n", "\n  ")
             return printable(f"warning: {indented}\n")
@@ -185,6 +190,7 @@ class _PrintableFormatter(logging.Formatter):
 
 def _exit_with_error(message: str, status: int) -> None:
     """Print `message`, with its remedy indented, and exit with `status`."""
+    # Only errors of inputs, of status 2, have a remedy in their second line.
     indented = message.replace("\n", "\n  ") if status == 2 else message
     echo(f"error: {indented}", err=True)
     raise SystemExit(status)

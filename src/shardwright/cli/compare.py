@@ -80,6 +80,7 @@ def compare_command(
     if run is not None:
         logs = LogFolder(log_dir)
         processes = DEFAULT_PROCESSES if devices is None else devices
+        # Another run in this folder would overwrite the logs.
         with lock_folders(logs.root), show_progress(progress) as on_progress:
             measured = compare_measured(
                 configs,

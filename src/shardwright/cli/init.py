@@ -41,6 +41,7 @@ def tiny_config_of_family(family: str, names: Mapping[str, Path]) -> str | None:
     """
     # The shortest name is the plain configuration, without a suffix such as `_expert`.
     tiny = (each for each in names if re.fullmatch(rf"tiny/{re.escape(family)}\d*_.*", each))
+    # The name as second key, so that the choice does not depend on the order of files.
     return min(tiny, key=lambda each: (len(each), each), default=None)
 
 

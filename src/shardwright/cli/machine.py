@@ -70,12 +70,14 @@ def launch_command(
     # Not a required option: an option after the script would only be reported as missing.
     if devices is None:
         is_after = any(each.split("=")[0] == "--devices" for each in context.args)
+        # Options after the script belong to the script, so Click leaves them in `args`.
         reason = (
             "--devices after the script is passed to the script" if is_after else "no --devices"
         )
         raise typer.BadParameter(f"{reason}\nwrite `shardwright launch --devices 8 {script}`")
     logs = LogFolder(log_dir)
     with lock_folders(logs.root) as locks:
+        # Under the lock only, as another run may still write to these files.
         logs.clear(num_ranks=devices)
         launch([str(script), *context.args], devices, logs, locks=locks)
 
@@ -131,6 +133,7 @@ def calibrate_command(
         )
     base = None if cluster is None else load_cluster(cluster)
     planned, left_out = planned_runs(runs_file, base)
+    # One cluster is fitted, so that all runs must have its hardware.
     names = sorted({each.run.hardware for each in planned})
     if len(names) > 1:
         raise typer.BadParameter(

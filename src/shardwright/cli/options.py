@@ -53,6 +53,7 @@ def _check_mem_coeff(text: str | None) -> str | None:
     """Return `text`; raise `typer.BadParameter` unless it is a positive number or `auto`."""
     error = typer.BadParameter(f"{text!r} is neither a positive number nor auto")
     try:
+        # NaN fails both comparisons.
         valid = text is None or text == "auto" or 0 < float(text) < inf
     except ValueError:
         raise error from None
@@ -134,8 +135,10 @@ def load_run(
         changes["save_graphs"] = save_graphs.absolute()
     if cluster is not None:
         path = Path(cluster)
+        # A file of this name wins over a cluster of this name.
         changes["cluster"] = str(path.absolute()) if path.is_file() else cluster
     parallel = run.config.parallel.model_copy(update=changes)
+    # The search reports its choices as log messages of level INFO.
     if parallel.log_costs or "auto" in (parallel.stages, parallel.schedule):
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     train = run.config.train.model_copy(update={"resume": resume or run.config.train.resume})

@@ -130,18 +130,21 @@ def plan_command(
         except PlanInterrupted as stopped:
             echo("stopped: this is the fastest plan found so far that fits", err=True)
             plan, interrupted = stopped.plan(), True
+        # Here, with progress, what printing would otherwise compute without it.
         plan.derive(on_progress)
         on_progress("table")
         output = plan.to_json(memory=True) if json else plan_text(plan, full, every)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         plan.save(out)
+    # On stderr, so that stdout has the plan only.
     print_batch_formula(run, config, devices)
     if json or not sys.stdout.isatty():
         echo(output)
     else:
         console = PrintableConsole(width=text_width(), highlight=False)
         console.print(_color_axes(output, plan), soft_wrap=True)
+    # The plan is printed, but the status tells that Ctrl-C has ended the search.
     if interrupted:
         raise typer.Exit(128 + SIGINT)
 
@@ -171,6 +174,7 @@ def explain_command(
     Prints the costs of other choices and the changes that would make them cheaper, the producers of
     the inputs, and the redistributions.
     """
+    # A flag that is not given is False instead of None.
     _check_planning_options(config, devices, (mem_coeff, log_costs or None, cluster, memory_limit))
     if devices is None:
         plan = Plan.load(config)
@@ -278,6 +282,7 @@ def report_command(
     with show_progress(progress) as on_progress:
         other_plans: dict[str, Plan | str] = {}
         if devices is None:
+            # One of the values is `presets`, which needs a search.
             if len(files) < len(against or ()):
                 raise typer.BadParameter(
                     f"--against {PRESETS} needs a configuration: {source} is a saved plan\n"
@@ -350,8 +355,10 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
         second: title of the column of the second plan.
     """
     label_width = max(len(change.what) for change in changes)
+    # Two columns of values share the width that labels and gaps leave.
     value_width = (MIN_WIDTH - label_width) // 2 - len(GAP)
     lines = list[str]()
+    # The header is formatted as a row.
     for change in (Difference("", first, second), *changes):
         values = [wrap(value, value_width) for value in (change.first, change.second)]
         for label, first_value, second_value in zip_longest([change.what], *values, fillvalue=""):

@@ -172,6 +172,7 @@ def _train_on_node(node: Node, options: _TrainOptions) -> None:
     run = load_run(options.config, options.mem_coeff, resume=options.resume)
     logs = LogFolder(options.log_dir)
     if node.rank == 0:
+        # Released before the ranks start, of which rank 0 locks the folders itself.
         with lock_folders(*_output_folders(run, logs)):
             run.check_checkpoints()
             logs.clear(num_ranks=1, keep_steps=run.resumes)
@@ -185,6 +186,7 @@ def _train_on_node(node: Node, options: _TrainOptions) -> None:
 def _train_or_launch(options: _TrainOptions) -> None:
     world, logs = World.from_environment(), LogFolder(options.log_dir)
     device_range = DeviceRange.parse(options.elastic) if options.elastic else None
+    # A rank that was restarted continues from the checkpoints of its run.
     resume = options.resume or world.restarts > 0
     run = load_run(options.config, options.mem_coeff, resume=resume)
     timeout = timedelta(seconds=run.config.train.timeout_seconds)
@@ -193,16 +195,20 @@ def _train_or_launch(options: _TrainOptions) -> None:
         check_same_run(world, _settings_equal_on_nodes(run), timeout, run.config.train.device),
         lock_folders(*(_output_folders(run, logs) if world.rank == 0 else ())) as locks,
     ):
+        # On several nodes, the cluster of the configuration must have nodes of this size.
         if world.local_size < world.size:
             run.check_node_size(world.local_size)
+        # A restarted run finds its own checkpoints.
         if world.restarts == 0:
             run.check_checkpoints()
         check_trackers(run.config.train.log_to)
         run, plan_or_search = _load_or_search_plan(run, options, device_range, world)
+        # Only the first attempt is profiled.
         profile = None if world.restarts else options.profile
         if profile is not None:
             _check_profile_options(run, profile)
         if run.foreign is not None and run.foreign.only_strategies:
+            # One rank writes the strategies, and none trains.
             if not isinstance(plan_or_search, Plan) and world.rank == 0:
                 plan_or_search()
             return
@@ -210,6 +216,7 @@ def _train_or_launch(options: _TrainOptions) -> None:
             _train_one_rank(run, plan_or_search, world, logs, profile)
             return
         logs.clear(num_ranks=plan_or_search.devices, keep_steps=run.resumes)
+        # A single rank that is never restarted needs no process of its own.
         if plan_or_search.devices == 1 and options.max_restarts == 0 and device_range is None:
             _train_one_rank(run, plan_or_search, world, logs, profile)
         else:
@@ -258,6 +265,7 @@ def _load_or_search_plan(
             f"use --devices from {device_range.minimum} to {device_range.maximum}"
         )
     run = run.for_devices(devices)
+    # First, so that missing data is reported before the search.
     run.check_data()
     print_batch_formula(run, options.config, devices)
     if saved is not None:
@@ -275,6 +283,7 @@ def _load_or_search_plan(
             echo(f"the strategies of the plan are saved in {strategies}", err=True)
         return new
 
+    # Under torchrun, ranks compare their settings before one of them searches.
     return run, plan() if world.size == 1 else plan
 
 
@@ -313,6 +322,7 @@ class _LocalRankLauncher:
 
             def on_restart(number: int) -> None:
                 log = f"{self.logs.run}/rank.*/stderr.attempt-{number - 1}"
+                # The log folder may have been deleted during the run.
                 if not self.logs.plan.exists():
                     self.save_plan(plan)
                 progress.line(f"a rank failed: restart {number} of {max_restarts}; its log: {log}")
@@ -330,6 +340,7 @@ class _LocalRankLauncher:
     def command(self, plan: Plan, resume: bool) -> list[str]:
         """Save the plan, and return the arguments of `python` on each rank."""
         self.save_plan(plan)
+        # Ranks get the plan, so that no option of the search applies to them.
         return replace(self.options, plan=self.logs.plan, mem_coeff=None).command(resume)
 
     def save_plan(self, plan: Plan) -> None:
@@ -347,11 +358,13 @@ class _LocalRankLauncher:
         Returns:
             The command of a rank, and the number of devices.
         """
+        # From all remaining devices down to the minimum.
         for devices in range(remaining, minimum, -1):
             try:
                 plan = self.run.plan(devices)
             except (StrategyError, LayoutError):
                 continue
+            # Without cuts and stages, every device would compute the same.
             if any(plan.cuts.values()) or plan.pipeline.stages > 1:
                 break
         else:
@@ -389,6 +402,7 @@ def _train_one_rank(
     """
     profile = None
     if steps is not None:
+        # The profiler does not create the folder of its trace.
         logs.rank(world.rank).mkdir(parents=True, exist_ok=True)
         profile = Profile(
             steps, logs.rank, lambda plan, measured: _write_profile(plan, measured, logs)
@@ -404,8 +418,10 @@ def _train_one_rank(
         writers: list[Callable[[StepRecord], object]] = []
 
         def on_start(start: Position) -> None:
+            # Only now, as the position decides which lines of the log stay.
             file = stack.enter_context(open_step_log(logs.steps(0), start))
             writers.append(lambda step: file.write(step.to_json() + "\n"))
+            # Trackers count steps from 1, over all epochs.
             values, numbers = run.config.model_dump(mode="json"), count(start.step + 1)
             track = stack.enter_context(
                 open_trackers(settings.log_to, logs.run, values, start.step)
@@ -422,10 +438,13 @@ def _train_one_rank(
                 progress.line(step.line)
 
         try:
+            # Above the progress bar, which other output would break.
             stack.enter_context(_print_checkpoint_warnings(progress.line))
             train_rank(run, plan, world, on_step, on_start, profile)
+        # Without checkpoints nothing defers the signal, and Python raises this error.
         except KeyboardInterrupt:
             raise StoppedError(signal.SIGINT) from None
+    # Empty if the run has failed before its first step.
     if writers:
         logs.warn_if_deleted(logs.steps(0))
 

@@ -81,6 +81,7 @@ def tuning_table(tuning: Tuning) -> Table:
 
 def _plan_lines(tuning: Tuning) -> list[str]:
     """Return lines with the shardings of the main operators in each distinct plan."""
+    # Reversed, so that the first trial with a plan stands for the plan.
     distinct = {trial.plan: trial for trial in reversed(tuning.trials)}
     return [line for index in sorted(distinct) for line in _sharding_lines(distinct[index])]
 
@@ -114,6 +115,7 @@ def _recommendation_text(tuning: Tuning) -> str:
     if best is None:
         limit_text = bytes_text(limit or 0)
         return f"no value fits into {limit_text}: shard parameters or recompute activations"
+    # Without a cluster, no step time is predicted.
     reason = "shortest step time" if best.seconds is not None else "fewest replicated operators"
     fits = "" if limit is None else f", fits into {bytes_text(limit)}"
     return f"use mem_coeff {best.mem_coeff:g}: {reason}{fits}"

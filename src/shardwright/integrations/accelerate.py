@@ -111,6 +111,7 @@ def prepare(
         _unwrap_optimizer(each) for each in objects if isinstance(each, torch.optim.Optimizer)
     ]
     _prepare_model(accelerator, net, optimizers, loaded_plan, options)
+    # After `_prepare_model`, which may replace the parameters of optimizers.
     prepared = [_prepare_optimizer_or_loader(accelerator, each, shards) for each in objects]
     # A scheduler counts the steps of its optimizer, which is prepared only now.
     prepared = [_prepare_scheduler(accelerator, each) for each in prepared]
@@ -146,12 +147,14 @@ def _prepare_model(
     if isinstance(net, ParallelModule):
         planned(net)
     elif plan is not None:
+        # Captured as it will be called, under autocast.
         with accelerator.autocast():
             parallel = parallelize(net, plan, accelerator.device)
         assert isinstance(parallel, ParallelModule)
         planned(parallel)
     else:
         plan_on_first_call(net, options, accelerator.device, planned, accelerator.autocast)
+    # `save_state` and `load_state` go through this list.
     accelerator._models.append(net)
     vars(net)["_is_accelerate_prepared"] = True
 
@@ -200,6 +203,7 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
     # Samplers without a generator draw from torch's, whose state must be equal on all ranks.
     rng_types |= {"torch"} if dist.is_initialized() else set()
     batches = loader.batch_sampler
+    # A `DistributedSampler` has divided the samples already.
     divided = shards.count == 1 or bool(_distributed_samplers(loader))
     prepared = prepare_data_loader(
         loader,
@@ -218,6 +222,7 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
     if not divided and batches is not None:
+        # Accelerate's loader iterates over a loader of its own, whose batch sampler decides.
         base = getattr(prepared, "base_dataloader", prepared)
         batches_of_rank = ShardedBatchSampler(base.batch_sampler, shards, config.even_batches)
         # Not by assignment, which `DataLoader` refuses.
@@ -246,6 +251,7 @@ class ShardedBatchSampler(BatchSamplerShard):  # type: ignore[misc]
     def __iter__(self) -> Iterator[list[Any]]:
         first: list[Any] = []
         for batch in self.batch_sampler:
+            # Every rank reads all batches, so all fill the last one with the same samples.
             first = first or list(batch)
             missing = -len(batch) % self.num_processes
             if missing and not self.even_batches:
@@ -296,6 +302,7 @@ def _replace_accelerator_methods(accelerator: Any, shards: DataShards) -> None:
             " `gather_for_metrics` supports one\nplan both models with the same value, for example"
             " dataset_strategy='full_batch', or use one `Accelerator` for each model"
         )
+    # An earlier call of `prepare` has replaced the methods.
     if earlier is not None:
         return
     accelerator.shardwright_shards = shards
@@ -307,6 +314,7 @@ def _replace_accelerator_methods(accelerator: Any, shards: DataShards) -> None:
         "get_state_dict": _get_state_dict,
         "unwrap_model": _unwrap_model,
     }
+    # On the instance, so that other accelerators of the process keep theirs.
     for name, method in methods.items():
         setattr(accelerator, name, MethodType(method, accelerator))
     accelerator.register_save_state_pre_hook(_save_random_states)
@@ -326,6 +334,7 @@ def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
     def distinct(value: Any) -> Any:
         if isinstance(value, Tensor):
             values_of_ranks = value.chunk(world)
+            # All owners of a shard have its samples; the first is taken.
             return torch.cat([values_of_ranks[ranks[0]] for ranks in shards.owners])
         return value
 
@@ -334,6 +343,7 @@ def _drop_repeated_shards(data: Any, shards: DataShards) -> Any:
 
 def _gather(accelerator: Any, tensor: Any) -> Any:
     shards, tensor = accelerator.shardwright_shards, _gather_full_tensors(tensor)
+    # Every rank has the values of all samples.
     if shards.count == 1:
         return tensor
     return _drop_repeated_shards(type(accelerator).gather(accelerator, tensor), shards)
@@ -352,6 +362,7 @@ def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float 
     shards, tensor = accelerator.shardwright_shards, _gather_full_tensors(tensor)
     copies = accelerator.num_processes // shards.count
     reduced = type(accelerator).reduce(accelerator, tensor, reduction, scale)
+    # A mean over equal copies is the mean over distinct samples.
     if reduction != "sum" or copies == 1:
         return reduced
 
@@ -368,6 +379,7 @@ def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float 
 def _clip_grad_norm(
     accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
 ) -> Tensor:
+    # Else gradients of a scaled loss would be clipped at a scaled norm.
     accelerator.unscale_gradients()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -394,6 +406,7 @@ def _save_random_states(models: list[nn.Module], weights: list[Any], folder: str
         for model in models
         if isinstance(model, ParallelModule)
     ]
+    # Seeds and steps are equal on all ranks.
     if is_rank_0():
         file = Path(folder, RANDOM_FILE)
         try:

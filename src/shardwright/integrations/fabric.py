@@ -82,6 +82,7 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._optimizers.append(optimizer)
+        # A model that is planned later replaces its parameters in `_optimizers` by itself.
         for module in self._net.modules() if self._net is not None else ():
             if isinstance(module, ParallelModule):
                 adopt_parameters_of_model(optimizer, module)
@@ -112,11 +113,13 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self._net is not None:
             check_one_stage(self._net, "`fabric.save` without `save_distributed_checkpoint=True`")
+        # Fabric passes its own wrapper of the optimizer.
         return full_optimizer_state(getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
+        # The path of rank 0, as a name may contain a time.
         path = Path(self.broadcast(path))
         if not self._distributed_checkpoints:
             super().save_checkpoint(path, state, storage_options, filter)

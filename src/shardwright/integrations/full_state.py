@@ -43,6 +43,7 @@ def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
         key = (value.data_ptr(), value.storage_offset(), value.shape)
         return copies.setdefault(key, value.detach().cpu().clone())
 
+    # Entries of either, with the full tensor where the module's own state has a shard.
     return OrderedDict(
         (name, copied(state.get(name, value))) for name, value in (state | own_state).items()
     )
@@ -59,6 +60,7 @@ def full_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def gather_on_rank_0(value: Any) -> Any:
     """Gather a DTensor to the CPU of rank 0; other ranks free the full tensor and get None."""
+    # On every rank, as gathering a DTensor is collective.
     full = value.full_tensor() if isinstance(value, DTensor) else value
     if not is_rank_0():
         return None

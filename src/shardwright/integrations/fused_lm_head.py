@@ -52,6 +52,7 @@ def _make_forward_with_logits(model: nn.Module, temperature: float) -> MethodTyp
         kwargs.pop("num_items_in_batch", None)
         outputs = original(self, *args, **kwargs)
         logits = outputs.logits.float() / temperature
+        # Without shifted labels, the logits of position i predict label i + 1.
         if shift_labels is None:
             logits, shift_labels = logits[:, :-1], labels[:, 1:]
         mask = shift_labels != -100
@@ -64,6 +65,7 @@ def _make_forward_with_logits(model: nn.Module, temperature: float) -> MethodTyp
         label_index = shift_labels.clamp(min=0).unsqueeze(-1)
         log_probs = mask_out(all_log_probs.gather(-1, label_index).squeeze(-1))
         return FusedCausalLMOutput(
+            # At least 1, so that a batch without labels has a loss of 0 instead of NaN.
             loss=-log_probs.sum() / mask.sum().clamp(min=1),
             log_probs=log_probs,
             entropy=mask_out(-(all_log_probs.exp() * all_log_probs).sum(-1)),

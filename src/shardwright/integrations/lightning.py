@@ -70,6 +70,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
         if self._planned_models.shards.count == 1:
             # The order of one process: `process_dataloader` makes it equal on all ranks.
             trainer._accelerator_connector.use_distributed_sampler = False
+        # Evaluation has no optimizers.
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -102,16 +103,19 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
+        # Checkpoints are loaded into shards, which exist only after `setup`.
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
+        # `load_checkpoint` has already restored them, as shards.
         return not self._loaded_folder
 
     _loaded_folder = False
     """Whether `load_checkpoint` has read a distributed checkpoint, optimizer states included."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The folder has the shards; the metadata file must not have full tensors beside them.
         if self._distributed_checkpoints:
             return {}
         return full_model_state(self.lightning_module)
@@ -131,6 +135,7 @@ class ShardwrightStrategy(PlannedModelsStrategy, DDPStrategy):  # type: ignore[m
         if not self._distributed_checkpoints:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        # Lightning leaves the states out if it saves weights only.
         optimizers = self._named_optimizers() if "optimizer_states" in checkpoint else {}
         metadata = {k: v for k, v in checkpoint.items() if k not in _SHARDED_KEYS}
         save_folder(path, self.lightning_module, "state_dict", optimizers, metadata)

@@ -59,6 +59,7 @@ class PlannedModelsStrategy:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device=self.root_device)
+        # Over all ranks, unlike `reduce`, which counts ranks with equal samples once.
         votes = _sync_ddp_if_available(votes, reduce_op="sum")
         return bool(votes == self.world_size) if all else bool(votes)
 

@@ -66,6 +66,7 @@ def save_folder(
     state: dict[str, Any] = {key: get_model_state_dict(net, options=options)}
     for name, optimizer in optimizers.items():
         state[name] = get_optimizer_state_dict(net, optimizer, options=options)
+    # Under another name until it is complete: an interrupted save leaves no broken checkpoint.
     partial, problem = path.with_name(f"{path.name}.partial"), ""
     if is_rank_0():
         try:
@@ -97,6 +98,7 @@ def save_folder(
 
 def _rename_to_final_path(partial: Path, path: Path) -> None:
     """Rename the complete checkpoint `partial` to `path`, then remove the one it replaces."""
+    # The earlier checkpoint keeps some name until the new one has its own.
     replaced = path.with_name(f"{path.name}.removed")
     _remove_file_or_folder(replaced)
     if path.exists():
@@ -106,6 +108,7 @@ def _rename_to_final_path(partial: Path, path: Path) -> None:
 
 
 def _remove_file_or_folder(path: Path) -> None:
+    # `rmtree` refuses symbolic links.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -146,10 +149,12 @@ def load_folder(
     model_state = {key: get_model_state_dict(net)}
     with convert_errors(path):
         state_dict_loader.load(model_state, checkpoint_id=path, no_dist=not has_other_ranks())
+    # `load` has read into the tensors in place; this call checks names and runs the model's hooks.
     net.load_state_dict(model_state[key], strict=strict)
     saved_names = FileSystemReader(path).read_metadata().state_dict_metadata
     # One after the other: an optimizer without state first gets a state to load into.
     for name, optimizer in optimizers.items():
+        # Runs without stages save options by group, others by parameter.
         has_groups = any(saved.startswith(f"{name}.param_groups.0.") for saved in saved_names)
         options = StateDictOptions(flatten_optimizer_state_dict=not has_groups)
         state = {name: get_optimizer_state_dict(net, optimizer, options=options)}

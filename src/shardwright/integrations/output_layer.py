@@ -29,8 +29,10 @@ class OutputLayer:
 
     def __init__(self, layer: nn.Module, shards: DataShards) -> None:
         self._planned = layer
+        # Ranks with equal samples have equal gradients of this layer.
         self._ranks_per_shard = len(shards.owners[0])
         self._full: dict[str, Tensor] = {}
+        # Without `__init__`, which would allocate and initialize parameters.
         self._layer: Any = object.__new__(type(layer))
         # The planned model sets a `forward` on its submodules that explains errors.
         state = {name: value for name, value in vars(layer).items() if name != "forward"}
@@ -60,10 +62,13 @@ class OutputLayer:
         if not self._full:
             for name, parameter in self._planned.named_parameters():
                 full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                # A leaf, in whose `grad` autograd adds up the gradients of all chunks.
                 self._full[name] = full.detach().requires_grad_(parameter.requires_grad)
         for name, full in self._full.items():
+            # Cast in each call, so that these gradients are of the full parameter's dtype.
             self._layer._parameters[name] = full.to(inputs.dtype)
         outputs = self._layer(inputs)
+        # The copy must not keep the result of the cast alive.
         self._layer._parameters.update(dict.fromkeys(self._full))
         return outputs
 
@@ -76,7 +81,9 @@ class OutputLayer:
             parameter = self._planned.get_parameter(name)
             if not parameter.requires_grad:
                 continue
+            # A rank without a gradient must still take part in the all-reduce.
             total = torch.zeros_like(full) if full.grad is None else full.grad
+            # Divided before the sum, in which ranks with equal samples would count several times.
             dist.all_reduce(total.div_(self._ranks_per_shard))
             gradient: Tensor = local_part_of(total, parameter)
             if isinstance(parameter, DTensor):

@@ -89,15 +89,18 @@ def plan_on_first_call(
             submodule for submodule in self.modules() if USER_CLASS in vars(type(submodule))
         ]
         unplanned_classes = [type(submodule) for submodule in unplanned_submodules]
+        # The capture calls submodules, whose `__call__` must not plan them by themselves.
         for submodule in unplanned_submodules:
             set_class(submodule, vars(type(submodule))[USER_CLASS])
         try:
             # A loop may evaluate first, without gradients.
             with torch.inference_mode(False), torch.enable_grad(), _training_mode(self), context():
+                # Options may name another number of devices.
                 arguments = {"devices": _world_size(), **options}
                 plan = plan_model(self, args, kwargs, **arguments)
                 log.info("planned %s:\n%s", user_class.__name__, plan)
                 parallel = parallelize(self, plan, device)
+        # Also after Ctrl-C: the next call then plans again.
         except BaseException:
             for submodule, unplanned_class in zip(
                 unplanned_submodules, unplanned_classes, strict=True
@@ -146,9 +149,11 @@ def train_stages_in_calls(net: ParallelModule) -> None:
 
     @wraps(forward_as_planned)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients there is no backward pass to run.
         if not (self.training and torch.is_grad_enabled()):
             return forward_as_planned(self, *args, **kwargs)
         trained = [p for p in self.parameters() if p.requires_grad]
+        # Set aside, to tell the gradients of this step from accumulated ones.
         earlier = [p.grad for p in trained]
         for parameter in trained:
             parameter.grad = None
@@ -158,6 +163,7 @@ def train_stages_in_calls(net: ParallelModule) -> None:
         finally:
             for parameter, gradient in zip(trained, earlier, strict=True):
                 parameter.grad = gradient
+        # Autograd calls `backward` only if an input requires a gradient.
         start = torch.zeros((), device=loss.device, dtype=loss.dtype, requires_grad=True)
         apply: Any = _LossWithStoredGradients.apply
         return apply(start, loss.detach(), trained, gradients)
@@ -199,6 +205,7 @@ class _LossWithStoredGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The gradient of the loss is, for example, 1 / accumulation steps.
         scale = gradient.item()
         with torch.no_grad():
             for parameter, of_step in zip(ctx.parameters, ctx.gradients, strict=True):
@@ -206,6 +213,7 @@ class _LossWithStoredGradients(torch.autograd.Function):
                     continue
                 of_step.mul_(scale)
                 parameter.grad = of_step if parameter.grad is None else parameter.grad + of_step
+        # Their memory is free after the first `backward`, and a second one adds nothing.
         ctx.parameters = ctx.gradients = ()
         return torch.zeros_like(gradient), None, None, None
 

@@ -87,14 +87,17 @@ class PlannedModels:
             assert isinstance(parallel, ParallelModule)
             adopted(parallel)
             return
+        # A step calls the module itself or its submodules; the first that is called is planned.
         candidates = [net, *net.children()] if hasattr(net, "training_step") else [net]
         for candidate in candidates:
             has_parameters = any(True for _ in candidate.parameters())
+            # The temporary class shows that the module has been prepared before.
             if has_parameters and USER_CLASS not in vars(type(candidate)):
                 plan_on_first_call(candidate, self._options, device, adopted)
 
     def move_modules_without_parameters(self, net: nn.Module, device: torch.device) -> None:
         """Move modules without parameters, such as metrics, to the device of this rank."""
+        # `parallelize` moves parameters, shard by shard.
         if any(True for _ in net.parameters()):
             for child in net.children():
                 self.move_modules_without_parameters(child, device)
@@ -114,6 +117,7 @@ class PlannedModels:
         shards = self.shards
         for metric in module.modules():
             if hasattr(metric, "distributed_available_fn"):
+                # The group has one rank of each data shard.
                 metric.process_group = self._group  # type: ignore[assignment]
                 if shards.count == 1:
                     # Every rank has counted all samples.
@@ -130,6 +134,7 @@ class PlannedModels:
         if not isinstance(value, Tensor):
             return value
         value = value.full_tensor() if isinstance(value, DTensor) else value
+        # Every rank has the value over all samples.
         if self.shards.count == 1:
             return value
         return reduce(value, group=self._group, reduce_op=reduce_op)
@@ -138,6 +143,7 @@ class PlannedModels:
         """Gather a tensor from one rank of each data shard, along a new dimension 0."""
         value = value.full_tensor() if isinstance(value, DTensor) else value
         if self.shards.count == 1:
+            # Lightning stacks the tensors of ranks along dimension 0.
             return value.unsqueeze(0)
         return gather(value, group=self._group, sync_grads=sync_grads)
 

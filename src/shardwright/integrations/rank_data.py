@@ -66,6 +66,7 @@ class DataShards:
         strategy = options.get("dataset_strategy", FULL_BATCHES)
         if strategy == FULL_BATCHES:
             return _unsharded_batch()
+        # With stages several ranks read one shard, and only the plan tells which.
         if strategy == LOCAL_BATCHES and options.get("stages", 1) == 1:
             ranks = tuple((rank,) for rank in range(_world_size()))
             return DataShards(len(ranks), _rank(), ranks)
@@ -85,6 +86,7 @@ class DataShards:
         if self.count == _world_size():
             return dist.group.WORLD
         group_of_rank = None
+        # All ranks create all groups, since `new_group` is collective.
         for ranks in zip(*self.owners, strict=True):
             group = dist.new_group(list(ranks))
             group_of_rank = group if _rank() in ranks else group_of_rank
@@ -129,6 +131,7 @@ class DataShards:
 
 
 def _data_shards(mesh: Layout, arrivals: Mapping[str, CutAxes]) -> DataShards:
+    # The first entry has the axes that shard the batch dimension.
     axes = {cut[0] for cut in arrivals.values() if any(cut)}
     if not axes:
         return _unsharded_batch()
@@ -162,6 +165,7 @@ def _loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
     `DistributedSampler` has the attributes `num_replicas` and `rank`; samplers and datasets of
     Accelerate have `num_processes` and `process_index`. Samplers inside batch samplers count too.
     """
+    # With a set, because loaders and samplers may refer to each other.
     pending, seen = [loader], set[int]()
     while pending:
         element = pending.pop()
@@ -188,6 +192,7 @@ class SharedOrder(Sampler[Any]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        # For each epoch, whose order the sampler draws when it is iterated.
         states = generator_states(CPU)
         shared = {name: value_of_rank(state.tolist()) for name, state in states.items()}
         states = {name: torch.tensor(state, dtype=torch.uint8) for name, state in shared.items()}
@@ -195,6 +200,7 @@ class SharedOrder(Sampler[Any]):
         return iter(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
+        # `sampler` is looked up before it is set, for example when the object is unpickled.
         if name == "sampler":
             raise AttributeError(name)
         return getattr(self.sampler, name)
@@ -205,6 +211,7 @@ def share_order(loader: Any) -> None:
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler: Any = getattr(batches, "sampler", None)
     is_random = isinstance(sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler)
+    # Users seed a generator of their own themselves.
     if is_random and sampler.generator is None and has_other_ranks():
         batches.sampler = SharedOrder(sampler)
 

@@ -74,6 +74,7 @@ def parallelize_fn(
         dump_folder: str,
     ) -> ParallelModule:
         _check_torchtitan_settings(training, parallelism)
+        # torchtitan reads the setting from both.
         for settings in (parallelism, parallel_dims):
             settings.spmd_backend = ORDINARY_TENSORS
         set_spmd_backend(ORDINARY_TENSORS)
@@ -151,6 +152,7 @@ def _shards_of_loader(world: int, num_loaders: int) -> DataShards:
 def _options_from_torchtitan(shards: DataShards, training: Any) -> dict[str, Any]:
     """Return the options of `sw.plan` that follow from torchtitan's configuration."""
     ranks_per_loader = len(shards.owners[0])
+    # Replicated over `tp`, whose neighboring ranks read the same samples.
     by_ranks = Layout((shards.count, ranks_per_loader), ("dp", "tp"))("dp", "None")
     strategy: Any = (by_ranks, by_ranks)
     if shards.count == 1:
@@ -191,6 +193,7 @@ def _make_decoder_arguments(
         )
     shape = (training.local_batch_size * shards.count, training.seq_len)
     ids = torch.empty(shape, dtype=torch.long, device="meta")
+    # Meta tensors, since only shapes and dtypes matter.
     return (ids,), {"positions": ids}
 
 
@@ -209,6 +212,7 @@ def _scale_mean_gradients_to_sum(net: ParallelModule, shards: DataShards) -> Non
     @wraps(forward_as_planned)
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         outputs = forward_as_planned(self, *args, **kwargs)
+        # Left by a forward pass without a backward pass, such as an evaluation.
         if layer is not None:
             layer.free()
         if not isinstance(outputs, Tensor) or not outputs.requires_grad:
@@ -226,6 +230,7 @@ class _ScaleMeanGradientsToSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, count: int, layer: OutputLayer | None) -> Tensor:
         ctx.count, ctx.layer = count, layer
+        # A view, since autograd treats an input that is returned unchanged as modified in place.
         return outputs.view_as(outputs)
 
     @staticmethod

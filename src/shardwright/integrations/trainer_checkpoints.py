@@ -57,10 +57,12 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer) -> None
     Raises:
         CheckpointError: if the checkpoint has no optimizer state, or it cannot be read.
     """
+    # Rank 0 decides for all ranks, as loading is collective.
     if value_of_rank((folder / STATE_FOLDER).is_dir()):
         # Not strict: `Trainer` has already loaded most parameters from its own files.
         load_checkpoint(folder / STATE_FOLDER, model, optimizer, strict=False)
     elif value_of_rank((folder / OPTIMIZER_FILE).is_file()):
+        # Mapped into memory, since a rank keeps only its shards of the tensors.
         optimizer.load_state_dict(read_torch_file(folder / OPTIMIZER_FILE, mapped=True))
     else:
         raise CheckpointError(

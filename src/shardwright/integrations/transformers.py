@@ -99,6 +99,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         """Plan and shard the model with the dataloader's first batch, unless already sharded."""
         if isinstance(self.model, ParallelModule):
             return
+        # Before the capture, which refuses trl's autograd function.
         replace_fused_lm_heads(self.model)
         if self.args.bf16:
             self.model.forward = _make_bfloat16_forward(self.model, self.args.device.type)
@@ -126,7 +127,9 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 " gradient_accumulation_steps",
                 plan.pipeline.micro_batches,
             )
+        # Released, so that no rank keeps the full model beside its shards.
         parallel_model = parallelize(self.model, plan, self.args.device, release=True)
+        # `Trainer` calls `model_wrapped`, and passes the model of the handler to callbacks.
         self.model = self.model_wrapped = parallel_model
         self.callback_handler.model = self.model
 
@@ -136,16 +139,19 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
         dataset = dataloader.dataset
         # Restored below, so that the draws of datasets and collators are repeated in training.
         random_states = random.getstate(), np.random.get_state()
+        # Without devices: samplers and collators draw from the CPU's generator.
         with torch.random.fork_rng(devices=[]):
             if isinstance(dataset, IterableDataset):
                 samples = _peek_samples(dataset, batch_size)
             else:
                 length = len(dataset)  # type: ignore[arg-type]
+                # A dataset smaller than a batch repeats its samples, as only shapes matter.
                 samples = [dataset[index % length] for index in range(batch_size)]
             batch = dataloader.collate_fn(samples)
         random.setstate(random_states[0])
         np.random.set_state(random_states[1])
         num_items = self._get_num_items_in_batch([batch], self.args.device)
+        # Planned as it trains, also if an evaluation comes first.
         self.model.train()
         # Trainers prepare the arguments of their models in different ways, so they are taken from
         # the call in `compute_loss`.
@@ -189,9 +195,11 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
                 result = super().train(*args, **kwargs)
             finally:
                 self.remove_callback(callback)
+        # A signal during the last step has stopped nothing.
         if stop.stopped_by is None or self.state.global_step >= self.state.max_steps:
             return result
         _, number = stop.stopped_by
+        # 128 + signal number, the status that shells give to a process ended by a signal.
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -282,6 +290,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
+        # Before `Trainer` creates the optimizer, which then has the planned parameters.
         self._parallelize_model(train_dataloader)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -314,6 +323,7 @@ class ShardwrightTrainer(Trainer):  # type: ignore[misc]
             self.args.per_device_eval_batch_size = per_device
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before accelerate's padding, for `_truncate_last_batch`.
         self._batch_rows = batch_size_of(inputs)
         return _gather_full_tensors(super().prediction_step(model, inputs, *args, **kwargs))
 
@@ -377,6 +387,7 @@ def _peek_samples(dataset: IterableDataset[Any], count: int) -> list[Any]:
         ConfigError: if the dataset can be iterated only once.
     """
     stream = iter(dataset)
+    # An iterator returns itself; a dataset that can be read again returns a new iterator.
     if stream is iter(dataset):
         raise ConfigError(
             f"{type(dataset).__name__}.__iter__ returns the same iterator each time, so training "

@@ -44,12 +44,14 @@ def causal_attention(
         `[batch, heads, positions, size of value]`.
     """
     has_groups, prefix = query.shape[1] != key.shape[1], key.shape[2] - query.shape[2]
+    # Without a mask tensor, so that the kernel skips the masked scores.
     if attention == "fused" and not prefix:
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=has_groups
         )
     batch, heads, positions, size = query.shape
     # A prefix needs an explicit mask, because `is_causal` aligns queries with the first keys.
+    # Prefix tokens have negative positions, so that all queries attend to them.
     position = torch.arange(key.shape[2], device=query.device) - prefix
     is_future = position > position[prefix:].unsqueeze(-1)
     if attention == "fused":
@@ -60,6 +62,7 @@ def causal_attention(
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
     scores = scores.masked_fill(is_future, float("-inf"))
+    # In float32, as in the eager attention of `transformers`.
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, positions, -1)
 
@@ -95,6 +98,7 @@ def _attention_for_transformers(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     is_causal = options.get("is_causal")
+    # None leaves the choice to the module.
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     has_bias, prefixes = options.get("position_bias") is not None, options.get("prefixes")
     if attention_mask is not None or has_bias or not is_causal:
@@ -110,6 +114,7 @@ def _attention_for_transformers(
     layer = getattr(module, "layer_idx", None)
     key, value = add_prefix(layer, prefixes, key, value)
     attended = causal_attention(attention, query, key, value, scale, dropout)
+    # `transformers` expects `[batch, positions, heads, size]`.
     return attended.transpose(1, 2), None
 
 
@@ -145,6 +150,7 @@ def rotary(positions: int, size: int, base: float, like: Tensor) -> tuple[Tensor
     position = torch.arange(positions, device=like.device, dtype=torch.float32)
     pairs = torch.arange(0, size, 2, device=like.device, dtype=torch.float32)
     angles = position.unsqueeze(-1) * base ** (-pairs / size)
+    # Features i and i + size / 2 are a pair, with one angle.
     angles = torch.cat((angles, angles), -1)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
@@ -167,6 +173,7 @@ def alibi_slopes(heads: int) -> list[float]:
     of the next power of two.
     """
     power = 2 ** floor(log2(heads))
+    # 2^(-8 i / n) for i = 1 … n heads (Press et al., 2022).
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]
 
@@ -194,6 +201,7 @@ def alibi_features(
         Queries and keys, `[batch, heads, positions, padded size]`.
     """
     batch, heads, positions, size = query.shape
+    # Two features for the bias, and zeros up to a multiple of 8.
     num_features = -(-(size + 2) // 8) * 8 - size
     # Divided by `scale`, because attention multiplies the bias with it too.
     query_features = torch.stack((slopes * _ALIBI_BLOCK, slopes), -1) / scale

@@ -143,5 +143,6 @@ def _add_lora_and_cast(net: nn.Module, lora: LoRA | None, dtype: torch.dtype) ->
     if lora is not None:
         net = adapt(net, lora)
     for parameter in net.parameters():
+        # In the existing parameters, so that modules that share one still do.
         parameter.data = parameter.data.to(dtype)
     return net

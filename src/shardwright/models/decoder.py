@@ -43,12 +43,14 @@ class Decoder(nn.Module):
             raise ConfigError(
                 "prefix: multi-head latent attention (DeepSeek) is not supported\nuse LoRA"
             )
+        # The prefixes are added afterwards, and stay trained.
         self.requires_grad_(False)
         layers, heads = config.num_hidden_layers, config.num_key_value_heads
         self.prefix_tuning = Prefixes(prefix, layers, heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
+        # A cache of keys and values only serves generation.
         options: dict[str, Any] = {"use_cache": False}
         if self.prefix_tuning is not None:
             options["prefixes"] = self.prefix_tuning(input_ids.shape[0])
@@ -122,8 +124,10 @@ def _hf_config_arguments(sizes: Dimensions, attention: Attention) -> dict[str, A
         "max_position_embeddings": sizes.seq_length,
         "rms_norm_eps": sizes.norm_eps,
         "tie_word_embeddings": False,
+        # With a padding token, its row of the embedding would get no gradient.
         "pad_token_id": None,
         "attn_implementation": register_with_transformers(attention),
+        # May override all arguments above; rotary parameters are merged below.
         **sizes.hf,
         "rope_parameters": {**rotary, **sizes.hf.get("rope_parameters", {})},
     }
@@ -148,6 +152,7 @@ def _fuse_norms(net: nn.Module) -> None:
     for name, composed_norm in norms:
         parent, _, attribute = name.rpartition(".")
         weight: torch.Tensor = composed_norm.weight
+        # On the meta device, as the existing weight takes the place of the new one.
         with torch.device("meta"):
             norm = nn.RMSNorm(weight.shape[0], composed_norm.variance_epsilon)
         norm.weight = nn.Parameter(weight)

@@ -78,16 +78,19 @@ def pin_expert(
     )
     expert_layout = Layout(expert_matrix, ("dp", "ep", "cp", "ep_mp", "mp"))
     sequence = ("cp", "mp") if seq_parallel else "cp"
+    # The layout of the residual stream.
     output = layout("dp", sequence, "None")
     has_row_layers = False
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
             shard(
+                # Weights of linear layers are `[outputs, inputs]`.
                 _base_linear(module),
                 (_column_input_layout(net, path, layout), layout("mp", "None")),
             )
         elif name in ROW:
+            # The partial sums of a row-parallel layer are reduced into the layout of the residual.
             shard(_base_linear(module), (layout("dp", "cp", "mp"), layout("None", "mp")), (output,))
             has_row_layers = True
         elif _has_expert_weights(module):
@@ -99,8 +102,10 @@ def pin_expert(
             if vocab_emb_dp:
                 shard(module, (layout("None", "None"), layout("dp", sequence)))
                 continue
+            # Each device looks up the tokens in its part of the vocabulary; the results are summed.
             shard(module, (layout("mp", "None"), layout("dp", "cp")), (output,))
         elif isinstance(module, nn.Linear) and name == "lm_head":
+            # Logits stay sharded along the vocabulary, also in the loss.
             shard(module, (layout("dp", "cp", "None"), layout("mp", "None")))
     if not has_row_layers:
         raise ConfigError(
@@ -126,6 +131,7 @@ def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | N
     projections = layout(experts, *width_dimensions, "None"), layout(experts, "None", "mp")
     biases = layout(experts, *width_dimensions), layout(experts, "None")
     has_biases = getattr(module, "has_bias", False)
+    # The strategies of routing follow from those of the tokens.
     return layout("dp", "cp", "None"), None, None, *projections, *(biases if has_biases else ())
 
 
@@ -197,9 +203,11 @@ def expert_stages(
             f"pipeline_stage: {len(blocks)} layers cannot fill {num_chunks} stages\nuse at most"
             f" {len(blocks)}"
         )
+    # Sizes of chunks differ by at most one block.
     chunk_of_block = [index * num_chunks // len(blocks) for index in range(len(blocks))]
     if layers is not None:
         chunk_of_block = [chunk for chunk, count in enumerate(layers) for _ in range(count)]
+    # V-shaped schedules assign chunks to stages in another order.
     stage_of_chunk = [
         schedule_spec(schedule).stage_of(chunk, stages) for chunk in range(num_chunks)
     ]
@@ -210,6 +218,7 @@ def expert_stages(
     last_stage = dict.fromkeys(("norm", "lm_head", "embed_queries"), stage_of_chunk[-1])
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
+        # Norms inside of a block belong to its stage.
         in_block = any(path.startswith(f"{block}.") for block in blocks)
         if not in_block and name in last_stage:
             stage_of[path] = last_stage[name]

@@ -22,6 +22,7 @@ Activation = Callable[[Tensor], Tensor]
 
 def fast_gelu(x: Tensor) -> Tensor:
     """Apply the sigmoid approximation of GELU (Hendrycks and Gimpel, 2016)."""
+    # With 1.702, the logistic function approximates the distribution function of the normal.
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -62,6 +63,7 @@ class GPTAttention(nn.Module):
             for projected in (query, self.k_proj(x), self.v_proj(x))
         )
         dropout = self.dropout if self.training else 0.0
+        # The queries of PanguAlpha's query layer have no batch dimension.
         query = query.expand(key.shape)
         attended = causal_attention(self.attention, query, key, value, self.scale, dropout)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
@@ -135,6 +137,7 @@ class PanguBackbone(GPTBackbone):
     """Backbone of PanguAlpha, whose last block is the query layer."""
 
     def __init__(self, sizes: Dimensions, attention: Attention) -> None:
+        # The query layer is one of the `num_layers`.
         super().__init__(sizes, attention, sizes.num_layers - 1, fast_gelu)
         self.embed_queries = nn.Embedding(sizes.seq_length, sizes.hidden_size)
         self.query_layer = GPTBlock(sizes, attention, fast_gelu)
@@ -159,6 +162,7 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
         hidden = self.model(input_ids)
+        # Tied: the table of token embeddings is the head.
         return next_token_loss(F.linear(hidden, self.model.embed_tokens.weight), labels)
 
 

@@ -52,6 +52,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
             f"hf: the model has {config.num_hidden_layers} layers\nuse at most {MAX_LAYERS}"
         )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # The constructor of the model reads it from here.
     config._attn_implementation = _attention_implementation(model_class, config, attention)
     try:
         return CausalLM(model_class(config))

@@ -46,6 +46,7 @@ class LoRA:
                 f"LoRA: dropout={self.dropout} is not in [0, 1)\nuse for example dropout=0.1"
             )
         try:
+            # A list has names of modules, which are no expressions.
             re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
         except re.error as error:
             raise ConfigError(
@@ -86,5 +87,6 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
             )
     for name, parameter in parameters.items():
         is_trained = any(fnmatch.fnmatch(name, pattern) for pattern in lora.trained)
+        # `peft` names the parameters of adapters `lora_A` and `lora_B`.
         parameter.requires_grad_("lora_" in name or is_trained)
     return adapted

@@ -19,6 +19,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     # Padding the labels, instead of dropping the logits of the last position, keeps the sequence
     # length divisible by the number of shards.
     next_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    # The sum of exponentials over the vocabulary loses digits in 16 bits.
     logits = logits.float() if logits.dtype.itemsize < 4 else logits
     return F.cross_entropy(logits.flatten(0, 1), next_labels.flatten(), ignore_index=IGNORED)
 

@@ -53,6 +53,7 @@ class Prefixes(nn.Module):
 
     def __init__(self, prefix: PrefixTuning, layers: int, heads: int, head_size: int) -> None:
         super().__init__()
+        # A key and a value for each layer.
         self.shape = (2 * layers, heads, head_size)
         width = 2 * layers * heads * head_size
         self.embedding = nn.Parameter(torch.empty(prefix.tokens, width))
@@ -60,6 +61,7 @@ class Prefixes(nn.Module):
         self.projection: nn.Module = nn.Identity()
         if prefix.projection is not None:
             first, last = (width, prefix.projection), (prefix.projection, width)
+            # The MLP through which prefix tuning trains its keys and values (Li and Liang, 2021).
             self.projection = nn.Sequential(nn.Linear(*first), nn.Tanh(), nn.Linear(*last))
         self.dropout = nn.Dropout(prefix.dropout)
 

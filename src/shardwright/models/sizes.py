@@ -66,6 +66,7 @@ class Dimensions:
 
     def __post_init__(self) -> None:
         self._check_sizes_and_choices()
+        # With `head_dim`, the sizes of all heads need not add up to the hidden size.
         if self.hidden_size % self.num_heads and "head_dim" not in self.hf:
             raise ConfigError(
                 f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}\n"
@@ -76,6 +77,7 @@ class Dimensions:
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}\n"
                 "use a divisor of num_heads as num_kv_heads"
             )
+        # Rotary positions rotate pairs of features.
         if self.positions == "rotary" and self.head_size % 2:
             raise ConfigError(
                 f"rotary positions need an even head size, not {self.head_size} = "
@@ -100,6 +102,7 @@ class Dimensions:
                 raise ConfigError(
                     f"unknown {name}={getattr(self, name)!r}\nuse one of {', '.join(valid)}"
                 )
+        # Annotations are strings in this module.
         for name in (each.name for each in fields(self) if each.type == "int"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -132,6 +135,7 @@ class Dimensions:
             self,
             hidden_size=64,
             num_layers=2,
+            # With groups, two query heads share each key-value head.
             num_heads=16 if has_groups else 8,
             num_kv_heads=8,
             intermediate_size=128,
@@ -155,6 +159,7 @@ def feed_forward_size(
     if ffn_dim_multiplier is not None:
         # The published width of LLaMA 2 70B is 28672; without the 0.01 it would be 28416.
         size = int((ffn_dim_multiplier + 0.01) * size)
+    # 2/3 of the usual width, as SwiGLU has three matrices instead of two (Shazeer, 2020).
     size = int(2 * size / 3)
     return -(-size // multiple_of) * multiple_of
 
