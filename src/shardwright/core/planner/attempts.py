@@ -64,6 +64,7 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
         ]
     levels = _options_at_hsdp_levels(options)
     phases += [[[Attempt(each, recompute_first)]] for each in levels]
+    # The highest level needs the least memory, so all further changes start from it.
     for staged in (levels[-1], *_options_with_more_stages(levels[-1])):
         phases += [
             [[Attempt(each, True)]] for each in (staged, *_options_with_larger_mem_coeffs(staged))
@@ -111,6 +112,7 @@ def _options_with_more_stages(options: PlanOptions) -> Iterator[PlanOptions]:
             try:
                 check_pipelining(PipelineSpec(stages, options.num_micro_batches, options.schedule))
             except PlanError:
+                # The schedule cannot run this number of stages.
                 continue
             yield replace(options, stages=stages)
 
@@ -151,6 +153,7 @@ def _describe_other_remedies(options: PlanOptions, limit: int, stage: StageMemor
     # The inputs of all micro-batches are on the device throughout the step.
     micro_batch_bytes = stage.activations + stage.temporary
     fixed_bytes, remedies = stage.peak - micro_batch_bytes, ""
+    # An estimate: twice as many devices halve everything that a device stores.
     devices, needed = _double_until_memory_fits(options.devices, 0, stage.peak, limit)
     if needed <= limit:
         remedies += f", or use {devices} devices (about {bytes_text(needed)} each)"

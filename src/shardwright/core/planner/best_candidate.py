@@ -56,6 +56,7 @@ def best_candidate(tasks: Sequence[PlanTask], ranking: Ranking | None = None) ->
     def find_candidates(options: PlanOptions) -> Sequence[Candidate]:
         return candidates(models[options.num_micro_batches], options)
 
+    # Numbers of micro-batches ascend, so the first graph has the largest micro-batch.
     largest = tasks[0].model
 
     @cache

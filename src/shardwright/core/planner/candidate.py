@@ -271,6 +271,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
     entries = input_entries(graph, options.dataset_strategy)
     stage_devices = options.devices // pipeline.stages
+    # `resolve` puts the axes that fit into a node innermost, over the fastest links.
     nodes = (
         ()
         if options.cluster is None
@@ -294,6 +295,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
         key = (*key, *options.search_options.values(), *counts, shard_size)
     if key not in model.search_results:
         on_share = share_reporter(options.on_progress, f"search: {options.describe()}")
+        # Not for the search for data parallelism that `candidates` adds.
         if options.log_costs and mode == options.mode and not MODES[mode].takes_cost_model:
             log.info("mode=%r does not compare costs, so that log_costs=True logs none", mode)
         started = time.perf_counter()
@@ -304,6 +306,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
             model.search_results[key] = error
     cached = model.search_results[key]
     if isinstance(cached, StrategyError):
+        # Else the error would collect the frames of every caller that raises it.
         raise cached.with_traceback(None)
     results, search_seconds = cached
     candidates_of_mode = []
@@ -315,6 +318,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
         results = [*results, *(cuts for cuts in rings if cuts is not None)]
     for index, cuts in enumerate(results):
         balanced_pipeline = pipeline
+        # With `stage_config`, `pipeline_spec` has assigned the operators.
         if pipeline.stages > 1 and options.stage_config is None:
             division = key, index, pipeline.num_chunks
             # The division depends on the cuts only, not on the storage of parameters.
@@ -382,6 +386,7 @@ def _align_candidate(candidate: Candidate) -> Candidate:
     for axes in group_equal_axes(
         mesh, [dict(enumerate(levels)), dict(enumerate(mesh.device_matrix))]
     ):
+        # First in the list, as `min` returns the first of equal variants.
         variants = [best]
         for cuts in align_axis_splits(model.graph, mesh, best.decisions.cuts, best.pinned, axes):
             storage = _parameter_storage_layouts(model, mesh, cuts, options)
@@ -406,6 +411,7 @@ def _reassign_axes_of_candidate(candidate: Candidate) -> Candidate:
     reassigned = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
     return min(
         (reassigned, candidate),
+        # With equal bytes the one whose axes fold into fewer.
         key=lambda each: (each.communicated_bytes, len(each.folded.mesh.device_matrix)),
     )
 

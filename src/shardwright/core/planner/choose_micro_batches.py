@@ -85,6 +85,7 @@ class _MicroBatchChoice:
                 self._errors.append(error)
                 log.info("%s", error)
                 continue
+            # Strictly shorter: numbers ascend, and ties go to the fewest micro-batches.
             if best is None or candidate.seconds < best.seconds:
                 best = candidate
             graph = candidate.model.graph
@@ -123,6 +124,7 @@ class _MicroBatchChoice:
         count = candidate.pipeline.micro_batches
         task = next(task for task in tasks if task.options.num_micro_batches == count)
         if task.is_derived and self._capture_graph_of_task(tasks, task):
+            # The candidate is for another graph, and the user has stopped the search for this one.
             raise KeyboardInterrupt
         return self._use_captured_models(candidate, tasks)
 
@@ -158,8 +160,10 @@ class _MicroBatchChoice:
 
         The search is repeated if the captured graph differs from the derived graph.
         """
+        # Ends, as each repetition has replaced a derived graph by a captured one or removed a task.
         while tasks:
             candidate = best_candidate(tasks, self._ranking)
+            # Ranked plans are returned too, so their graphs must be captured as well.
             chosen = [candidate, *(self._ranking.best() if self._ranking is not None else ())]
             counts = {each.pipeline.micro_batches for each in chosen}
             derived = [
@@ -187,7 +191,7 @@ class _MicroBatchChoice:
         if derived.model.graph.fingerprint != captured.model.graph.fingerprint:
             tasks[index] = captured
             return True
-        # The caches of the search stay.
+        # The graphs are equal, so the model keeps its cached searches and dry runs.
         model = replace(derived.model, graph=captured.model.graph)
         tasks[index] = replace(captured, model=model)
         return False

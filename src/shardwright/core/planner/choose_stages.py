@@ -132,6 +132,7 @@ def stage_counts(options: PlanOptions) -> Iterator[int]:
     schedule, count = SCHEDULES[options.schedule], options.num_micro_batches
     for stages in range(1, max_stages(options) + 1):
         can_run = count >= schedule.min_micro_batches(stages) and schedule.can_run(count, stages)
+        # A single stage runs without a schedule.
         if options.devices % stages == 0 and (stages == 1 or can_run):
             yield stages
 
@@ -160,6 +161,7 @@ def suggest_stages(
     try:
         best = fastest_over_stages([searched], find_candidates, best=chosen)
     except KeyboardInterrupt:
+        # Only the comparison was stopped; the requested plan is complete.
         raise PlanInterrupted(chosen.plan) from None
     if best.pipeline.stages != chosen.pipeline.stages:
         log.warning(

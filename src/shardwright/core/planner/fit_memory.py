@@ -97,16 +97,19 @@ def _run_search_phases(
     # Phase by phase, so that all numbers of stages compete in each phase.
     for phase in zip_longest(*phases_by_stages, fillvalue=()):
         for each, groups in zip(stage_options, phase, strict=True):
+            # Infinite where the model cannot be planned with these stages.
             if groups and each.min_seconds < inf:
                 search.add(each.min_seconds, QueuedOptions(each, groups))
         fitted = search.run(below)
         if fitted is not None and ranking is not None:
             search.rank(fitted, ranking)
+        # A queue that is not empty has only bounds of at least `below`, so no later phase matters.
         if fitted is not None or search.queue:
             return fitted
     # With a finite `below` the caller has a plan already, so that no error is needed.
     if below < float("inf"):
         return None
+    # Nothing fits: first postponed options, then candidates that estimates have ruled out.
     if search.resume_postponed():
         fitted = search.run(below)
         if fitted is not None:

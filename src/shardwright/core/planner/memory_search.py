@@ -301,6 +301,7 @@ class MemorySearch:
                     )
                 )
             num_sharded += attempt.options.sharding is not None
+            # Not before a ZeRO level: sharding the optimizer state can make the step faster too.
             may_fit = bool(candidates and num_sharded)
             stage_options.may_fit = stage_options.may_fit or bool(candidates)
             if attempt.options.shards_all:
@@ -337,6 +338,7 @@ class MemorySearch:
         needed = stage_options.recompute_seconds or 0.0
         if min_memory is not None:
             needed = stage_options.recompute_bound(min_memory)
+        # Recomputation may hide exposed communication of parameters, or fill the waits of stages.
         return predicted.seconds + max(0.0, needed - predicted.spare_seconds)
 
     def _queue_attempt_without_zero(
@@ -362,12 +364,14 @@ class MemorySearch:
         try:
             candidates = self.find_candidates(sharded[0].options)
         except (PlanError, StrategyError):
+            # Recorded when the attempts themselves are searched.
             return attempts, inf
         # Where ZeRO shards nothing, the attempt without it goes first, as it needs no change.
         if not any(each.shards_storage for each in candidates):
             return attempts, inf
         optimizer = first.options.optimizer
         memory = [memory_lower_bounds(each.partitioned, optimizer) for each in candidates]
+        # Of each candidate the largest stage, of all candidates the smallest.
         needed = min(map(max, memory))
         if needed <= self.limit:
             unsharded = [each.with_sharding_of(first.options) for each in candidates]
@@ -535,6 +539,7 @@ class MemorySearch:
             return
         aligned = replace(aligned, is_aligned=True, must_recompute=queued.must_recompute)
         if self._may_fit_in_memory(aligned):
+            # Aligning may shorten the step below the bound with which the candidate was queued.
             self.add(min(bound, aligned.candidate.seconds), aligned)
         else:
             self.dropped.append(aligned)
@@ -615,6 +620,7 @@ class MemorySearch:
         while self.dropped:
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
             self.dropped.remove(queued)
+            # Bounds ascend, so no other dropped candidate needs less.
             if not self._may_need_less_than_smallest(queued.lower_bound):
                 break
             if queued.block_depth is not None:
@@ -638,6 +644,7 @@ class MemorySearch:
         measured = replace(queued, trust_estimate=False)
         search = self.recompute_cache.search(measured, depth, self.limit or 0)
         if search.can_fit:
+            # Its own step is the only bound that a dropped candidate has.
             self.add(0.0, replace(queued, recompute_search=search), queued.candidate.seconds)
         elif self._may_need_less_than_smallest(search.largest_stage.peak):
             self._record_smallest_peak(search.fully_recomputed, queued.attempt)

@@ -141,6 +141,7 @@ def pipeline_spec(
         stages, chunks, chunk_of = configured_stages(
             graph, options.stage_config, options.schedule, modules
         )
+        # 1 is the default of the option, so that it may not have been requested.
         if options.stages not in (1, stages):
             raise StrategyError(
                 f"stages={options.stages}, but stage_config has {stages} stages\n"

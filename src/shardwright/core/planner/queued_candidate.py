@@ -138,6 +138,7 @@ def memory_and_time_key(candidate: Candidate, attempt: Attempt) -> object:
     # A ZeRO level that shards no parameter, as on one device, makes no difference.
     level = decisions.sharding if candidate.shards_storage else None
     storage = tuple(sorted(decisions.storage.items())), level
+    # An attempt that may recompute can fit where an equal candidate of another attempt does not.
     return storage, _hashable_cuts(decisions.cuts), _make_pipeline_key(candidate), attempt.recompute
 
 

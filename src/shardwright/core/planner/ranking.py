@@ -112,6 +112,7 @@ class Ranking:
             key: reason for key, reason in self.left_out.items() if not self._has_candidate(key)
         }
         left_out |= {key: LeftOut.slower(each.seconds) for key, each in order[self.top :]}
+        # Candidates have no rows; only those that are returned become plans.
         plans = {plan_kind: candidate.plan() for plan_kind, candidate in order[: self.top]}
         return RankedPlans(plans, left_out)
 

@@ -76,11 +76,13 @@ class RecomputeOptions:
         Args:
             recompute: recomputation marked by the user, by operator name.
         """
+        # One device: the bound divides by devices itself, as if all tensors were sharded evenly.
         mesh = prime_mesh(1)
         decisions = Decisions({}, default_storage(graph, mesh, {}), recompute=recompute)
         blocks = RecomputeBlocks(graph, mesh, decisions, lambda _: 0)
         saved = sum(blocks.saved_without_blocks.values())
         by_depth = [
+            # A model without gradients saves nothing.
             _count_equal_blocks(graph, blocks.freed_and_recomputed(depth).values(), max(saved, 1))
             for depths in blocks.depths
             for depth in depths
@@ -111,6 +113,7 @@ class RecomputeOptions:
                 ):
                     segments.append((number * (end - start), number * (high - low)))
             freed = seconds = 0.0
+            # Cheapest seconds per freed byte first: the fractional knapsack, whose time is convex.
             for width, height in sorted(segments, key=lambda each: each[1] / each[0]):
                 freed, seconds = freed + width, seconds + height
                 vertices.append((freed, seconds))
@@ -133,6 +136,7 @@ def _count_equal_blocks(
     blocks: Counter[tuple[tuple[int, tuple[tuple[str, int], ...]], ...]] = Counter()
 
     def representative(op: Op) -> str:
+        # `work_of` returns one object for operators with one rule, as in repeated layers.
         return representatives.setdefault(id(work_of(op)), op.name)
 
     for options in options_of_blocks:
@@ -153,10 +157,13 @@ def _lower_convex_hull(points: Sequence[Vertex]) -> list[Vertex]:
     x."""
     hull: list[Vertex] = []
     for x, y in sorted(points):
+        # Sorted by x, then by y: of points with equal x the first is the lowest.
         if hull and x <= hull[-1][0]:
             continue
+        # Points that free less and take longer than this one are on no hull.
         while hull and y <= hull[-1][1] and len(hull) > 1:
             hull.pop()
+        # Slopes must rise: the last vertex is not below the line from the one before to (x, y).
         while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (
             y - hull[-2][1]
         ) * (hull[-1][0] - hull[-2][0]):
@@ -195,6 +202,7 @@ class StageLimits:
         """
         low = self.seconds / len(in_flight)
         high = (self.seconds + self.curve[-1][1]) / len(in_flight)
+        # Stages with equal numbers of micro-batches in flight have equal limits.
         counts = Counter(in_flight)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
@@ -202,6 +210,7 @@ class StageLimits:
                 high = middle
             else:
                 low = middle
+        # The lower end of the interval, as the result must be a lower bound.
         return low
 
     def _largest_model_share(self, seconds: float, in_flight: int) -> float:

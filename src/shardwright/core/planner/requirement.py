@@ -55,6 +55,7 @@ def is_count(value: Any) -> bool:
 
 def is_dims_by_name(value: Any) -> bool:
     """Whether `value` maps names to a dimension or None."""
+    # `type` instead of `isinstance`, which accepts bools.
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and (dim is None or type(dim) is int) for name, dim in value.items()
     )

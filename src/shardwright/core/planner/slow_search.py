@@ -26,6 +26,7 @@ class ReportTimes:
         seconds = self._clock() - self._start
         if seconds < self._next:
             return None
+        # One step of the search may take longer than the time to several reports.
         while self._next <= seconds:
             self._next *= 2
         return seconds

@@ -76,11 +76,14 @@ class StepBounds:
         each, micro_batches = forward + backward, options.num_micro_batches
         if stages == 1:
             return micro_batches * each
+        # Idle stages leave the processor to others, so a step takes the mean of the stages.
         if cluster.device.is_oversubscribed(options.devices):
             return micro_batches * each / stages
         schedule, device = SCHEDULES[options.schedule], cluster.device
         chunks = schedule.min_chunks
+        # Twice: each chunk has a forward and a backward pass for every micro-batch.
         busy = micro_batches * (max(each / stages, longest) + 2 * chunks * device.pass_overhead)
+        # Schedules that split backward passes fill the end of the step with weight gradients.
         passed = forward if schedule.splits_backward else each
         fill = (stages - 1) * passed / (stages * chunks)
         return busy + fill + device.step_overhead
@@ -132,6 +135,7 @@ class StepBounds:
             self._limits[stages] = StageLimits(
                 forward + backward,
                 recompute.curve(seconds_of),
+                # Twice: parameters and their gradients.
                 2 * stored + optimizer_bytes(options.optimizer, shards).state,
                 recompute.saved_bytes_in(self._graph),
                 limit * (options.devices // stages) / MIN_PEAK_RATIO,
@@ -168,6 +172,7 @@ def _min_micro_batches_in_flight(options: PlanOptions) -> tuple[int, ...]:
     pipeline = PipelineSpec(stages, count, options.schedule, chunks)
     # More micro-batches than that hardly change how many are in flight, except with GPipe.
     fewest = pipeline.schedule_spec.min_micro_batches(stages)
+    # A multiple of the stages, which interleaved schedules need.
     fewer = max(fewest, MAX_PASSES // stages**2 * stages)
     if chunks > 1 and fewer < count and pipeline.schedule_spec.can_run(fewer, stages):
         pipeline = replace(pipeline, micro_batches=fewer)
@@ -184,6 +189,7 @@ def _min_operator_seconds(
     if not combinations:
         forward, backward = model.work_seconds(work, {})
         return forward / model.mesh.num_devices, backward / model.mesh.num_devices
+    # By the sum, as forward and backward have one sharding.
     return min((model.work_seconds(work, counts) for counts in combinations), key=sum)
 
 
@@ -193,6 +199,7 @@ def _enumerate_shard_counts(
     """Yield each sharding of an operator over axes of `sizes` as numbers of shards by factor; yield
     nothing if there are more than `MAX_COMBINATIONS`."""
     factors = tuple(rule.factors)
+    # Counts instead of axes: which axis of a size shards a factor does not change computation.
     counts = {(1,) * len(factors)}
     for size in sizes:
         counts |= {
