@@ -282,7 +282,7 @@ def _fold_mixture(down: fx.Node, gate: _Gate) -> None:
     sizes = (node_shape(x)[0], top_k)
     id_table = insert_reshape(ids, sizes, last)
     if weights is None:
-        # Weights that are applied elsewhere, or none.
+        # Routing weights are applied outside of the operator, or not at all.
         scale = insert(last, aten.ones_like.default, (id_table,), {"dtype": tensor(x).dtype})
     else:
         scale = insert_reshape(weights, sizes, last)

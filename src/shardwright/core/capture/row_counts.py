@@ -49,7 +49,7 @@ class RowCounts:
     def record(self, node: fx.Node, size: Any, mask: RowMask) -> None:
         """Record the mask of a symbolic number of rows."""
         symbol = expression_of(size)
-        # An operator, such as an addition of as many numbers, has fixed the number of rows.
+        # An operator, such as an addition of 24 rows to the selected ones, has fixed their number.
         if isinstance(symbol, int) or not symbol.is_Symbol:
             raise count_refusal(node, "needs a fixed number of rows")
         # All index tensors of one mask have the same symbol.

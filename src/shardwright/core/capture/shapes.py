@@ -116,7 +116,7 @@ class _CapturesBySize:
         # None for a graph whose call violates a guard, as a trace stands for some sizes only.
         pairs = [(each, trace.graph(_rebuild_call(each, call))) for each in self._captured]
         same = {are_equal(each, graph) for each, graph in pairs if graph is not None}
-        # Another graph shows that the model depends on sizes in a way that no guard says.
+        # A different graph shows a dependence on sizes that no guard expresses.
         self._tries_left = 0 if False in same else self._tries_left - 1
         if same != {True}:
             return None

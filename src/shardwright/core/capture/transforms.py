@@ -159,7 +159,7 @@ def operators_of(
 
     def traced(*tensors: Tensor) -> Sequence[Tensor]:
         operators: Any = OperatorsAsCalled()  # type: ignore[no-untyped-call]
-        # The other backends are kernels of one type of device.
+        # Other backends of attention are kernels of one type of device.
         with operators, sdpa_kernel(SDPBackend.MATH):
             return function(operators, tensors)
 

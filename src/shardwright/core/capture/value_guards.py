@@ -104,7 +104,7 @@ def _find_source_position(frame: FrameType, is_jump: bool) -> _SourcePosition | 
         is_jump: whether the frame executes a conditional jump, so that the expression belongs to
             the preceding instruction.
     """
-    # `co_positions` has an entry for each code unit of 2 bytes, in which `f_lasti` counts.
+    # `co_positions` has an entry for each code unit of 2 bytes, and `f_lasti` is in bytes.
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2 - is_jump, None), ())
     line, end_line, column, end_column = position or (None,) * 4
     if line is None or end_line is None or column is None or end_column is None:
