@@ -184,6 +184,8 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
             yield f"        return {', '.join(line.names)}"
         # Results that nothing reads are deleted at once, such as the indices of a max pooling.
         used = dict.fromkeys((*line.reads, *line.names))
+        # Only variables that these lines assign: arguments of an inner function belong to its
+        # caller.
         finished = [n for n in used if n in assigned and last[n] == number and n not in outputs]
         yield f"    {line.statement}" + (f"; del {', '.join(finished)}" if finished else "")
 
@@ -263,6 +265,7 @@ def _make_segment_call(
     assigned = dict.fromkeys(n for line in body for n in line.names)
     inputs = tuple(dict.fromkeys(n for line in body for n in line.reads if n not in assigned))
     return Line(
+        # A variable that nothing reads belongs to the segment alone, and is not returned.
         names=tuple(n for n in assigned if readers.get(n, own_segment) - own_segment),
         expression=f"{runner}({', '.join([function, *inputs])})",
         reads=inputs,

@@ -114,6 +114,7 @@ class TransferLines:
         self, transfer: Transfer, collective_half: type[StartCollective] | type[FinishCollective]
     ) -> Any:
         function = self._bind_transfer(transfer)
+        # By `id`: `_bound_functions` keeps all functions alive, so that no id is used twice.
         return self._bound_functions.setdefault(
             (collective_half, id(function)), collective_half(function)
         )

@@ -52,6 +52,7 @@ class Kernels:
         function, device_matrix = self._kernels[op], self.devices.matrix.device_matrix
         cut_axes = {axis for axes in self.cuts.get(op.name, {}).values() for axis in axes}
         axes = tuple(axis for axis in range(len(device_matrix)) if axis not in cut_axes)
+        # On one device the generator of PyTorch draws, as for the original model.
         if isinstance(function, LocalCall) and function.random and self.devices.is_distributed:
             function = function.with_seeded_backward(forked_generators)
         # Without process groups, a program is only printed or dry-run.

@@ -248,7 +248,8 @@ class _ProgramEmitter:
             is_cast = value.dtype != value.stored_dtype
             cast = f".to({value.dtype})" if is_cast else ""
             if value in self.communication.update_routes and value in self.read_after_update:
-                # The backward pass or the caller reads the old value after the update.
+                # The backward pass or the caller reads the old value after the update. No cast is
+                # needed too, as capture refuses to change a parameter that is cast.
                 cast = ".clone()"
             if value.origin is Origin.PARAMETER and self.unsharded and is_cast:
                 self.casts.append(value)
@@ -336,6 +337,7 @@ class _ProgramEmitter:
             return
         rule = rule_of(op)
         args, kwargs = self._localize_arguments(op, rule)
+        # `expression` visits values in the order of `op.inputs`.
         counter = iter(range(len(op.inputs)))
 
         def variable(_: Value) -> str:
@@ -366,6 +368,7 @@ class _ProgramEmitter:
         segment, label = self._get_segment_name(op), self._get_range_label(op)
         self.source.add(names, call, variables, comment, returns_many(op), segment, label)
         for value, name in zip(op.outputs, names, strict=True):
+            # Right after the producer, so that all operators up to the first consumer overlap.
             self.transfers.start(value, name)
 
     def _get_range_label(self, op: Op) -> str:
@@ -392,6 +395,7 @@ class _ProgramEmitter:
     def _refer_function(self, op: Op, rule: ShardingRule | None) -> str:
         """Return the name of the function that computes `op` on local tensors."""
         function = self.kernels.of(op)
+        # `start` is at the top of the program, in `_emit_early_starts`.
         if op in self.started_kernels:
             assert isinstance(function, TwoPhaseKernel)
             function = function.finish

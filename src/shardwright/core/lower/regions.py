@@ -16,6 +16,8 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 REGION = "region"
 """Name, in generated source, of the function of a repeated block."""
 
+# Identifiers that are not attributes, not quoted and not keywords of arguments; the last `\b`
+# prevents a match of a part of one.
 _VARIABLE = re.compile(r"(?<![\w.'])[A-Za-z_]\w*(?!=)\b")
 _READS_PARAMETERS = re.compile(r"(parameters|buffers|inputs)\[|(enter|start|reuse|finish)_\d+\(")
 """Pattern of expressions that read or gather parameters, buffers and inputs."""
@@ -74,6 +76,7 @@ def find_regions(lines: Sequence[Line], outputs: Collection[str]) -> Regions | N
     for number in range(first):
         result += [*moved_before.get(number, ()), remaining[number]]
     for n, block in enumerate(blocks):
+        # Before the call of the block, whose arguments they compute.
         for number in range(first + n * length, first + (n + 1) * length):
             result += moved_before.get(number, ())
         names = tuple(block[line].names[position] for line, position in positions)
@@ -204,6 +207,7 @@ def _number_variables(block: Sequence[Line]) -> list[str]:
 
 def _rename_variables(line: Line, names: Mapping[str, str]) -> str:
     """Return the source of a line and of its inner function, with variables renamed."""
+    # Each block has its own name for its inner functions, by which equal blocks would differ.
     statement = line.statement.replace(line.function, "inner") if line.function else line.statement
     line_text = _VARIABLE.sub(lambda name: names.get(name[0], name[0]), statement)
     return "\n".join((line_text, *(_rename_variables(inner, names) for inner in line.body)))
