@@ -63,6 +63,7 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
         for axis in axes:
             meanings[axis].add(meaning)
     storage_axes = {axis for dims in decisions.storage.values() for axes in dims for axis in axes}
+    # Dimensions without a meaning do not speak against any name.
     names = [
         _choose_axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(meanings)
     ]
@@ -86,6 +87,8 @@ def _choose_axis_name(meanings: set[Meaning | None], shards_storage: bool) -> st
         return "ep"
     if meanings == {Meaning.BATCH}:
         return "fsdp" if shards_storage else "dp"
+    # Mixed with other dimensions the batch is no data parallelism, and features alone may be either
+    # tensor or sequence parallelism.
     if Meaning.BATCH in meanings or not meanings - {Meaning.FEATURE}:
         return None
     return "tp" if Meaning.PARAMETER in meanings else "sp"
@@ -187,6 +190,7 @@ class _MeaningTrace:
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
                     for factor, meaning in zip(dims, self.values[value], strict=True):
                         if factor is not None and meaning is not None:
+                            # Meanings that inputs gave take precedence.
                             op_factors.setdefault(factor, meaning)
                 for value, dims in zip(op.inputs, rule.inputs, strict=True):
                     self._copy_meanings_from_factors(value, dims, op_factors)
@@ -198,6 +202,7 @@ class _MeaningTrace:
 
         def meaning_of(factor: str | None) -> Meaning | None:
             meaning = None if factor is None else factors.get(factor)
+            # An activation has features where the parameter has its own dimensions.
             is_feature = meaning is Meaning.PARAMETER and value in self.input_dependent
             return Meaning.FEATURE if is_feature else meaning
 

@@ -163,6 +163,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
         # Pinned outputs before their consumers, so that the routes of consumers begin at the pinned
         # layout.
         for value, axes in zip(op.outputs, decisions.outputs.get(op.name, ()), strict=False):
+            # Nothing needs the pinned layout of an output that nothing reads.
             is_read = graph.consumers[value] or value in returned
             if axes is not None and is_read:
                 target = TensorLayout(mesh, axes)
@@ -185,6 +186,8 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
         result.update_routes[old_value] = _add_transfers(
             result, value, target, shared, False, False
         )
+    # Only once all routes are known, since another reader of the layout in between prevents
+    # joining.
     result.transfers = join_transfers(
         result.transfers,
         (result.routes, result.output_routes, result.update_routes),
@@ -224,6 +227,7 @@ def _find_first_sharded_axes(
     graph: Graph, mesh: DeviceMatrix, cuts: Mapping[str, Cuts], value: Value
 ) -> tuple[tuple[int, ...], ...]:
     """Return the axes that shard each dimension of a parameter in its first sharded use."""
+    # In graph order: the first operator to read the parameter needs it soonest.
     for op, index in graph.consumers[value]:
         rule = rule_of(op)
         if rule is not None:
@@ -302,6 +306,7 @@ def _add_transfers(
             previous = route[-1] if route else None
             shared[key] = Transfer(value, step, previous, trained)
             result.transfers.append(shared[key])
+        # Transfers are shared, so a gradient flows if any of the consumers sends one back.
         shared[key].trained |= trained
         route.append(shared[key])
     return tuple(route)

@@ -36,6 +36,7 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
     joined = join_axes(
         len(mesh.device_matrix),
         _iterate_used_axes(partitioned),
+        # Neighbors only: joining others would change the order of ranks.
         lambda axis, inner: inner == axis + 1 and axis in joinable,
     )
     # The first axis represents its group; all other axes of the group follow it in every list.
@@ -45,6 +46,7 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
         lambda axes: tuple(new_axis[axis] for axis in axes if axis in new_axis),
     )
     sizes = tuple(map(mesh.size, joined))
+    # The user's device matrix keeps the user's names of its axes.
     if unjoined_mesh is not None and sizes == unjoined_mesh.device_matrix:
         return replace(partitioned, mesh=unjoined_mesh, decisions=decisions)
     names = name_axes(partitioned.graph, len(sizes), decisions)

@@ -28,6 +28,7 @@ def join_transfers(
     """
     transfers, routes = list(transfers), list(routes)
     num_successors = Counter(id(t.previous) for t in transfers)
+    # The last transfer of a route is read by its consumer.
     final_transfers = {id(route[-1]) for each in routes for route in each.values() if route}
     final_transfers |= {id(t) for route in pinned_routes.values() for t in route}
     joined_transfers: set[int] = set()

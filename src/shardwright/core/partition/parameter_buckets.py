@@ -102,6 +102,7 @@ class Bucket:
     @property
     def gather_bytes(self) -> int:
         """Bytes that one device sends to gather the parameters once."""
+        # In the dtype of use, to which shards are cast before they are gathered.
         total, local = 0, self.numel * self.members[0].value.itemsize
         for step in self.steps:
             if step.operation == "all_gather":
@@ -121,7 +122,8 @@ class Bucket:
                 # Ring all-reduce: a device sends 2 (n - 1) / n of the tensor, rounded up.
                 total -= -2 * (step.group_size - 1) * local // step.group_size
             else:
-                # The gradient of an all-gather is a reduce-scatter, which sends as many bytes.
+                # The gradient of an all-gather is a reduce-scatter, which sends as many bytes, or a
+                # local slice where replicas have equal gradients.
                 total += (step.group_size - 1) * local if step.backward else 0
                 local *= step.group_size
         return total
@@ -228,6 +230,7 @@ class _BucketedParameterUse:
         """Hashable key that is equal for uses that can share a bucket."""
         steps = tuple((t.step.operation, t.step.axes, t.step.backward) for t in self.route)
         value = self.value
+        # A segment repeats gathers only, so other steps share buckets across segments.
         segment = self.segment if any(name == "all_gather" for name, _, _ in steps) else None
         # A bucket reduces the gradients of all members or of none.
         gradients = value.differentiable, self.trained

@@ -61,6 +61,8 @@ class Partitioned:
             value.name: self._get_boundary_axes(value)
             for graph_chunk in graph_chunks
             for value in graph_chunk.leaving
+            # A chunk that passes a value on has a copy of it, as an input; its producer has the
+            # value itself.
             if value in graph.producer
         }
         return tuple(

@@ -112,6 +112,7 @@ def _count_repeated_ops(ops: Sequence[Op]) -> int:
     Recomputation stops once the last saved tensor is available: before the last operator that saves
     a tensor, or after it if it saves more than its inputs.
     """
+    # Some operator saves a tensor, or `_trim_unneeded_ops` would have left nothing of the segment.
     last = max(index for index, op in enumerate(ops) if saved_tensors(op))
     saved = saved_tensors(ops[last])
     return last + 1 if saved.outputs or saved.others else last
@@ -237,6 +238,8 @@ def assign_recomputed_transfers(
                     repeated = emitted if frees_parameters else []
                 else:
                     repeated = emitted if segment.communication else []
+                    # A value from outside is saved at one point of its route, while results of the
+                    # segment itself are recomputed.
                     if value not in results:
                         repeated = repeated[_count_unrepeated_transfers(repeated, segment) :]
                 for transfer in repeated:
