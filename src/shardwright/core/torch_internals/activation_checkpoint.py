@@ -23,6 +23,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
 
     def around_call(*args: Any, **kwargs: Any) -> Iterator[None]:
         with context():
+            # PyTorch advances this generator once before it calls the function, and once after it.
             yield
 
     original = checkpoint._checkpoint_without_reentrant_generator
@@ -38,6 +39,7 @@ class _NonReentrantCheckpoint:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        # As in PyTorch: a reentrant checkpoint has gradients only if an argument requires one.
         has_gradient = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         with torch.set_grad_enabled(torch.is_grad_enabled() and has_gradient):
             return checkpoint.checkpoint(

@@ -29,6 +29,7 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
     """
 
     def apply_outside(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # The implementation in C++, of the base class of `_SingleLevelFunction`.
         original = super(_SingleLevelFunction, cls).apply
         return apply(cls, args, kwargs, lambda: original(*args, **kwargs))
 
@@ -96,6 +97,7 @@ def _check_arguments_before_run(
 ) -> Callable[..., Any]:
     @wraps(run_backward)
     def check_and_run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        # Of `_engine_run_backward`, after the gradients, `retain_graph` and `create_graph`.
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         if inputs:
             check(outputs, inputs)
@@ -107,5 +109,6 @@ def _check_arguments_before_run(
 def _wrap_engine_backward(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function through which Python starts backward passes in the autograd engine."""
     wrapped = wrap(graph._engine_run_backward)
+    # `torch.autograd` has imported the function by name.
     for module in (graph, torch.autograd):
         vars(module)["_engine_run_backward"] = wrapped

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 METADATA_FILE = ".metadata"
 
+# Python 3.13 pickles paths as objects of `pathlib._local`.
 _MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local")
 _DCP_MODULE = "torch.distributed.checkpoint."
 _CLASSES = (
@@ -69,6 +70,7 @@ def loads_metadata(content: bytes) -> Metadata:
     try:
         root = _DataUnpickler(io.BytesIO(content)).load()
     except (KeyError, IndexError, EOFError):
+        # An opcode outside of `_dispatch` is a KeyError, an empty stack an IndexError.
         raise ValueError(
             "the metadata is not a pickle that DCP has written: copy the checkpoint again"
         ) from None
@@ -170,6 +172,7 @@ def _to_torch_size(record: object) -> torch.Size:
 
 
 def _check_size_or_position(value: object) -> int:
+    # Exact, as True and False are ints.
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
         raise ValueError(
             f"the metadata has {value!r:.40} in place of a size or position: copy the checkpoint"

@@ -88,6 +88,7 @@ def autocast_kernels(kernels: Mapping[str, Callable[..., object]]) -> Iterator[N
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
+            # PyTorch warns of each kernel that replaces another one.
             warnings.filterwarnings("ignore", "(?s).*overridden")
             for name, kernel in kernels.items():
                 library.impl(name, kernel, "AutocastCPU")  # type: ignore[no-untyped-call]

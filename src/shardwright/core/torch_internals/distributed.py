@@ -89,6 +89,7 @@ def own_connection(group: dist.ProcessGroup) -> Store:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of collectives of `group`; None if the backend has no timeout."""
+    # Not every backend has options, nor do all options have a timeout.
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -132,6 +133,8 @@ def around_world_collectives(context: Callable[[str, bool], AbstractContextManag
     """
     for name in (*WAITING_COLLECTIVES, *ROOTED_COLLECTIVES):
         function = getattr(dist, name, None)  # Names differ between versions.
+        # The public functions are closures around their implementation. Replacing the content of
+        # the closure's cell also reaches code that has imported them before.
         closure = getattr(function, "__closure__", None) or ()
         cells = (cell for cell in closure if isfunction(cell.cell_contents))
         cell = next(cells, None)

@@ -78,6 +78,7 @@ def share_local_memory(tensor: DTensor, value: DTensor) -> None:
         set_data(tensor._local_tensor, value._local_tensor)
     else:  # simulated ranks
         tensor._local_tensor = value._local_tensor
+    # Inference tensors have no version counter.
     if not tensor.is_inference():
         increment_version(tensor)
 
@@ -100,6 +101,7 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
     result = as_subclass(DTensor, local)
     set_data(result, parameter)
     result._local_tensor, result._spec = local, parameter._spec
+    # `isinstance(result, nn.Parameter)` is true for a subclass with this flag.
     result.requires_grad_(parameter.requires_grad)._is_param = True
     return cast(nn.Parameter, result)
 
@@ -124,6 +126,7 @@ def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManage
 
     @wraps(redistribute)
     def call(local: Tensor, source: DTensorSpec, target: DTensorSpec, **options: Any) -> Tensor:
+        # From a replicated tensor each rank takes its shard locally.
         pairs = zip(source.placements, target.placements, strict=True)
         communicates = any(old != new and not old.is_replicate() for old, new in pairs)
         # Other classes are those of tracing, and of simulated ranks.
@@ -133,6 +136,7 @@ def around_redistributions(context: Callable[[DeviceMesh], AbstractContextManage
             return redistribute(local, source, target, **options)
 
     if not hasattr(redistribute, "__wrapped__"):
+        # Each of these modules has imported the function by name.
         for module in (_api, _dispatch, _redistribute):
             vars(module)[redistribute.__name__] = call
 
@@ -174,6 +178,7 @@ def check_before_pickling(check: Callable[[DTensor], None]) -> None:
         check(tensor)
         return reduce(tensor, protocol)
 
+    # `copy.copy` would call `__reduce_ex__`, and so `check`.
     def copy(tensor: DTensor) -> Any:
         rebuild, arguments = reduce(tensor, 4)
         return rebuild(*arguments)

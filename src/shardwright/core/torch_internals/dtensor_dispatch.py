@@ -71,6 +71,7 @@ def set_operator_handler(
 
 def _convert_gradients_to_full(tensor: Tensor) -> None:
     """Register a hook that converts a DTensor gradient of an ordinary tensor to a full tensor."""
+    # One hook for each tensor, however many operators read it.
     if tensor.requires_grad and not hasattr(tensor, "converts_gradients"):
         tensor.converts_gradients = True  # type: ignore[attr-defined]
         tensor.register_hook(  # type: ignore[no-untyped-call]
@@ -153,11 +154,13 @@ def handle_unsupported_operators(fallback: Fallback) -> None:
     ) -> Any:
         try:
             return propagate(operator, args, kwargs, *options)
+        # Sharding strategies raise errors of any type for arguments that they do not expect.
         except Exception as error:
             if is_compiling() or not torch._C._is_torch_function_enabled():
                 raise
             return fallback(operator, args, kwargs, error)
 
+    # An attribute of the dispatcher hides the method of its class.
     vars(DTensor._op_dispatcher).setdefault(propagate.__name__, propagate_or_fall_back)
 
 
@@ -259,6 +262,7 @@ def _convert_arguments_to_local(
     for argument in args:
         if isinstance(argument, DTensor) and have_same_layout(argument._spec, spec):
             argument = argument._local_tensor
+            # Type promotion could give a result of another dtype.
             if argument.dtype != local.dtype:
                 return None
         elif isinstance(argument, Tensor):
@@ -280,6 +284,7 @@ def _wrap_result_as_dtensor(tensor: DTensor, result: Tensor) -> Any:
     """Return a local result as a DTensor with the layout of `tensor`, or `tensor` itself after an
     in-place method."""
     if result is tensor._local_tensor:
+        # The method has changed the version of the local tensor only.
         increment_version(tensor)
         return tensor
     return with_spec(result, tensor._spec)

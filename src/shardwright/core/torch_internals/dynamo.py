@@ -106,12 +106,14 @@ def _capture_options(numbers: frozenset[str]) -> Iterator[None]:
     """
 
     def size_entry(tx: Any, name: str, entry: FrameStateSizeEntry, **_: Any) -> Any:
+        # As if the number had been seen to change, so that Dynamo makes it an input of the graph.
         return FrameStateSizeEntry(scalar=auto_dynamic) if name in numbers else entry
 
     options = {**_OPTIONS, **(_DYNAMIC_NUMBERS if numbers else {})}
     options["ignore_logging_functions"] = {*_logger_methods(), warnings.warn}
     with (
         config.patch(**options),
+        # Dynamo records metrics while it traces, which is an error outside of this context.
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         patch.object(builder, "process_automatic_dynamic", size_entry),
@@ -171,6 +173,7 @@ def _trace_numpy_call(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         constants = {name: each.as_python_constant() for name, each in kwargs.items()}
         result = function.value(*(each.as_python_constant() for each in args), **constants)
         if isinstance(result, np.number | np.bool_):
+            # As a Python number, since Dynamo has no constants of numpy's types.
             return ConstantVariable.create(result.item())
     with config.patch(trace_numpy=not is_random):
         return _trace_numpy(function, tx, args, kwargs)
@@ -191,6 +194,7 @@ def _print_after_graph(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     Dynamo itself forgets calls in functions that the traced function calls, and accepts few types
     of arguments. Keyword arguments are lost, as in Dynamo.
     """
+    # Only the outermost frame writes bytecode.
     outermost = tx
     while getattr(outermost, "parent", None) is not None:
         outermost = outermost.parent
@@ -315,6 +319,7 @@ class DynamoCapture:
         for name, value in captured.f_globals.items():
             scope.setdefault(name, value)
         for name, value in environment.used_globals.items():
+            # Dynamo's own names begin with two underscores; all others are those of the module.
             if name.startswith("__"):
                 scope.setdefault(name, value)
         for alias, module in captured.import_sources.items():
@@ -325,6 +330,7 @@ class DynamoCapture:
             captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
         )
         around.__kwdefaults__ = captured.kwdefaults
+        # The global variable keeps `program` alive no longer than the function that calls it.
         weakref.finalize(around, _delete_global_if_unchanged, scope, backend_id, program)
         return around
 
@@ -402,6 +408,7 @@ class ChangedObject:
 def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObject]:
     existing = {id(item): item for item in side_effects.keepalive}
     for key, variable in side_effects.id_to_variable.items():
+        # Objects that the trace itself has created are no state of the user.
         is_new = type(variable.mutation_type).__name__.endswith("New")
         if key not in existing or is_new or not side_effects.is_modified(variable):
             continue
@@ -508,5 +515,6 @@ def _evaluate_dynamo_source(source: str, scope: dict[str, Any]) -> Any:
     """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises."""
     try:
         return eval(source, dict(scope))
+    # Attributes may be missing by now, and properties of the user raise anything.
     except Exception:
         return None

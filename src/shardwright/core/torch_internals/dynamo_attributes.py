@@ -34,6 +34,7 @@ def _guard_missing_attributes(variable_type: type) -> Any:
         try:
             return read(variable, tx, name)
         except ObservedAttributeError:
+            # Without a source, the object was created in the trace and cannot differ between calls.
             if variable.source is not None:
                 missing = partial(GuardBuilder.HASATTR, attr=name)
                 install_guard(variable.source.make_guard(missing))

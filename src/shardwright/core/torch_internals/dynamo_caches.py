@@ -97,6 +97,7 @@ class CachedFunctionCalls:
         Args:
             item: Dynamo's variable of the mutated object.
         """
+        # An object from before the trace, as a cached function changes it in its first call only.
         if self.running and not _was_created_in_trace(item):
             self.impure[self.running[-1]] = None
         elif id(item) in self.results:

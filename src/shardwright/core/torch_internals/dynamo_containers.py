@@ -107,6 +107,7 @@ def tracing_existing_containers() -> Iterator[None]:
 
 
 def _wrap_list(wrap: Callable[..., Any], variable_builder: Any, value: list[Any]) -> Any:
+    # The builder would guard the length at once.
     with patch.object(variable_builder, "install_guards"):
         variable = wrap(variable_builder, value)
     if type(variable) is not ListVariable:
@@ -132,4 +133,5 @@ def replay_all_contents(side_effects: SideEffects) -> None:
         if isinstance(table, ConstDictVariable):
             now = [key.vt for key in table.items]
             before = [key for key in table.original_items if key in now]
+            # Dynamo replays changed entries only, which does not move the others.
             table.should_reconstruct_all |= before != [k for k in now if k in table.original_items]

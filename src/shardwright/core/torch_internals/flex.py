@@ -66,6 +66,7 @@ class MaskContext:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskContext):
             return NotImplemented
+        # Read from a file, which has no code of the mask function.
         if self.context is None or other.context is None:
             return self.description == other.description
         return bool(self.context == other.context)

@@ -51,7 +51,9 @@ def renumbered_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
         ids = dict.fromkeys(key for hooks in forward_hooks(module) for key in hooks)
         numbers = {key: -1 - index for index, key in enumerate(ids)}
         for hooks in map(vars(module).__getitem__, _NUMBERED_HOOKS):
+            # Options are in dictionaries of their own, with entries for some hooks only.
             renumbered = {numbers[key]: value for key, value in hooks.items() if key in numbers}
+            # In place, since handles refer to the dictionaries.
             hooks.clear()
             hooks.update(renumbered)
     try:
@@ -136,6 +138,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     """Context manager that suspends saved-tensor hooks, which `torch.func` does not support."""
     autograd: Any = torch._C._autograd
     popped = []
+    # True: report hooks during tracing too.
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
         popped.append(hooks)
         autograd._pop_saved_tensors_default_hooks()

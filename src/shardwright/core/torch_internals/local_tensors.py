@@ -103,6 +103,7 @@ def _call_on_each_rank(
             )
             for rank in sorted(ranks)
         }
+        # `_is_rank_local_operator` admits in-place operators that return their first argument.
         if func._schema.is_mutable:
             return args[0]
         default = None
@@ -177,6 +178,7 @@ def on_simulated_rank(rank: int) -> Iterator[None]:
     with mode.disable():
         states, generator = mode._per_rank_rng_states, torch.default_generator
         before = generator.get_state()
+        # The state of a rank is a pair, with the generator of the CPU first.
         generator.set_state(states[rank][0])
         try:
             yield

@@ -89,6 +89,7 @@ class TensorSlots:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
             yield
         finally:
+            # In reverse, so that an attribute replaced twice gets its original tensor back.
             for attributes, name, tensor in reversed(replaced):
                 attributes[name] = tensor
             for module, weights in zip(self.recurrent, flat_weights, strict=True):
@@ -174,6 +175,8 @@ def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable
     Returns:
         A function that ends the observation, to be called once.
     """
+    # `nn.Module.__call__` runs `_compiled_call_impl` if it is set, and copies of a module lose it.
+    # The reference is weak, because the module refers to `call`.
     module_ref, previous_call = weakref.ref(module), module._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -184,6 +187,7 @@ def observe_calls(module: nn.Module, callback: Callable[[], object]) -> Callable
 
     def stop() -> None:
         module = module_ref()
+        # Unless `module.compile()` has replaced it since.
         if module is not None and module._compiled_call_impl is call:
             module._compiled_call_impl = previous_call
 

@@ -150,6 +150,7 @@ def _wrap_implementation(
             return implementation(*args, **kwargs)
         token = running.set(True)
         try:
+            # PyTorch measures a single tensor itself, also in the functions that it calls.
             if isinstance(tensors, Tensor):
                 return implementation(*args, **kwargs)
             return extended(tensors, args, kwargs)

@@ -52,6 +52,7 @@ def call_composite(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def has_kernel(name: str, device_type: str) -> bool:
     """Whether an operator, such as `aten::_fused_adamw_`, has a kernel for a type of device."""
+    # The look-up by key raises for an operator that is not registered.
     if not torch._C._dispatch_has_kernel(name):
         return False
     key = torch._C._dispatch_key_for_device(device_type)
@@ -67,6 +68,7 @@ def operators_in_namespace(namespace: str) -> tuple[OpOverload, ...]:
         packet, _, overload = qualified.partition(".")
         if of == namespace:
             packets = getattr(torch.ops, namespace)
+            # The overload without a name is called `default` in Python.
             operators.append(getattr(getattr(packets, packet), overload or "default"))
     return tuple(operators)
 

@@ -272,6 +272,7 @@ class SelectiveStage(InFlightStage):
         outputs = prev_stage_outputs
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
         for received, tensor in zip(self.args_recv_info[mb_index], tensors, strict=True):
+            # Detached, as if it had been sent: each stage has an autograd graph of its own.
             received.buffer = tensor.detach()
 
     def set_local_bwd_input(

@@ -47,6 +47,7 @@ def treespec_loads(text: str) -> TreeSpec:
     """
     try:
         _, structure = json.loads(text)
+        # First, since PyTorch runs code while it reads some structures.
         _check_no_code_runs(structure)
         register_block_masks(text)
         register_named_classes(text)

@@ -45,6 +45,7 @@ _CONSTANT_TYPES = (
     bytes,
 )
 _TRACER_MODULES = ("torch", "shardwright")
+# Objects may refer to each other in a circle, so that searches end at some depth.
 _MAX_DEPTH = 8
 _MAX_STRUCTURES = 64
 
@@ -62,6 +63,7 @@ def register_objects(value: Any, only_tensors: bool = False) -> None:
         CaptureError: if an object contains itself.
     """
     try:
+        # Objects of a registered class become nodes, whose leaves may be of further classes.
         while classes := {
             type(leaf) for leaf in _pytree.tree_leaves(value) if _is_unregistered_object(leaf)
         }:
@@ -120,6 +122,7 @@ def _builtin_base_of_user_class(cls: type) -> Any:
     return base if all(each.__flags__ & _HEAP_TYPE for each in derived) else None
 
 
+# CPython's `Py_TPFLAGS_HEAPTYPE`, which all classes that are defined in Python have.
 _HEAP_TYPE = 1 << 9
 
 
@@ -168,6 +171,7 @@ def _register_class(cls: type) -> None:
 
 def _serialized_name_of_class(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
+    # Different classes may have one name, such as classes that are defined in a function.
     while name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
         name += "'"
     return name
@@ -194,6 +198,7 @@ def register_keys(structure: Any) -> None:
         return
     if node.flatten_with_keys_fn is None:
         with_keys = partial(_flatten_with_sequence_keys, node.flatten_fn)
+        # `flatten_with_keys_fn` is the last field.
         _pytree.SUPPORTED_NODES[cls] = type(node)(*node[:-1], with_keys)
     serialized = _pytree.SUPPORTED_SERIALIZED_TYPES[cls]
     if serialized.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
@@ -361,6 +366,7 @@ look up the structure of the equal call that they have flattened."""
 
 def _cache_structure(structure: Any) -> Any:
     structure_text = repr(structure)
+    # Moved to the end, so that the structure that was used least recently is dropped.
     _cached_structures.pop(structure_text, None)
     _cached_structures[structure_text] = structure
     if len(_cached_structures) > _MAX_STRUCTURES:
@@ -376,6 +382,7 @@ def _structure_to_json(structure: Any) -> Any:
 
 
 def _structure_from_json(content: Any) -> Any:
+    # A single entry is the `repr` of a structure with constants.
     if len(content) > 1:
         items, attributes, is_own_dict = content
         return _ObjectStructure(tuple(items), tuple(attributes), (), is_own_dict)
@@ -409,6 +416,7 @@ def _attributes_by_name(value: Any) -> dict[str, Any]:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return slot_values
+    # An object that is its own `__dict__` has its attributes as items.
     return slot_values if attributes is value else {**slot_values, **attributes}
 
 
@@ -484,6 +492,7 @@ def _describe_contents(value: Any, depth: int = 0) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
     if isinstance(value, (set, frozenset)):
+        # Sorted, as the order of a set differs between ranks.
         return f"{name}{sorted(_describe_contents(item, depth + 1) for item in value)}"
     if depth > _MAX_DEPTH:
         return name

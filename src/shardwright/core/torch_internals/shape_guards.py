@@ -20,6 +20,7 @@ class ShapeGuards:
         self.mode: FakeTensorMode = inputs[0].fake_mode
         assert self.mode.shape_env is not None
         self.symbols = self.mode.shape_env
+        # Also sizes that are not symbolic, in which a call may differ.
         self.code = self.symbols.produce_guards_expression(inputs, ignore_static=False)
 
     def hold(self, inputs: Sequence[Tensor]) -> bool:

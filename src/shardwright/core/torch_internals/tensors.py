@@ -65,6 +65,7 @@ def copied_results() -> Iterator[None]:
     def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
         if self.is_leaf or id(self) in memo:
             return deepcopy(self, memo)  # type: ignore[no-untyped-call, no-any-return]
+        # In the memo, so that a tensor that occurs twice is copied once.
         memo[id(self)] = result = self.detach().clone().requires_grad_()
         return result
 

@@ -116,6 +116,7 @@ def restored_transforms() -> Iterator[None]:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         while forward_ad._current_level > level:
             forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
+        # `torch.func` disables saved-tensor hooks while a transform is active.
         if hooks_disabled is None:
             _autograd._saved_tensors_hooks_enable()
         else:
