@@ -188,7 +188,7 @@ def requested_entry(option: str, entry: Any) -> RequestedEntry:
     dims: list[tuple[str, int | None]] = []
     for axis, placement in entry.items():
         is_dim = isinstance(placement, int) and not isinstance(placement, bool)
-        # Exact types, since subclasses such as `_StridedShard` order the shards in another way.
+        # Exact types: a subclass of `Shard` may order its shards in another way.
         if not isinstance(axis, str) or not (is_dim or type(placement) in (Shard, Replicate)):
             raise StrategyError(
                 f"{option}: {dict(entry)!r} contains {axis!r}: {placement!r}\n"
