@@ -93,6 +93,7 @@ def build_graph(
     trained = nodes_with_gradients(graph, sources, losses or tensors)
     values = _ValueTable(signature, trained, nodes_with_gradients(graph, sources, tensors))
 
+    # Dtypes of storage, which differ from those of the graph for parameters that are cast.
     stored = {name: p.dtype for name, p in call.module.named_parameters(remove_duplicate=False)}
 
     def used(named: dict[str, str], origin: Origin) -> tuple[Value, ...]:

@@ -96,7 +96,7 @@ def _substitute_sizes(traced: Trace, inputs: Mapping[fx.Node, Any], mode: FakeTe
             value = inputs.get(node, node.meta.get("val"))
             if node.op == "call_function":
                 value = _run_on_fakes(node, copies)
-            # Arithmetic on sizes is a number now, written into the arguments of its readers.
+            # Arithmetic on sizes becomes a number in the arguments of its readers.
             if node.op == "call_function" and isinstance(value, (int, float)):
                 copies[node] = value
             elif node.target is aten.slice.Tensor and value.shape == node_shape(

@@ -25,6 +25,7 @@ class EqualNodes:
         """Return the first node seen that computes the same value as `node`."""
         if node not in self._first:
             target = node.target
+            # Two draws differ, even with equal arguments.
             random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
             equal = node
             if isinstance(target, OpOverload) and not random:

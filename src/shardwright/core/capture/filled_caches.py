@@ -96,7 +96,7 @@ def _is_library_function(cache: Any) -> bool:
 
 
 def _find_cached_tensors(cache: Any) -> list[Tensor]:
-    # An unbounded cache has a dict in between.
+    # An unbounded cache keeps its results in a dictionary, which is one more level.
     return tensors_in(gc.get_referents(cache), depth=3)
 
 

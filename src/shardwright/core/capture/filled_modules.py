@@ -132,6 +132,7 @@ class RegisteredTensors:
                     f"{self._shared[where]}, but only one name would refer to it\n"
                     "update the buffer in place (`copy_`), or `clone()` it in `__init__`",
                 )
+            # Also finds two buffers to which one tensor is assigned.
             other = memory.setdefault(storage_id(new), where)
             if other != where:
                 raise self._make_located_error(

@@ -156,7 +156,8 @@ class _FunctionTrial:
         self._function, self._args, self._kwargs, self._types = function, args, kwargs, types
         # Seeded, so that every capture on every rank chooses the same method.
         self._generator = torch.Generator().manual_seed(0)
-        # Indices of the arguments whose gradient was, in a trial, not finite; or finite, not zero.
+        # Indices of the arguments whose gradient was not finite in a draw, and of those whose
+        # gradient was finite and not zero.
         self._undefined: set[int] = set()
         self._defined: set[int] = set()
 

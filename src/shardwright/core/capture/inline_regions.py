@@ -113,7 +113,7 @@ def _detach_region_output(node: fx.Node, call: fx.Node, args: list[Any]) -> fx.N
     while _is_in_place(changed):
         changed = changed.args[0]  # type: ignore[assignment]
     if changed in args:
-        # An argument of the region is still part of autograd's graph.
+        # An argument that the region returns, or changes in place, keeps its autograd history.
         return node
     return insert(call, aten.detach.default, (node,), like=node)
 

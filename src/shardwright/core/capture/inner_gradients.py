@@ -27,6 +27,7 @@ from shardwright.errors import CaptureError
 
 aten = torch.ops.aten
 
+# Operators that may return their input or a view of it.
 _MAY_VIEW = {
     *("reshape", "contiguous", "to", "flatten"),
     *("expand_as", "view_as", "reshape_as", "type_as"),
@@ -148,6 +149,7 @@ class TraceSoFar:
         return tensor
 
     def _requires_grad(self, node: fx.Node) -> bool:
+        # Autograd's rule for the freed tensor, without regard to no-grad regions.
         before = [arg for arg in node.all_input_nodes if is_tensor(arg)]
         return (
             tensor(node).dtype.is_floating_point
@@ -212,6 +214,8 @@ class _GradientPath:
         for node in self.operators:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = node.target
+            # Marked as the model's own: `operators_of` removes those that autograd adds for saved
+            # tensors.
             if target is aten.detach.default:
                 with operators.detaching():
                     values[node] = target(*args, **kwargs)
@@ -260,6 +264,7 @@ class _GradientPath:
                     f"({line_of(node)}), which a second call would draw again\ndraw them before "
                     "the tensors whose gradients are computed, or set dropout to 0"
                 )
+            # The code of a `local_map` is not traced, so its backward pass is unknown here.
             is_traced = node.target is operator.getitem or isinstance(node.target, OpOverload)
             if not is_traced or node.target is torch.ops.shardwright.local_map.default:
                 raise CaptureError(

@@ -246,7 +246,7 @@ def example_entries(tensors: Sequence[Tensor]) -> str:
     `b` is the first dimension of the first tensor and of all tensors with the same first size;
     other dimensions are `_`.
     """
-    # Not sizes that depend on values, which cannot be compared.
+    # Sizes that depend on values are symbols, which cannot be compared.
     sizes = [t.shape[0] for t in tensors if t.ndim and isinstance(t.shape[0], int)]
 
     def entry(tensor: Tensor) -> str:

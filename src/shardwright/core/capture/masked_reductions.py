@@ -162,7 +162,7 @@ def _normalize_rows(selected: SelectedRows, node: fx.Node) -> bool:
         return False
     node.replace_input_with(x, selected.overwrite(x, rows, -math.inf, node))
     users = set(node.users)
-    # Of no selected row the softmax is NaN, which must not reach gradients of later operators.
+    # If no row is selected, the softmax is NaN, which must not reach gradients of later operators.
     safe = selected.make_safe(node, rows, "", node.next)
     node.replace_all_uses_with(safe, delete_user_cb=lambda user: user in users)
     return True
@@ -202,7 +202,7 @@ def _deviation(
 ) -> fx.Node:
     """Insert the standard deviation of the selected rows."""
     variance = _wide_variance(selected, x, dims, keepdim, node)
-    # The gradient of a standard deviation of 0 is 0 in PyTorch, that of a root is not finite.
+    # PyTorch's gradient of a standard deviation of 0 is 0, but that of a square root is not finite.
     is_zero = insert(node, aten.eq.Scalar, (variance, 0))
     root = insert(node, aten.sqrt.default, (_fill(variance, is_zero, 1, node),))
     return _with_dtype(_fill(root, is_zero, 0, node), node)
