@@ -33,6 +33,7 @@ def ctc_losses(
         zero_infinity: whether infinite losses, and their gradients, become 0.
     """
     lengths = input_lengths, target_lengths
+    # Without the second result, log alpha, whose shape depends on the values of `target_lengths`.
     losses: Tensor = aten._ctc_loss(log_probs, targets, *lengths, blank, zero_infinity)[0]
     # `aten._ctc_loss` reads `zero_infinity` in the backward pass only.
     return torch.where(losses == torch.inf, 0, losses) if zero_infinity else losses

@@ -127,6 +127,7 @@ def _convert_target(op: Op) -> Any:
 
 def _is_float_cast(op: Op) -> bool:
     """Whether the operator converts one floating-point dtype to another."""
+    # The second input of `type_as` only supplies the dtype.
     values = (*op.inputs[:1], *op.outputs)
     converts = str(op.target).startswith(("aten.to.", "aten._to_copy.", "aten.type_as."))
     return converts and all(value.dtype.is_floating_point for value in values)

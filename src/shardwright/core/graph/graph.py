@@ -305,6 +305,7 @@ class Graph:
     @cached_property
     def consumers(self) -> dict[Value, tuple[tuple[Op, int], ...]]:
         """Readers of each value: (operator, index among its inputs) of each read."""
+        # An entry for each value, also if nothing reads it.
         consumers: dict[Value, list[tuple[Op, int]]] = {value: [] for value in self.values()}
         for op in self.ops:
             for index, value in enumerate(op.inputs):
@@ -361,6 +362,7 @@ class Graph:
             outputs = [(value, value.dtype) for value in op.outputs]
             digest.update(f"{call} {outputs}\n".encode())
         digest.update(f"{self.inputs} {self.outputs} {self.updates}".encode())
+        # 64 bits are enough to tell models apart.
         return digest.hexdigest()[:16]
 
 

@@ -65,6 +65,7 @@ def run(op: Op, tensors: Mapping[Value, Tensor], device: torch.device) -> tuple[
     result = op.target(*args, **kwargs)
     if isinstance(result, Tensor):
         return (result,)
+    # None and numbers among the results are no values of the graph.
     return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
 
 

@@ -65,6 +65,7 @@ class FunctionBody:
     function: Callable[..., Any]
 
     def run(self, args: Any, kwargs: Any, state: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+        # Makes reentrant checkpoints in the user's code non-reentrant.
         with recomputed_in(nullcontext):
             return self.function(*args, **kwargs), {}
 
@@ -257,6 +258,7 @@ class LocalCall:
         """Fields that determine equality; names, models and sizes follow from the operator's
         arguments."""
         dtypes = tuple(dtype for _, dtype in self.results)
+        # By `repr`, as constants may have neither a hash nor an equality by contents.
         constants = repr(self.constants)
         return (self.declaration, self.body.description, constants, dtypes, self.autocast)
 

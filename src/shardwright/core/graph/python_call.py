@@ -25,6 +25,7 @@ ONCE_PER_BATCH = (
 
 def number_tensor(number: float | bool) -> Tensor:
     """Return a tensor without dimensions, of the dtype that PyTorch infers from a Python number."""
+    # float64, in which Dynamo passes floats, so that no digit is lost.
     dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
     return torch.tensor(number, dtype=dtypes[type(number)])
 

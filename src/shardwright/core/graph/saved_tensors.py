@@ -227,6 +227,7 @@ def view_bases(graph: Graph, bases: Iterable[Value]) -> dict[Value, Value]:
 
         # In execution order, so that views of views are found.
         for op in graph.ops:
+            # ATen's views have the viewed tensor as first argument.
             if not op.inputs or op.inputs[0] not in base_of or not _may_return_view(op):
                 continue
             args, kwargs = op.arguments(tensor)

@@ -231,6 +231,7 @@ def _build_chunk(
         constants={v: tensor for v, tensor in graph.constants.items() if v in used},
         updates=updates,
         loss=loss,
+        # The backward pass of a pipeline starts from one loss.
         other_losses=(),
     )
     return GraphChunk(subgraph, tuple(received.values()), passed, returned)
