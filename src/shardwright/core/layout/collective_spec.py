@@ -128,6 +128,7 @@ class CellExchange:
 def cell_exchange(source: TensorLayout, target: TensorLayout) -> CellExchange:
     """Return the cells that each device sends and receives in the `all_to_all_v` from `source` to
     `target`."""
+    # Devices that differ on a common leading axis exchange nothing, so that it is not of the group.
     before, after = _find_differing_axes(source, target)
     sizes = source.device_matrix
     axes = sorted(axis for dim in before for axis in dim)
@@ -178,6 +179,7 @@ def all_to_all_v_axes(source: TensorLayout, target: TensorLayout) -> Axes | None
     """
     before, after = _find_differing_axes(source, target)
     axes = sorted(axis for dim in before for axis in dim)
+    # A change of the set of axes would need a gather or a slice too.
     if axes != sorted(axis for dim in after for axis in dim):
         return None
     size = source.layout.size

@@ -103,6 +103,7 @@ class Layout:
                 f"invalid entry of a dimension: {entry!r}\n"
                 "use the name of an axis, a tuple of names, or 'None'"
             )
+        # The virtual axis has no devices, so an entry with its name shards nothing.
         virtual = ("None", INTERLEAVED) if self.interleaved else ("None",)
         return tuple(self.axis(name) for name in names if name not in virtual)
 

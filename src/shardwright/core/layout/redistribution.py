@@ -73,6 +73,7 @@ class RedistributionStep:
     @property
     def backward(self) -> str | None:
         """Name of the collective of the backward pass; None without communication."""
+        # A step makes all of its axes varying or none.
         return self.spec.backward_of(self.target.varying.issuperset(self.axes))
 
     def forward_bytes(self, shape: Shape, itemsize: int) -> int:
@@ -269,6 +270,7 @@ def _order_by_link_speed(path: list[RedistributionStep]) -> list[RedistributionS
     not change the total bytes of steps that have the same collective in the backward pass.
     """
     ordered: list[RedistributionStep] = []
+    # Steps with other gradients keep their place, or the backward pass would send more.
     for (operation, _), group in groupby(path, key=lambda step: (step.operation, step.backward)):
         steps = list(group)
         gathers_or_scatters = operation in ("all_gather", "reduce_scatter")

@@ -33,6 +33,7 @@ KINDS = tuple(COLLECTIVES)
 """Names of the operations of moves, which `Move.operation` indexes; among moves of equal cost the
 first operation wins."""
 
+# Indices instead of names, since moves are compared as tuples and the first kind wins a tie.
 SLICE, REDUCE_SCATTER, PERMUTE, ALL_TO_ALL = map(
     KINDS.index, ("slice", "reduce_scatter", "permute", "all_to_all")
 )
@@ -143,6 +144,7 @@ class Problem:
             runs = [target_axes[begin:end] for end in ends for begin in range(end)]
             if len(self.sizes) <= ALL_MOVES_AXES:
                 runs += [(axis,) for axis in range(len(self.sizes)) if axis not in target_axes]
+            # Longest first: one collective over several axes sends less than one after the other.
             choices.append(tuple(sorted(runs, key=len, reverse=True)))
         return tuple(choices)
 
@@ -201,6 +203,8 @@ def _heuristic_search(problem: Problem, best_cost: int, best_path: Path) -> tupl
         expanded.add(state)
         for cost, move in _find_candidate_moves(problem, state):
             next_state = move.apply(state)
+            # What follows costs at least 0, so a path that costs as much as the best route cannot
+            # improve it.
             if next_state in expanded or path_cost + cost >= best_cost:
                 continue
             next_path, next_cost = (*path, move), path_cost + cost
