@@ -244,6 +244,7 @@ def _as_main_product_rule(rule: ShardingRule, weight: int | None, first: int = 0
         weight: index of the input that is the weight; None for a product of activations.
     """
     lhs, rhs, out = rule.inputs[first], rule.inputs[first + 1], rule.outputs[0]
+    # In order of first occurrence, since ties go to the first factor.
     named = [name for name in dict.fromkeys((*lhs, *rhs)) if name is not None]
     batch = [name for name in named if name in lhs and name in rhs and name in out]
     rows = [name for name in named if name in lhs and name in out and name not in rhs]

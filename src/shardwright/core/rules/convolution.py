@@ -52,6 +52,7 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
     if tuple(arguments["output_mask"]) != (True, False, False):
         return None
     space: Dims = (None,) * (len(op.output.shape) - 2)
+    # Shards of channels would cut across groups.
     k = "k" if arguments["groups"] == 1 else None
     filters: Dims = (k, None) if arguments["transposed"] else (None, k)
     inputs = {"grad_output": ("b", None), "input": ("b", k), "weight": filters}
@@ -79,6 +80,7 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     batch: Dims = ("b",)[: len(op.output.shape) - num_dims - 1]
     halos: InputHalos | OutputHalos
     if transposed:
+        # Each row of the input is one window over the output.
         counts = op.inputs[0].shape[-num_dims:]
         windows = spatial_windows(op, kernel_size, op.output.shape, counts)
         halos = OutputHalos(
@@ -87,11 +89,14 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         filters: Dims = (k, j)
     else:
         windows = input_windows(op, kernel_size)
+        # A string pads all dimensions alike: the kernel passes `valid`, and pads unsharded
+        # dimensions too.
         pads_all = isinstance(arguments["padding"], str)
         dims = (*batch, k, *spatial_factors(windows))
         halos = InputHalos(windows, dims, pads_all=pads_all, replace=_local_num_groups_argument)
         filters = (j, k)
     space, labels = spatial_factors(windows), {"b": "I", j: "J", k: "K"}
+    # The weight of a grouped convolution has the input channels of one group only.
     if groups > 1:
         filters, labels = ("g", None), {"b": "I", "g": "J"}
     return sharding_rule(

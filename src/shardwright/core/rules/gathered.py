@@ -92,6 +92,8 @@ class ShardCombination:
             op,
             inputs,
             outputs,
+            # All devices combine the same statistics, so outputs without the combined dimensions
+            # are equal.
             complete=frozenset() if self.keeps_dims else frozenset(filter(None, combined_factors)),
             kernel=lambda op, local: self._build_gathering_kernel(op, local, dims),
             reductions=lambda op, shard_counts: self._statistics_all_gathers(
@@ -113,6 +115,7 @@ class ShardCombination:
         values = Reduction(
             *(factors, GATHER, (count, self.num_values, *rows), self._statistics_dtype(op)),
             varying=self.keeps_dims,
+            # Indices and truth values have no gradient.
             differentiable=x.differentiable and op.outputs[0].dtype.is_floating_point,
         )
         if not self.num_indices:
@@ -150,6 +153,7 @@ class ShardCombination:
         def run(*args: Any, **kwargs: Any) -> Any:
             arguments = bind(args, kwargs)
             x = next(iter(arguments.values()))
+            # A statistic with a dtype of its own, as of `any`, is computed from the input as it is.
             x = x if self.statistic_dtype is not None else x.to(dtype)
             shard = InputShard(x, dims, shape, offsets, position, prod(counts), arguments)
             gathered = self._all_gather_statistics(local, self.local_statistics(shard))

@@ -76,6 +76,7 @@ def _moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduct
     x = op.inputs[0]
     batch = x.shape[0] // shard_counts.get("b", 1)
     groups = call_arguments(op)["num_groups"] // shard_counts.get("c", 1)
+    # (shards, mean and sum of squared deviations, batch, groups).
     shape = (prod(shard_counts[factor] for factor in sharded), 2, batch, groups)
     dtype = accumulation_dtype(x.dtype)
     return (
@@ -95,6 +96,8 @@ def _build_group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]
         x = arguments["input"]
         flat = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0], groups, -1)
         mean = flat.mean(-1)
+        # Deviations from the local mean, as E[x²] - E[x]² would cancel; `combine_moments` corrects
+        # it.
         squares = (flat - mean.unsqueeze(-1)).square().sum(-1)
         means, squares = gather(torch.stack((mean, squares)).unsqueeze(0)).unbind(1)
         size = flat.shape[-1]

@@ -25,6 +25,7 @@ from shardwright.core.graph.graph import Op, OpTarget, Value
 from shardwright.core.rules.rule import Dims, Kernel, MainFactors, Reduction, ShardingRule
 from shardwright.core.torch_internals.operators import OpOverload, schema_of
 
+# The batch and the sequence come first.
 _LEADING = "bstuvwxyz"
 NAMES = _LEADING + "".join(c for c in ascii_lowercase if c not in _LEADING)
 """Factor names, in the order in which they are assigned to dimensions."""
@@ -231,6 +232,7 @@ def schema_parameters(target: OpTarget) -> dict[str, Any]:
 
 def named_arguments(op: Op) -> dict[str, Any]:
     """Return the arguments that `op` passes, by name, in the order of the call."""
+    # Arguments that are not passed have defaults.
     return {**dict(zip(schema_parameters(op.target), op.args, strict=False)), **op.kwargs}
 
 

@@ -78,6 +78,7 @@ class OutputHalos:
         # In sharded dimensions this kernel crops the border, since the operator's padding would
         # crop rows that belong to neighbors.
         replaced |= self._replace_padding_by_zero(op, [window for window, _ in sharded])
+        # In the order in which `reductions` lists the exchanges.
         exchanges = iter(local.reduce)
         borders = [
             _WrittenHaloExchange(

@@ -108,6 +108,7 @@ class Reduction:
             group_size: number of devices in the process group.
             differentiable: whether the operator has a backward pass.
         """
+        # The keys of a device itself need no transfer, so n - 1 of n steps send.
         forward = group_size - 1 if self.operation == RING else 1
         has_backward = self.varying and self.differentiable and differentiable
         # In the backward pass of a ring both the tensors and their gradients travel.
@@ -319,6 +320,7 @@ class ShardingRule:
         inputs = tuple(
             interned_layout(mesh, axes_of(dims), varying=missing_axes(dims)) for dims in self.inputs
         )
+        # The kernel has reduced over these axes already, so that its outputs are no partial sums.
         complete = {axis for axis, factor in cut_axes.items() if factor in self.complete}
         outputs = tuple(
             interned_layout(mesh, axes_of(dims), partial=missing_axes(dims) - complete)

@@ -38,6 +38,7 @@ def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
         size: number of rows or windows of a dimension.
         is_valid: whether the dimension can be divided into a number of shards.
     """
+    # Divisors come in pairs, one of each up to the square root.
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
     divisors = {*small, *(size // n for n in small)}
     valid = {n for n in divisors if n == 1 or is_valid(n)}
@@ -299,6 +300,7 @@ class InputHalos:
 
     def borders(self, local: LocalSharding) -> list[HaloExchange]:
         """Return the halo exchange of each sharded dimension."""
+        # In the order in which `reductions` lists the exchanges.
         exchanges = iter(local.reduce)
         return [
             HaloExchange(
