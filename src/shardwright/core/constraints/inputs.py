@@ -71,6 +71,7 @@ def sharded_input_axes(
         return {value.name: _shard_batch_dim(value, mesh) for value in _find_batch_inputs(graph)}
     sharded = {}
     for value in graph.input_values:
+        # An input has no other tensor from which its sharding follows, so None is replicated.
         replicated: tuple[Axes, ...] = ((),) * len(value.shape)
         axes = axes_for_entry(
             f"input {value.name}", "dataset_strategy", value, entries[value.name], mesh, replicated

@@ -80,6 +80,7 @@ def resolve(
             outputs[name] = output_axes
     for name in strategies:
         bias = graph.by_name.get(f"{name}.bias")
+        # Not by name alone, since a submodule may be called `bias` too.
         if bias is not None and bias.inputs[0] is graph.by_name[name].output:
             output = outputs.get(name, (None,))[0]
             axes = (
@@ -188,6 +189,7 @@ def requested_storage(
     Raises:
         StrategyError: if a parameter cannot be sharded as requested.
     """
+    # Parameters without an entry are stored as operators read them.
     stored = {name: tuple(axes) for name, axes in read_axes.items()}
     for value in graph.parameters:
         if value.name in parameters:
@@ -269,6 +271,7 @@ def _append_axes_of_sum(counts: tuple[int, ...], computed: TensorLayout) -> tupl
 
     Returns the axes of each dimension; None if no axes of the sum have the required product.
     """
+    # Outermost first; `take_outer_axes` removes the axes that it takes.
     free, requested = sorted(computed.partial), []
     for count, computed_count, axes in zip(
         counts, computed.shard_counts, computed.axes, strict=True

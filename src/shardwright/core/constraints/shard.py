@@ -170,6 +170,7 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
     stored = [
         entry for _, pin in _iterate_pinned_modules(graph) for entry in pin.parameters.values()
     ]
+    # Before any layout is made, which needs the sizes of the axes that it names.
     check_axis_names(axis_names_of([*(strategy for _, strategy in requested), *stored]), axes)
     strategies: dict[str, OperatorStrategy] = {}
     for op, strategy in requested:

@@ -105,6 +105,7 @@ def parse_strategies(text: str, where: str) -> dict[str, FileEntry]:
         LayoutError: if a layout is invalid.
     """
     data = parse_json(text, where, StrategyError)
+    # First, because other versions may have other keys.
     version = data.get("version") if isinstance(data, dict) else None
     if version != VERSION:
         raise StrategyError(
