@@ -32,6 +32,7 @@ def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, Cu
         return {}
     joined = JoinedDims(graph)
     axes_of_group: dict[object, Axes] = {}
+    # Behind an operator without a rule dimensions have no group, so that their size must do.
     axes_of_size: dict[int, Axes] = {}
     for value in graph.input_values:
         for dim, axes in enumerate(arrivals.get(value.name, ())):
