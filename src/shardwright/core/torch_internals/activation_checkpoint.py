@@ -26,6 +26,7 @@ def checkpointed_calls_in(context: Callable[[], AbstractContextManager[None]]) -
             # PyTorch advances this generator once before it calls the function, and once after it.
             yield
 
+    # `checkpoint` looks this function up in its module in each call.
     original = checkpoint._checkpoint_without_reentrant_generator
     checkpoint._checkpoint_without_reentrant_generator = around_call
     try:

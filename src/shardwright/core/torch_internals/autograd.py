@@ -50,8 +50,10 @@ def sets_up_context(function: type[Function]) -> bool:
 
 def in_differentiating_transform() -> bool:
     """Whether a differentiating `torch.func` transform or forward-mode AD is active."""
+    # None outside of all transforms.
     stack = torch._C._functorch.get_interpreter_stack() or []
     types = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    # The level is -1 outside of forward-mode AD.
     return forward_ad._current_level >= 0 or any(each.key() in types for each in stack)
 
 

@@ -63,6 +63,7 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 @contextmanager
 def autograd_in_operators() -> Iterator[None]:
     """Context manager in which autograd records inside the implementation of an operator."""
+    # The dispatcher excludes the keys of autograd while an operator's implementation runs.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
@@ -126,6 +127,7 @@ def below_autocast() -> Iterator[None]:
 
 def in_backward_pass() -> bool:
     """Whether this thread is running a backward pass."""
+    # The id is -1 outside of backward passes.
     return torch._C._current_graph_task_id() >= 0
 
 

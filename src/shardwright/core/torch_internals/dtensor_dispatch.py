@@ -250,12 +250,16 @@ def _convert_arguments_to_local(
         args, kwargs: the other arguments.
     """
     spec, local = tensor._spec, tensor._local_tensor
+    # Autograd must record the operator on DTensors, and inference tensors count no versions.
     if torch.is_grad_enabled() or tensor.is_inference():
         return None
+    # Subclasses and simulated ranks have a dispatch of their own.
     if type(tensor) is not DTensor or type(local) is not Tensor:
         return None
+    # An elementwise function of terms is not the terms of that function of their sum.
     if any(placement.is_partial() for placement in spec.placements):
         return None
+    # Integers may be promoted, and a tensor by keyword, such as `out`, would need a layout too.
     if not local.is_floating_point() or any(isinstance(v, Tensor) for v in kwargs.values()):
         return None
     local_args: list[Any] = [local]

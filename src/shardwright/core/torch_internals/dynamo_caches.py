@@ -41,6 +41,7 @@ class CachedFunctionCalls:
         check = SideEffects.check_allowed_side_effect
 
         def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            # The attribute that all functions under `lru_cache` have.
             if hasattr(variable.wrapper_obj, "cache_info"):
                 with self.call_of(str(variable.wrapper_obj.__qualname__), tx.output.graph):
                     result = call(variable, tx, args, kwargs)

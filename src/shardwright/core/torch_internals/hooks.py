@@ -48,6 +48,7 @@ def renumbered_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
         (hooks, dict(hooks)) for m in modules for hooks in map(vars(m).__getitem__, _NUMBERED_HOOKS)
     ]
     for module in modules:
+        # In order of registration, so that equal models get equal numbers.
         ids = dict.fromkeys(key for hooks in forward_hooks(module) for key in hooks)
         numbers = {key: -1 - index for index, key in enumerate(ids)}
         for hooks in map(vars(module).__getitem__, _NUMBERED_HOOKS):

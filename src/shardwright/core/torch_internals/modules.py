@@ -70,6 +70,7 @@ class TensorSlots:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the current tensors of the parameters and buffers in `owners`, in order."""
+        # One name suffices: all names of a tied tensor have the same one.
         first_owners = (owners[0] for owners in self.owners)
         return [{**owner._parameters, **owner._buffers}[name] for owner, name in first_owners]  # type: ignore[misc]
 
@@ -122,6 +123,7 @@ def drop_buffer_assignments_of_export() -> None:
     modules. `torch.export` does not fail when it removes the missing hook later.
     """
     hooks = registration._global_buffer_registration_hooks
+    # By its module, since other libraries may register such hooks too.
     for handle_id, hook in list(hooks.items()):
         if hook.__module__.startswith("torch._functorch."):
             del hooks[handle_id]
@@ -133,6 +135,7 @@ def state_names(module: nn.Module) -> set[str]:
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for path, child in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
+        # `register_buffer(name, None)` only reserves a name.
         buffers = (name for name, buffer in child._buffers.items() if buffer is not None)
         persistent = (n for n in buffers if n not in child._non_persistent_buffers_set)
         names.update(prefix + name for name in persistent)

@@ -229,6 +229,7 @@ class SelectiveStage(InFlightStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         previous = self.stage_index - 1
+        # The stage to which the gradient of each input goes; None sends nothing.
         self.grad_send_info = [previous if value.requires_grad else None for value in self.arriving]
         # With `has_backward`, PyTorch sets `requires_grad` on all receive buffers.
         has_backward, self.has_backward = self.has_backward, False

@@ -240,6 +240,7 @@ class _ObjectStructure:
     def rebuild(self, cls: type, base: Any, children: list[Any]) -> Any:
         count = len(self.items)
         items = children[:count]
+        # A tuple takes its items when it is created.
         rebuilt = base.__new__(cls, items) if base is tuple else base.__new__(cls)
         if issubclass(base, dict):
             for key, item in zip(self.items, items, strict=True):

@@ -25,6 +25,7 @@ def innermost_frames_recorded(is_users: Callable[[str], bool]) -> Iterator[None]
 
     def with_innermost(tracer: Any, summary: StackSummary) -> StackSummary:
         frames = filter_frames(tracer, summary)
+        # From the innermost frame outwards, which is the last of a summary.
         for frame in reversed(summary):
             if frame.filename == torch.export.__file__:
                 break  # Frames further out call the model, or this package.

@@ -112,6 +112,7 @@ def restored_transforms() -> Iterator[None]:
     try:
         yield
     finally:
+        # Only those that the code inside has left active.
         if _functorch.get_dynamic_layer_stack_depth() > depth:
             _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         while forward_ad._current_level > level:
