@@ -218,7 +218,7 @@ def nest_segments(
             result.append(lines[position])
             position += 1
             continue
-        # Segments are lines of one function, so lines between its first and last must move.
+        # A segment becomes one function, so other lines between its first and last line must move.
         before, inside, after = _split_at_segment(lines[position : last[segment] + 1], segment)
         function = name(f"compute_{segment}")
         result += [*before, _make_segment_call(inside, readers, function, runner), *after]

@@ -40,7 +40,7 @@ def join_transfers(
         value = second.value
         step = joined_step(first.step, second.step, value.shape, value.itemsize)
         if step is not None:
-            # In place, as routes contain the transfer, and a third step may be joined with it.
+            # In place, as routes and later transfers refer to the object.
             second.step, second.previous = step, first.previous
             joined_transfers.add(id(first))
     if joined_transfers:

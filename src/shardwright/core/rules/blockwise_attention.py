@@ -168,11 +168,11 @@ def _build_windowed_attention_kernel(op: Op, local: LocalSharding) -> Callable[.
     def run(*args: Any, **kwargs: Any) -> Tensor:
         arguments = bind(args, kwargs)
         key, value = arguments["key"], arguments["value"]
-        # Keys and values are one tensor, so that each block before takes one transfer.
+        # Keys and values are one tensor, so that each preceding shard needs one transfer.
         blocks = [torch.cat((key, value), -1)]
         for rows, from_previous in transfers:
-            # The block before the first one of the sequence comes from its end; its positions are
-            # negative there, and the window excludes them.
+            # The exchange is a cycle: the first shard receives keys from the end of the sequence.
+            # Their positions are negative there, and not read.
             begin = blocks[0].shape[-2] - rows
             blocks.insert(0, from_previous(blocks[0].narrow(-2, begin, rows)))
         sizes = [key.shape[-1], value.shape[-1]]

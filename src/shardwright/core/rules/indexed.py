@@ -134,7 +134,7 @@ class IndexedDims:
         self._replace_index_of_dim(arguments, dim, index)
         name = next(iter(arguments))
         x = arguments[name]
-        # Ones, as a product with the row may be divided by it in the backward pass.
+        # Ones: `scatter_reduce` of products divides by the rows in its backward pass.
         arguments[name] = torch.cat([x, torch.ones_like(x.narrow(dim, 0, 1))], dim)
         out: Tensor = target(**arguments)
         return out.narrow(dim, 0, block.size)

@@ -13,7 +13,7 @@ from shardwright.core.graph.graph import Op
 from shardwright.core.rules.gathered import InputShard, ShardCombination, Statistics
 from shardwright.core.rules.notation import call_arguments
 
-# Reductions of reductions
+# The reduction of all elements is that of the reductions of shards
 
 
 def _multiply_over_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
