@@ -77,6 +77,7 @@ def _split_group_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
     first, second = _group_axes_by_factor(cuts, group)
     split = {first: group[:position], second: group[position:]}
     return {
+        # Axes outside of the group stay; sorted, so that the outermost axis comes first.
         factor: tuple(sorted({*axes} - {*group} | {*split[factor]})) if factor in split else axes
         for factor, axes in cuts.items()
     }

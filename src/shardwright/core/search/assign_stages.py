@@ -133,6 +133,7 @@ def _min_work_of_largest_chunk(
         total: prefix sums of `weights`: the work before each position.
         weights: work between each position and the next.
     """
+    # No largest chunk is below the heaviest indivisible part, nor below the mean.
     low, high = max(max(weights), total[-1] / count), total[-1]
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -187,10 +188,12 @@ def _cheapest_chunk_ends(
         starts = _cheapest_chunk_starts(total, least_bytes, count - chunk, limit)
         is_last = chunk == count - 1
         least_bytes = [
+            # The last chunk sends nothing on.
             infinity if start < 0 else least_bytes[start] + (0 if is_last else crossing[end])
             for end, start in enumerate(starts)
         ]
         starts_of_chunks.append(starts)
+    # Backwards: each chunk starts where the one before it ends.
     ends = [num_positions - 1]
     for starts in reversed(starts_of_chunks[1:]):
         ends.append(starts[ends[-1]])
@@ -288,6 +291,7 @@ def _check_module_names(graph: Graph, stage_config: StageConfig, modules: Iterab
     for path in (*(op.module for op in graph.ops), *owners):
         words = path.split(".")
         valid_names |= dict.fromkeys(".".join(words[: n + 1]) for n in range(len(words)))
+    # The model itself, whose module path is empty, cannot be assigned to one stage.
     valid_names.pop("", None)
     unmatched = [name for name in stage_config if name not in valid_names]
     if not unmatched:

@@ -38,6 +38,7 @@ def data_parallel(graph: Graph, mesh: DeviceMatrix) -> CutsOfGraph:
     if all(value.shape[0] % devices for value in graph.input_values if value.shape):
         raise _indivisible_batch_error(batch_size, devices)
     batched, cuts = _data_parallel_cuts(graph, mesh)
+    # The dim that is sharded as the batch may be another than the check above looked at.
     if batched.batch_size is not None and batched.batch_size % devices:
         raise _indivisible_batch_error(batch_size, devices)
     return cuts
@@ -87,6 +88,7 @@ def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: Device
     for op, name in enumerate(indexed.names):
         if not on_batch.isdisjoint(indexed.inputs[op]):
             on_batch.update(indexed.outputs[op])
+            # In a model without main operators all operators count.
             has_cost = indexed.op_types[op].is_main or not indexed.main
             if has_cost and _num_shards(cuts.get(name, {}), mesh) < mesh.num_devices:
                 return False

@@ -269,6 +269,7 @@ def _axis_choices_by_symbolic_cost(
             if scale not in recursions:
                 recursions[scale] = Recursion(indexed, mem_coeff * scale, "weight", None)
             recursion, factors = recursions[scale], indexed.op_types[op].factors
+            # Of all other axes, as if this axis were decided last.
             recursion.shard_counts = list(level.shard_counts)
             return {
                 "" if each.factor == NO_CUT else factors[each.factor]: each.total
@@ -278,6 +279,7 @@ def _axis_choices_by_symbolic_cost(
 
         for op in indexed.main:
             key = (
+                # Equal operators may have other neighbors, so their costs are part of the key.
                 id(indexed.op_types[op]),
                 shard_counts[op],
                 choice[op],
@@ -289,6 +291,7 @@ def _axis_choices_by_symbolic_cost(
             level.choices = _propagate_choices_without_op(level, choice, first)
             chosen = "" if choice[first] == NO_CUT else factors[choice[first]]
             op_costs = costs(first, 1.0)
+            # Pins may cut factors that a search may not.
             if chosen not in op_costs:
                 continue
 
@@ -327,6 +330,7 @@ def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) 
     level.choices = [
         UNDECIDED if current in region else each for current, each in enumerate(choice)
     ]
+    # Sorted, as an operator follows the first neighbor that reaches it.
     level.propagate(sorted(borders - region))
     return level.choices
 

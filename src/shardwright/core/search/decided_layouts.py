@@ -202,6 +202,7 @@ class DecidedLayouts:
             self.consumer_layouts[value][op.name, index] = layout
         fixed_axes = self.outputs.get(op.name, (None,) * len(outputs))
         for value, layout, axes in zip(op.outputs, outputs, fixed_axes, strict=True):
+            # An output with a fixed layout is redistributed before any consumer reads it.
             self.initial_layouts[value] = layout if axes is None else TensorLayout(self.mesh, axes)
 
     def neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:

@@ -210,6 +210,7 @@ def _max_shard_counts(
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, name in zip(value.shape, dims, strict=True):
             for factor in filter(limits.__contains__, rule.factors_of_dim(name)):
+                # Dims with one factor may differ in size, and all must be divisible.
                 limits[factor] = gcd(limits[factor], size)
     return tuple(limits.values())
 

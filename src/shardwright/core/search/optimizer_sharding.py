@@ -108,6 +108,7 @@ def _shard_storage_further(
                 f"use one of -1, {', '.join(map(str, valid))}"
             )
     if shard_size != -1:
+        # Fewer devices are valid too, for a dim that `shard_size` does not divide.
         subsets = [axes for axes in subsets if shard_size % mesh.size(axes) == 0]
     # In order of preference: most devices, a dim that nothing shards yet, the first such dim, and
     # the innermost axes, whose links are the fastest.

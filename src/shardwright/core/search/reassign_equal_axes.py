@@ -35,6 +35,7 @@ def reassign_equal_axes(
     """
     factors = trace_meanings(graph).factors
     new_axes: dict[str, dict[int, int]] = {name: {} for name in cuts if name not in pinned}
+    # Sizes do not interact, so the order of the set does not matter.
     for size in set(mesh.device_matrix):
         equal_axes = tuple(axis for axis, each in enumerate(mesh.device_matrix) if each == size)
         axes_of_ops = {

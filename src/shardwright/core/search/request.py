@@ -96,6 +96,7 @@ class SearchRequest:
     def __post_init__(self) -> None:
         unknown = [name for name in self.pinned if name not in self.graph.by_name]
         if unknown:
+            # cutoff=0.0: the nearest names are shown even if none is similar.
             nearest = get_close_matches(unknown[0], self.graph.by_name, n=3, cutoff=0.0)
             more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
             raise StrategyError(

@@ -145,6 +145,7 @@ class AxisTables:
             minimum = eliminations[key].minimum([table for _, table in factors])
             return [
                 options[choice]
+                # Not strict: the variables of storage and of sets follow those of operators.
                 for options, choice in zip(self.options, minimum.choices, strict=False)
             ]
 
@@ -259,6 +260,7 @@ class AxisTables:
                 (consumer, input_index)
             )
         if edge.returned:
+            # The model returns the value replicated, like a consumer that no axis cuts.
             groups.setdefault((REPLICATED,) * len(self.model.mesh.device_matrix), [])
         for other_dims, consumers in groups.items():
             # The bytes of the smaller of the two shards that the other axes leave, at the producer
@@ -426,6 +428,7 @@ class AxisTables:
             returned: the layouts in which the model returns the value; empty if it is not returned.
         """
         columns = costs.shape[1]
+        # A single reader shares with nobody, and needs no variable for a set.
         if len(reads) + bool(returned) < 2:
             consumer = next(iter(reads), None)
             layouts = reads[consumer] if consumer is not None else (returned,)
@@ -433,6 +436,7 @@ class AxisTables:
                 factor_between(producer, consumer, costs @ column_sums(layouts, columns))
             )
             return
+        # Sorted, so that the cache finds equal consumers in any order; sets have no total order.
         all_sets, consumer_tables = layout_sets(tuple(sorted(reads.values(), key=repr)), returned)
         # Without a variable for the set, a table over the producer and all consumers would be
         # needed, which grows exponentially with the consumers.

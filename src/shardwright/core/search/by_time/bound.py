@@ -164,6 +164,7 @@ def _compute_unfolded_bound(
         sent_costs: for each edge table the costs that it adds to the operators at its two ends.
     """
     problem, edge_tables = tables.problem, tables.edge_tables
+    # The folded edge of each unfolded one: the two problems share variables, not edge objects.
     edges = {_make_edge_key(edge, edge.consumers, edge.producer): edge for edge in problem.edges}
     tables_of_consumer: dict[tuple[int, tuple[int, int] | None], list[int]] = defaultdict(list)
     for table_index, table in enumerate(edge_tables):

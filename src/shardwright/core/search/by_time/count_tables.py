@@ -63,6 +63,7 @@ class TableEnd:
     def __init__(self, layout_of: npt.NDArray[np.intp]) -> None:
         self.layout_of = layout_of
         self._order = np.argsort(layout_of, kind="stable")
+        # Where the sorted layouts change; layouts count from 0, so the first differs from -1.
         self.first_of_layout = np.flatnonzero(np.diff(layout_of[self._order], prepend=-1))
 
     def least_costs(self, costs: Array) -> Array:

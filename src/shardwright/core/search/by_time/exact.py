@@ -227,6 +227,7 @@ class _JointTables:
         factors = []
         for consumer, targets in consumers:
             table = share * self._redistribution_table(edge, sources, targets, weights)
+            # A table of zeros would only connect variables in the elimination.
             if table.any():
                 factors.append(factor_between(producer, consumer, table))
         return factors

@@ -137,6 +137,7 @@ class _OperatorWithEdges:
             self._nearby_cuts_generator(cuts),
             factor_of_axis(cuts[self.index]),
         )
+        # A list, as dicts cannot be hashed.
         yielded = [current_factors]
         for factors in chain(
             nearby.matching_neighbors(),

@@ -204,6 +204,7 @@ class Objective:
 
     def layouts(self, variable: OpVariable, cuts: Cuts) -> OpLayouts:
         """Return (layouts of the inputs, layouts of the outputs) of an operator under `cuts`."""
+        # `rule_of` returns one object for equal operators, which have equal layouts.
         key = (id(variable.rule or variable), tuple(cuts.items()))
         if key not in self._layouts:
             self._layouts[key] = layouts_of(variable.op, variable.rule, self.model.mesh, cuts)
@@ -227,6 +228,7 @@ class Objective:
         cached = self._edges.get(key)
         if cached is not None:
             return cached, True
+        # Its seconds count as `gradients`, which `add_edges` does not bound; 0 is a bound too.
         if edge.is_shared_parameter:
             return ObjectiveCost(), False
         num_bytes = edge.value.numel * edge.value.itemsize

@@ -150,6 +150,7 @@ class TimedSearch:
             subrange(on_share, index, 4) for index in range(4)
         )
         totals: list[tuple[float, list[Cuts]]] = []
+        # Not strict: there are one or two results.
         for cuts, local_search_part in zip(
             self._search_all_orders(recursion_part), local_search_parts, strict=False
         ):
@@ -158,6 +159,7 @@ class TimedSearch:
             if all(cuts != earlier_cuts for _, earlier_cuts in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
         totals.sort(key=itemgetter(0))
+        # Only the best cuts, which stay the best: a change is kept only if it lowers the objective.
         self._swap_axes_and_improve(totals[0][1], swap_part)
         on_share(1.0)
         return [cuts for _, cuts in totals]
@@ -185,6 +187,7 @@ class TimedSearch:
                 exposed_share, order, subrange(on_share, run_index, len(runs))
             )
             costs = [self.objective.cost(cuts) for cuts in results]
+            # A single result where copying choices gained nothing.
             without_copies.append((self.total(costs[0]), results[0]))
             with_copies.append((self.total(costs[-1]), results[-1]))
             is_exposed = is_exposed or any(cost.exposed for cost in costs)
@@ -272,6 +275,7 @@ class TimedSearch:
                     continue
                 decided_properties.add(properties)
                 total = self._redecide_axis_if_cheaper(choices, axis, exposed_share, best_total)
+                # A change on this axis makes the results of all others outdated.
                 up_to_date = {axis} if total < best_total else up_to_date | {axis}
                 best_total = total
             if best_total >= previous_total * (1 - MIN_GAIN):

@@ -179,6 +179,7 @@ class _AxisSwap:
         scopes: list[tuple[int, ...]] = [(number,) for number in range(len(op_tables))]
         scopes += [tuple(number_of_op[op] for op in ops) for ops in tabulated.values()]
         tables = [*op_tables, *edge_tables]
+        # Entry 0 of a table is the choice to keep all cuts.
         cost_without_swap = sum(float(table.flat[0]) for table in tables)
         try:
             elimination = Elimination([2] * len(op_tables), scopes)
@@ -232,6 +233,7 @@ class _AxisSwap:
         for choices in product((0, 1), repeat=len(ops)):
             self._select_combination(ops, choices)
             table[choices] = self._lower_bound_of_edge(edge)
+        # The next table starts from the present cuts too.
         self._select_combination(ops, (0,) * len(ops))
         return table
 

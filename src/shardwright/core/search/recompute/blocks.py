@@ -136,6 +136,8 @@ class RecomputeBlocks:
         num_depths = max((len(op.calls) for op in self._free_ops), default=0)
         saved = {
             depth: self._saved_bytes_if_all_recomputed(depth)
+            # Depth 0 is the model itself, which is never recomputed as one block: without modules
+            # only the cheap options remain.
             for depth in range(1, num_depths) or (0,)
         }
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
@@ -145,6 +147,7 @@ class RecomputeBlocks:
         competing = (
             depth for depth in sorted(peaks) if peaks[depth] <= PEAK_TOLERANCE * peaks[best_depth]
         )
+        # False sorts before True: the best depth is the first of its group.
         groups = [tuple(sorted(competing, key=lambda depth: depth != best_depth))]
         for depth in range(best_depth - 1, 0, -1):
             if depth not in groups[0] and saved[depth] < saved[groups[-1][0]]:
@@ -219,6 +222,7 @@ class RecomputeBlocks:
             ):
                 cheap_ops[op.name] = op
         add_segments(self.graph, recompute, list(cheap_ops.values()), communication=False)
+        # Segments may have taken in operators that the user recomputes, which belong to no block.
         return {name: each for name, each in recompute.items() if name in block_of}
 
     def _build_blocks(self, block_of: Mapping[str, tuple[int, str]]) -> tuple[RecomputeBlock, ...]:
@@ -501,6 +505,7 @@ class ActivationEstimate:
         root = self._roots.get(value, value)
         producer = self.graph.producer.get(root)
         if producer is None:
+            # A view of an input, a buffer or a parameter, whose memory exists anyway.
             return "", root, 0
         return producer.name, root, _local_numel(root, flow.initial_layouts[root]) * root.itemsize
 

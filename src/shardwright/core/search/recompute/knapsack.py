@@ -88,6 +88,7 @@ def _add_block_to_frontier(
     cost = np.array([0.0, *(option.cost for option in block)])[:, None] + states.cost
     # Capped: states that free enough differ only in cost, and all but the cheapest are dominated.
     freed, cost = np.minimum(freed, needed).reshape(-1), cost.reshape(-1)
+    # `lexsort` sorts by its last key first: by freed bytes, descending, then by cost.
     order = np.lexsort((cost, -freed))
     freed, cost = freed[order], cost[order]
     least_cost_before = np.minimum.accumulate(np.concatenate(([np.inf], cost[:-1])))

@@ -76,6 +76,7 @@ class StageLevels:
         is "" if a knapsack chooses the option of each block."""
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
         for option in UNIFORM_OPTIONS:
+            # Replaces a combination that frees equally many bytes by what users configure by hand.
             steps[
                 sum(block.options[option][0].freed for block in self._blocks_with_option(option))
             ] = option
@@ -317,6 +318,7 @@ def _max_micro_batches_in_flight(
 ) -> tuple[int, ...]:
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     return tuple(
+        # At least 1: the mean over chunks rounds down, but every pass has a micro-batch in flight.
         max(max(1, sum(counts.values()) // len(counts)) for counts in in_flight_counts(order))
         for order in actions(pipeline)
     )
