@@ -199,6 +199,7 @@ def memory(
             continue
         chunks = partitioned.chunks_of(number)
         pass_types_of_stage = {action.pass_type for action in order}
+        # In the order of one micro-batch, as the schedule interleaves those of several.
         pass_types = tuple(each for each in PASS_TYPES if each in pass_types_of_stage)
         stage_share = subrange(on_share, number, pipeline.stages)
         dry_run_of = {
@@ -413,6 +414,7 @@ def _compute_action_memories(
     borders: Mapping[int, BorderBytes],
     optimizer: OptimizerBytes,
 ) -> Iterator[_ActionMemory]:
+    # Every chunk of the stage starts its gathers before the first pass of any.
     for each in dry_run_of.values():
         yield _ActionMemory(BEGIN, each.begin.peak_bytes, each.begin.change)
     changes: dict[tuple[int, str, bool], tuple[BytesByCategory, BytesByCategory]] = {}
@@ -498,8 +500,10 @@ class BorderBytes:
         """
         border_change = 0
         if pass_type in (BACKWARD, BACKWARD_INPUT):
+            # Sent gradients replace those of the micro-batch before: only the first pass adds.
             border_change += self.returned if self.is_previous_on_stage or not repeats_pass else 0
         if pass_type in (BACKWARD, BACKWARD_WEIGHT):
+            # The dry run frees its inputs; here the previous chunk owns and frees them.
             border_change += self.inputs
         return border_change
 

@@ -311,6 +311,7 @@ def _make_empty_results(description: Any) -> Any:
     if isinstance(description, _TensorKey):
         shape, stride, dtype, _ = description
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
+    # A result that is no tensor, such as None, as (type, value).
     if description and isinstance(description[0], type):
         return description[1]
     return tuple(map(_make_empty_results, description))

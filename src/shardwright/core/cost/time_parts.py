@@ -70,6 +70,7 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     seconds_of: _Parts = defaultdict(float)
     for stage in stages:
         for key, seconds in stage.items():
+            # Of the slowest stage, or the mean of all.
             seconds_of[key] += seconds / len(stages)
     # A stage waits for other stages in all seconds of the step in which it does no work.
     if pipeline.stages > 1:
@@ -121,6 +122,7 @@ def _chunk_time_parts(
     }
     for bucket, data, once_per_step, direction, seconds in bucket_seconds(communication, model):
         if seconds:
+            # Gradients are reduced over all axes of a bucket, parameters gathered over some.
             steps = [s for s in bucket.steps if data == "gradients" or s.operation == "all_gather"]
             axes = tuple({axis for step in steps for axis in step.axes})
             total = seconds if once_per_step else times * seconds

@@ -62,6 +62,7 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
     keys = {**base_content, **content}.keys() - {"base", DIGEST}
     merged = {key: content.get(key, base_content.get(key)) for key in keys}
     inherited_device, device = base_content.get("device"), content.get("device", {})
+    # Figure by figure, while a list of `levels` replaces that of the base.
     if isinstance(inherited_device, Mapping) and isinstance(device, Mapping):
         merged["device"] = {**inherited_device, **device}
     return merged if "name" in content else {**merged, "name": path.stem}
