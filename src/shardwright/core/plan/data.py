@@ -121,6 +121,7 @@ class PlanData:
     step: StepRow | None = None
     pins: dict[str, OperatorStrategy] = field(default_factory=dict)
     chunk_seconds: tuple[ChunkSeconds, ...] = ()
+    # Not compared: a saved plan equals the plan that it was saved from.
     saved_memory: Memory | None = field(default=None, compare=False, repr=False)
     saved_choices: tuple[AxisChoice, ...] = field(default=(), compare=False, repr=False)
     saved_gap: float | None = field(default=None, compare=False, repr=False)
@@ -335,6 +336,7 @@ class PlanData:
         if self.graph is None:
             return
         with self.analysis.reporting(on_progress):
+            # The analysis caches both.
             _ = self.known_memory, self.gap
 
     @cached_property

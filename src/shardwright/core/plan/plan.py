@@ -39,6 +39,7 @@ class Plan(PlanData):
         Raises:
             PlanError: if the plan has no operator of that name.
         """
+        # Names may come from a plan file, and could control the terminal.
         return printable(explanation(self, self.row(name)))
 
     def __str__(self) -> str:
@@ -46,6 +47,7 @@ class Plan(PlanData):
 
     def _repr_html_(self) -> str:
         """Return the summary as HTML, for Jupyter."""
+        # Escaped, as names could be markup.
         return f"<pre>{escape(plan_text(self, width=NOTEBOOK_WIDTH))}</pre>"
 
     def text(self, full: bool = False, every: bool = False) -> str:

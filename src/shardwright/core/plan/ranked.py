@@ -181,6 +181,7 @@ class RankedPlans:
         best_seconds = _seconds_by_component(self.best)
         seconds_of = _seconds_by_component(self.plans[kind])
         added_seconds = [
+            # A component that the fastest plan lacks counts in full.
             (component, seconds - best_seconds.get(component, 0.0))
             for component, seconds in seconds_of.items()
         ]

@@ -238,6 +238,7 @@ def _split_name_at_block(name: str) -> tuple[str, str]:
     """Split an operator's name after its last number into (block, rest): `layers.{0..3}` and
     `attn.q`."""
     words = split_module_path(name)
+    # Not the last word, so that something is left to name the operator in its block.
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
     block_length = numbers[-1] + 1 if numbers else 0
     return ".".join(words[:block_length]), ".".join(words[block_length:])
