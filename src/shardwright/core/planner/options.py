@@ -232,6 +232,7 @@ class PlanOptions(KeywordOptions):
 
     def _check_axis_sizes(self) -> None:
         matrix, stages = self.axis_matrix, self.stages
+        # Without a fixed number of stages, the devices of one are not known yet.
         if matrix is None or isinstance(stages, str) or self.stage_config is not None:
             return
         devices = self.devices // stages
@@ -298,6 +299,7 @@ class PlanOptions(KeywordOptions):
         if self.memory_limit == NO_LIMIT:
             return None
         if self.memory_limit is None and self.recompute is None:
+            # `mem_coeff="auto"` takes the smallest value that fits, here into the devices' memory.
             return self.recorded_limit if self.has_auto_mem_coeff else None
         if self.recorded_limit is None:
             raise StrategyError(
@@ -328,6 +330,7 @@ class PlanOptions(KeywordOptions):
     @property
     def on_accelerator(self) -> bool | None:
         """Whether the cluster has accelerators; None if there is no cluster."""
+        # Only processes that share a CPU have a number of devices at full rate.
         return None if self.cluster is None else self.resolved_cluster.device.at_full_rate is None
 
     @property
@@ -372,6 +375,7 @@ class PlanOptions(KeywordOptions):
         cost_model = {"cost_model": self.cost_model}
         if self.cost_model == "symbolic":
             return {"mem_coeff": self.mem_coeff, "order": self.order, **cost_model}
+        # Without `order`: the search by time decides all operators of an axis together.
         return {"mem_coeff": self.mem_coeff, **cost_model, "cluster": self.resolved_cluster.name}
 
     @property
