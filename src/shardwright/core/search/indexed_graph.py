@@ -126,6 +126,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
         )
     values, main = (*op.inputs, *op.outputs), rule.main
     labels = main.labels if main is not None else {}
+    # Labeled factors of size 1 too: the log lists their choice as impossible.
     factors = tuple(dict.fromkeys((*rule.factors, *labels)))
     index = {factor: i for i, factor in enumerate(factors)}
 

@@ -200,12 +200,16 @@ class CountedRedistributionBound:
         source_shares, target_shares = (
             2.0 ** -(each @ log_crossing).astype(np.float32) for each in (source, target)
         )
+        # The last dim counts the axes of partial sums, which have as many terms as devices.
         num_terms = source_shares[:, -1, None] ** -1
         read_share = target_shares[:, :-1].prod(1)
         common_share = np.ones((len(source), len(target)), np.float32)
         for dim in range(target_shares.shape[1] - 1):
             if (source_shares[:, dim] != 1).any() or (target_shares[:, dim] != 1).any():
+                # Blocks of one dim overlap at most by the smaller of the two.
                 common_share *= np.minimum(source_shares[:, dim, None], target_shares[:, dim])
+        # Partial sums of p terms: p - 1 messages until an element is summed, and one for each copy
+        # of the sum but the first.
         from_complete, from_partial = (
             read_share - common_share,
             (num_terms - 2) / num_groups + read_share,

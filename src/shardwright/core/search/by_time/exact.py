@@ -190,6 +190,7 @@ class _JointTables:
         axes = [axis for axis, size in enumerate(matrix) if size > 1]
         names, limits = variable.op_type.factors, variable.op_type.limits
         all_cuts: list[Cuts] = []
+        # `NO_CUT` comes last, so that the last combination cuts nothing.
         for choice in product((*range(len(names)), NO_CUT), repeat=len(axes)):
             cuts = axes_of_factors(
                 {axis: names[f] for axis, f in zip(axes, choice, strict=True) if f != NO_CUT}
@@ -206,6 +207,7 @@ class _JointTables:
     def _edge_tables(self, edge: TensorEdge, weights: Weights) -> list[Factor]:
         """Return a table for each consumer, with its share of the cost of redistributing the
         value."""
+        # Its storage depends on all consumers; without its cost the sum stays a lower bound.
         if edge.is_shared_parameter:
             return []
         mesh, ndim = self.model.mesh, len(edge.value.shape)

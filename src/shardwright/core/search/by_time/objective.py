@@ -186,6 +186,7 @@ class Objective:
             gathers = gradients = update = 0.0
             if value.requires_grad:
                 update = self.model.parameter_update_seconds(parameter_bytes, num_shards)
+                # Without a backward pass there is no gradient to reduce.
                 reduce_axes = tuple(layout.varying) if variable.differentiable else ()
                 used_axes = {*layout.sharded, *reduce_axes}
                 # ZeRO shards over axes over which every use is replicated: those that neither cut
@@ -193,6 +194,7 @@ class Objective:
                 gather_axes = tuple(
                     a for a in range(len(self.model.mesh.device_matrix)) if a not in used_axes
                 )
+                # Gathered and reduced in the dtype of use, which may differ from that of storage.
                 shard_bytes = value.numel * value.itemsize / num_shards
                 gathers, gradients = self.model.parameter_seconds(
                     reduce_axes, gather_axes, shard_bytes

@@ -253,6 +253,7 @@ def _tensor_edges(
         # A parameter with one consumer is stored as it is read; its cost belongs to the operator.
         if (is_parameter and len(uses) < 2) or not (uses or value in replicated):
             continue
+        # A set: repeated layers that share a variable read a value such as a mask alike.
         consumers = tuple(sorted({(variable_of[op], index) for op, index in uses}))
         op_and_output, producer = indexed.producer[value_index], None
         if op_and_output is None:
@@ -364,6 +365,7 @@ def _find_longest_repeated_run(
         first_op, size = _find_longest_true_run(equal)
         if size > length:
             best_start, length = (start + first_op, period), size
+    # Of n equal blocks, n - 1 periods of operators equal those one period later.
     if not length or length < (MIN_BLOCKS - 1) * best_start[1]:
         return None
     first_op, period = best_start
@@ -386,6 +388,7 @@ def _find_longest_true_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     if not len(edges):
         return 0, 0
+    # Starts and ends of runs alternate.
     lengths = edges[1::2] - edges[::2]
     longest = int(lengths.argmax())
     return int(edges[2 * longest]), int(lengths[longest])

@@ -185,6 +185,7 @@ class RecomputeBlocks:
         block_of = self._block_by_op(depth)
         saved: dict[tuple[int, str], int] = {}
         for name, size in self.saved_without_blocks.items():
+            # Operators without a module at this depth form no block that is recomputed as a whole.
             if block_of.get(name, (0, ""))[1]:
                 saved[block_of[name]] = saved.get(block_of[name], 0) + size
         return max(saved.values(), default=0)
@@ -489,6 +490,7 @@ class ActivationEstimate:
         sending = [transfer for transfer in route if transfer.forward_bytes]
         if sending:
             yield (
+                # Consumers of one transfer share its result, which is saved once.
                 first_ops[sending[-1]],
                 sending[-1],
                 _local_numel(value, route[-1].step.target) * value.itemsize,

@@ -95,6 +95,7 @@ class Recursion:
         self.log = log
         self.shard_counts = [(1,) * len(op_type.factors) for op_type in graph.op_types]
         self.had_valid_choice = False
+        # Layers of equal shapes and cuts share their costs.
         self._costs: dict[tuple[OpType, tuple[int, ...], int], OperatorCosts] = {}
 
     def decide_axis(self, axis: int, axis_size: int, pinned: Mapping[int, int]) -> list[int]:
