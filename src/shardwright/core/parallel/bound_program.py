@@ -69,11 +69,13 @@ class BoundProgram:
         result = []
         for value, tensor, name in zip(self.graph.outputs, outputs, names, strict=True):
             if isinstance(value, Value) and value.name in self.local_outputs:
+                # The ranks' own losses are averaged, as under `DistributedDataParallel`.
                 tensor = scale_gradient(tensor, 1 / self.local_outputs[value.name])
             elif isinstance(value, Value):
                 layout = flow.returned_layout(value)
                 watch_output = partial(watch, name=name) if watch is not None and name else None
                 if layout.sharded or layout.partial:
+                    # `as_dtensor` reads only the global shape of this tensor.
                     like = torch.empty(value.shape, device="meta")
                     tensor = as_dtensor(tensor, like, layout, self.devices)
                     tensor = as_output_tensor(tensor, watch_output)

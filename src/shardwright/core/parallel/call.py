@@ -51,6 +51,7 @@ class PlannedCall:
         self._planned_names = self._omit_default_arguments(
             self._name_arguments(self._args, self._kwargs)
         ).keys()
+        # By path and not by index: an argument may be passed by position or by keyword.
         self._planned_index = {
             path: index for index, path in enumerate(self._list_argument_paths(graph.in_spec))
         }
@@ -90,6 +91,8 @@ class PlannedCall:
         # `*args` and positional-only parameters cannot be passed by keyword.
         if any(self._is_positional_only(name) for name in named):
             return args, kwargs
+        # In the order of the signature, so that calls with keywords in another order share a
+        # program.
         return (), {name: named[name] for name in sorted(named, key=[*keywords, *named].index)}
 
     def planned_indices(self, spec: pytree.TreeSpec) -> list[int | None]:

@@ -46,6 +46,7 @@ class CallLeaves:
             if isinstance(leaf, Tensor):
                 axes = () if index is None else self._get_local_batch_axes(inputs[index])
                 count = self.devices.matrix.size(chain(*axes))
+                # The inverse of the factor at local outputs (`BoundProgram.wrap_outputs`).
                 leaf = scale_gradient(leaf.to(device), count)
             result.append(leaf)
         return result
@@ -92,6 +93,8 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
         PlanError: if an argument is neither a dense tensor nor a plain value.
     """
     leaves, spec = pytree.tree_flatten(call)
+    # Objects are registered as containers only where an argument is one, as this runs on every
+    # call.
     if not all(isinstance(leaf, _COMMON) for leaf in leaves):
         pytree.register_objects(call)
         leaves, spec = pytree.tree_flatten(call)
@@ -100,11 +103,13 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
             check_argument("an argument of the model", leaf)
         except CaptureError as error:
             raise PlanError(str(error)) from None
+        # Leaves that are no tensors are part of the key of the program.
         if not isinstance(leaf, Hashable):
             raise PlanError(
                 f"an argument of the model is an object of unsupported type {type(leaf).__name__}\n"
                 "pass its fields, or tensors, numbers, tuples, lists and dicts"
             )
+    # Collective: other models' sharded outputs are gathered on all ranks.
     return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves], spec
 
 

@@ -107,6 +107,7 @@ class Execution(Recapture):
         """Module that holds the model's captured forward hooks, and the `forward` set on its
         instance; programs contain both. Hooks of a model that is captured with its Python run
         around the program instead, and stay in the model."""
+        # Rank 0's seed on all ranks, so that ranks with equal shards draw equal random numbers.
         self.random_seed = devices.common_seed()
         self.random_step = 0
         self.initialization: Initialization | None = None
@@ -165,11 +166,13 @@ class Execution(Recapture):
         call = self._planned_call.reorder_arguments(args, kwargs)
         leaves, spec = full_leaves(call)
         planned_indices = self._planned_call.planned_indices(spec)
+        # Programs are made for global shapes; a local batch is only this rank's part of them.
         global_leaves = self._leaves.with_global_shapes(leaves, planned_indices)
         specialization = self._make_call_state_key(
             spec, [argument_key(leaf) for leaf in global_leaves]
         )
         inputs = self._leaves.on_device(leaves, planned_indices)
+        # With the gradient mode, as only a call with gradients is followed by a backward pass.
         call_key = ("forward", self.module.training, torch.is_grad_enabled(), *specialization)
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
@@ -197,6 +200,7 @@ class Execution(Recapture):
         outputs = []
 
         def program(constants: Mapping[str, Tensor]) -> ProgramResults:
+            # In place, as the captured Python calls this function, and `call` returns the outputs.
             outputs[:], _ = self._run_program(bound, inputs, constants)
             return self._python.results(bound.graph, outputs)
 
@@ -278,8 +282,12 @@ class Execution(Recapture):
             or self._state.modules_with_added_hooks
             or (self._reachable.version and not self._has_micro_batches_or_stages)
         ):
+            # Python effects happen once per call, but a step with micro-batches would replay them
+            # for each.
             return self._train_with_python_effects(args, kwargs)
         bound, leaves, dims = self._get_or_capture_step(args, kwargs)
+        # Before anything runs: a model without a loss, or with several, cannot be trained by a
+        # step.
         loss_of(bound.step.partitioned.graph)
         parameters, buffers = bound.tensors.read()
         self.random_step += 1
@@ -346,6 +354,7 @@ class Execution(Recapture):
         if self.initialization is None:
             return
         graph = self.partitioned.graph
+        # Tensors that no operator reads may stay uninitialized.
         used = {value.name for value in (*graph.parameters, *graph.module_buffers)}
         self.initialization.check_initialized(self.module, used)
         self.initialization.replay_record(self.module)
@@ -384,6 +393,7 @@ class Execution(Recapture):
     def _bind_programs_to_tensors(self) -> None:
         """Bind all programs to the current parameters and buffers of the module."""
         module = self.module
+        # Parameters of the copy or after `to_empty` are other objects, with other storages.
         self._parameters_as_planned = PlannedParameters(module, self.partitioned.graph.frozen)
         self._forwards = {
             key: replace(b, tensors=self._collect_graph_tensors(b.graph))
@@ -451,6 +461,8 @@ class Execution(Recapture):
         key = self._python.matching_program_key(self._train_steps, self._reachable.key(key), call)
         if key not in self._train_steps:
             partitioned = self.partitioned
+            # The graph of the plan serves only for its own number of micro-batches, which its
+            # operators may contain.
             is_planned = key == (*self._planned_specialization, micro_batches)
             is_planned &= micro_batches == partitioned.pipeline.micro_batches
             if not (is_planned and self._python.guards_hold(partitioned.graph.python, call)):
@@ -481,6 +493,7 @@ class Execution(Recapture):
         """Remove the least recently used programs from the cache `bound`, except programs of the
         planned specialization."""
         planned = self._planned_specialization
+        # Step keys extend the planned specialization by the number of micro-batches.
         other_keys = [
             key for key in bound if key != self._planned_program and key[: len(planned)] != planned
         ]

@@ -175,6 +175,8 @@ class ParallelModule(Copyable, nn.Module):
             PlanError: if `device` is of another type.
         """
         super().to_empty(device=device, recurse=recurse)
+        # The new memory has arbitrary values, so it is marked; `to_empty` also unties tied
+        # parameters.
         if self.execution.initialization is not None:
             self.execution.initialization.mark_allocated_memory(self)
             tie_parameters_like(self, self.execution.template)
@@ -249,6 +251,7 @@ def parallel_module(
     if partitioned.graph.python is None:
         swap_forward_hooks(stored, execution.captured_hooks)
     if "forward" in vars(stored):
+        # On the instance it would hide the `forward` of the derived class; `whole` puts it back.
         vars(execution.captured_hooks)["forward"] = vars(stored).pop("forward")
     vars(stored)["execution"] = execution
     if initialization.names and other_stages:
@@ -380,6 +383,7 @@ def _check_reserved_names(module: nn.Module) -> None:
 def _find_uninitialized_names(module: nn.Module, devices: Devices) -> set[str]:
     """Return the names of parameters and buffers on the meta device without a recorded
     initialization."""
+    # A model on the meta device, as in a rehearsal, never gets values.
     if devices.device.type == "meta":
         return set()
     tensors = (*module.named_parameters(), *module.named_buffers())

@@ -30,6 +30,8 @@ class ModuleWrapper(nn.Module):
         Raises:
             PlanError: if the model and the wrapper have an attribute with the same name.
         """
+        # A wrapper may wrap again, for example the planned model; until then assignments are its
+        # own.
         vars(self).pop("_wrapped", None)
         # Names of parameters stay those of the wrapped module, also in checkpoints.
         share_state(self, module)

@@ -149,6 +149,7 @@ def _make_output_tensors(results: Any, tensors: Sequence[Tensor]) -> None:
 def _is_in_place_on_output(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether calling the function `name` with these arguments changes an `OutputTensor` in
     place."""
+    # Dunder methods end with `__`; those that write are listed in `_WRITES`.
     changes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
     written = [*args[:1]] if changes else []
     return any(

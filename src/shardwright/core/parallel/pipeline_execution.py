@@ -74,6 +74,8 @@ class PipelineExecution(Execution):
         stages = bound.step
         assert isinstance(stages, RankStages)
         parameters, buffers = bound.tensors.read()
+        # `random_step` does not advance: an evaluation must not change the dropout masks of later
+        # steps.
         seed = self.random_seed + self.random_step
         inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
         local_outputs, changed = stages.evaluate(inputs)
@@ -217,6 +219,7 @@ class PipelineExecution(Execution):
                     output = self._restore_sample_order(output, stages.micro_batches)
             else:
                 output = tensors[0]
+            # A broadcast reads contiguous memory.
             output = output.contiguous()
         else:
             output = torch.empty(shape, dtype=value.dtype, device=self.devices.device)
@@ -233,6 +236,7 @@ class PipelineExecution(Execution):
         arrivals = self.partitioned.decisions.arrivals.values()
         layouts = (TensorLayout(self.devices.matrix, axes) for axes in arrivals if axes)
         num_shards = max((layout.shard_counts[0] for layout in layouts), default=1)
+        # A dimension of another size is no batch dimension.
         if num_shards == 1 or samples.shape[0] % (micro_batches * num_shards):
             return samples
         blocks = samples.reshape(micro_batches, num_shards, -1, *samples.shape[1:])

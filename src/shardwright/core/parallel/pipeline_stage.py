@@ -102,6 +102,7 @@ class StageModule(nn.Module):
         self._input_indices = [
             index
             for index, leaf in enumerate(model_graph.inputs)
+            # A model in one chunk reads all leaves of the call, also those that are no tensors.
             if chunk.graph is model_graph or leaf in chunk.graph.input_values
         ]
 
@@ -127,6 +128,7 @@ class StageModule(nn.Module):
         outputs_by_value = dict(zip(self.chunk.graph.outputs, outputs, strict=True))
         if self.step.evaluated is not None:
             for value in self.chunk.returned:
+                # Detached, so that the outputs of an evaluation keep no graph alive.
                 self.step.evaluated.setdefault(value.name, []).append(
                     outputs_by_value[value].detach()
                 )
@@ -139,6 +141,7 @@ class StageModule(nn.Module):
         ]
         # PyTorch's split backward pass walks from results to inputs of the stage; see
         # `stage_boundary`.
+        # Only a split backward pass needs a path from results to inputs.
         anchors = [
             tensor for tensor in inputs if tensor.requires_grad and self.chunk.splits_backward
         ]
@@ -256,6 +259,7 @@ class RankStages:
             self._forward_schedule.step(
                 number=torch.arange(self.micro_batches), return_outputs=False
             )
+            # Frees the gathered parameters; without a backward pass there are no gradients.
             for module in self.modules:
                 module.unsharded.end_step()
         return step.evaluated, inputs.changed(step.buffers)
@@ -312,9 +316,12 @@ class RankStages:
         self._groups_of_shared_parameters = {}
         parameters = self.partitioned.graph.parameters
         self._trained_names = {value.name for value in parameters if value.requires_grad}
+        # Sorted, so that all ranks create the groups in one order.
         for name, stages in sorted(self.partitioned.stages_of_parameters.items()):
             if len(stages) > 1:
                 group = self.devices.peers_of_stages(stages)
+                # Ranks of other stages have created the group too, but take no part in its
+                # all-reduces.
                 if self.devices.stage in stages and group is not None:
                     self._groups_of_shared_parameters[name] = group
 
@@ -370,12 +377,14 @@ class RankStages:
     ) -> None:
         """All-reduce the gradients of parameters that several stages own."""
         for name, group in self._groups_of_shared_parameters.items():
+            # Frozen parameters have no gradient on any stage.
             if name in self._trained_names:
                 gradient = gradients.get(name)
                 # A stage without a gradient takes part too, with zeros.
                 total = (
                     torch.zeros_like(shards[name]) if gradient is None else gradient.contiguous()
                 )
+                # The wait for slower stages counts as communication that the device waits for.
                 with self.devices.waits.measure():
                     dist.all_reduce(total, group=group)
                 gradients[name] = total
@@ -480,6 +489,7 @@ def stage_boundary(tensors: Sequence[Tensor], anchors: Sequence[Tensor] = ()) ->
             split backward pass finds only parameters on paths from results to inputs of the stage;
             a result that depends on no input would lose the gradients of its parameters.
     """
+    # Integer and frozen tensors need no autograd node.
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     boundary_outputs = iter(())
     if trained:

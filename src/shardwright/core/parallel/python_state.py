@@ -117,6 +117,7 @@ class PythonState:
         self._record_planned_submodules()
         self._names: dict[tuple[str, str], str] = {}
         self._keys: dict[Hashable, StateKey] = {}
+        # Objects whose id is part of a key; kept alive, so that no other object gets the same id.
         self._referenced_values: dict[int, Any] = {}
         self._planned_hooks = {
             path: tuple(map(frozenset, forward_hooks(child)))
@@ -154,6 +155,7 @@ class PythonState:
         self._children = {
             path: children
             for path, child in self._by_path.items()
+            # Only modules with children, whose dicts are compared in each call.
             if (children := own_modules(child))
         }
         self._parents = list(self._children.values())
@@ -180,10 +182,12 @@ class PythonState:
         Raises:
             PlanError: for a hook or submodule that was added or replaced since capture.
         """
+        # Modules compare by identity, so this is one pass over dicts of pointers.
         if self._parents != self._planned_children:
             self._refuse_replaced_submodules()
         if list(map(_forward_of, self._submodules)) != self._forwards:
             self._refuse_replaced_forwards()
+        # The number of all hooks registered in the process: as long as it is equal, no hook is new.
         if num_registered_hooks() != self._registered:
             self._check_hooks()
             self._record_current_state()
@@ -208,6 +212,8 @@ class PythonState:
 
         Hooks of the root module run around the program.
         """
+        # Hooks are numbered over the whole process, so the numbers distinguish new hooks from
+        # planned ones.
         added = {
             path: tuple(
                 len(hooks.keys() - planned) for hooks, planned in zip(now, before, strict=True)
@@ -227,10 +233,12 @@ class PythonState:
             attributes, other = self._by_path[path].__dict__, copies[path].__dict__
             if name not in attributes:
                 other.pop(name, None)
+            # The template has parameters of its own, on the meta device.
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(attributes[name])):
                 other[name] = _replace_references_by_copies(attributes[name], memo)
         for path, position, of_model, hooks in self._captured_hooks:
             hooks_of_copy = forward_hooks(copies[path])[position]
+            # Either the user's handle or `forget_removed_hooks` has removed it.
             for number in hooks_of_copy.keys() - (of_model.keys() & hooks.keys()):
                 del hooks_of_copy[number]
         for path, child in copies.items():
@@ -291,6 +299,7 @@ class PythonState:
             of_buffer = path.startswith(BUFFERS)
             # A buffer is None here if another pipeline stage owns it.
             content_text = captured if of_buffer and value is None else state_text(path, value)
+            # Ranks compare texts; this rank also distinguishes objects with equal texts.
             seen.append((path, name, content_text if of_buffer else content(value)))
             contents.append(content_text)
             if of_buffer and content_text != captured:
@@ -315,6 +324,7 @@ class PythonState:
         for path, position, of_model, hooks in self._captured_hooks:
             seen.append((path, position, tuple(number for number in hooks if number in of_model)))
         key = StateKey(tuple(contents), len(self._keys))
+        # A state that has occurred before gets its old key, and so its programs.
         self._key = self._keys.setdefault((key.contents, *seen), key)
         # The first name is read twice, as an `itemgetter` of one name returns no tuple.
         self._readers = [itemgetter(*names, names[0]) for names in by_module.values()]
@@ -335,6 +345,7 @@ class PythonState:
             # By identity: 1 == 1.0 == True, but each needs its own program.
             if not all(map(is_, self._read_watched_attributes(), self._values)):
                 return False
+            # A name that was looked up in the class now exists on the instance.
             if any(map(contains, *self._missing)):
                 return False
             return all(unchanged() for unchanged in self._change_checks)
@@ -409,6 +420,7 @@ def _make_class_attribute_check(owner: type, name: str, before: Any) -> Callable
 
     Changes are detected for numbers, strings and `MISSING`.
     """
+    # `MISSING` also stands for methods and properties, which are not watched here.
     return lambda: before in (MISSING, getattr(owner, name, MISSING))
 
 

@@ -55,6 +55,7 @@ class ReachablePython:
     def of_copy(self, user_module: nn.Module, module: nn.Module) -> ReachablePython:
         """Return a `ReachablePython` for `module`, a copy of the planned module with the same
         programs."""
+        # Captured graphs are not copied: the copy compares from its next capture on.
         result = ReachablePython(user_module, module)
         result.version, result.is_guarded = self.version, self.is_guarded
         return result
@@ -72,6 +73,7 @@ class ReachablePython:
                 in the state.
             graph: the graph captured in the current state.
         """
+        # Popped and inserted anew: the order of the dict is that of the last use.
         version, before = self._captured.pop(specialization, (self.version, graph))
         self._captured[specialization] = self.version, graph
         for oldest in list(self._captured)[:-MAX_CACHED_GRAPHS]:
@@ -79,6 +81,7 @@ class ReachablePython:
         if version == self.version:
             return
         was_ignored = self._ignores_further_changes
+        # One difference suffices: `forward` reads the state, so later changes are never ignored.
         self._is_read |= not are_equal(before, graph)
         self._unread_versions.add(self.version)
         if self._ignores_further_changes and not was_ignored:

@@ -125,6 +125,7 @@ class Recapture:
         """
         if self.original is not None:
             self.original.check(self.module)
+        # A class attribute was set on the planned model: `net.__class__.x = 1`.
         if len(vars(type(self.module))) != len(self.class_names):
             self._move_attributes_to_user_class()
         return *self._make_module_state_key(), spec, tuple(leaves)
@@ -167,9 +168,11 @@ class Recapture:
         """
         planned, template = self.partitioned, self.template
         call = CapturedCall.of(template, args, kwargs, self._caller_autocast, self.module)
+        # Before the capture, which takes long.
         self._planned_call.check(args, kwargs)
         # The template still has the state of planning time.
         self._state.copy_to(template)
+        # `requires_grad` decides which values need gradients, so the template must agree.
         for name, parameter, *_ in self._parameters_as_planned.all:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -207,8 +210,11 @@ class Recapture:
             graph = self.partitioned.graph
             if self._state.modules_with_added_hooks:
                 return self._capture_with_added_hooks(call)
+            # After a change of state that may be read, guards find out whether `forward` reads it.
             if self._reachable.version and (guarded := self._capture_with_guards(call)) is not None:
                 return guarded
+            # Not `else`: the capture above may have found a graph with Python, which is captured
+            # again below.
             if graph.python is None:
                 state = self._make_module_state_key(), self._reachable.version
                 graph = self._captures.graph(call, graph.compute_dtype, state)

@@ -79,6 +79,7 @@ class _ChunkSequence:
             for chunk in partitioned.chunks
         ]
         self.sent = [[0, 0] for _ in range(pipeline.stages)]
+        # All chunks run in this process, so all buffers are read here.
         self._whole_batch = GlobalBatchValues(partitioned, devices)
 
     def train(self, inputs: StepInputs) -> StepResults:
@@ -148,6 +149,7 @@ class _ChunkSequence:
                 # The stages of a shared parameter all-reduce its gradient.
                 for stage in stages:
                     sent = 2 * (len(stages) - 1) * _count_bytes([total[name]])
+                    # A ring all-reduce sends 2 (n-1)/n of the bytes, rounded up like the plan's.
                     self.sent[stage][1] += -(-sent // len(stages))
         return total
 

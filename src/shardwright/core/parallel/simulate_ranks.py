@@ -85,6 +85,7 @@ def simulated_devices(layout: DeviceMatrix) -> Iterator[tuple[Devices, LocalTens
             {rank: value_at(coordinate) for rank, coordinate in enumerate(coordinates)}
         )
 
+    # PyTorch's fake backend communicates nothing; `LocalTensorMode` computes the collectives.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         mode = LocalTensorMode(size)
@@ -215,6 +216,7 @@ def simulated_ranks(partitioned: Partitioned) -> Iterator[Ranks]:
         PlanError: if a real process group is running.
     """
     with torch.random.fork_rng(), simulated_devices(partitioned.mesh) as (devices, mode):
+        # Simulated ranks seed the generator of this process.
         yield Ranks(partitioned, devices, mode)
 
 
@@ -257,6 +259,7 @@ def simulate(
         with ByteCounter() as backward:  # type: ignore[no-untyped-call]
             _run_backward_from_outputs(trained, retain_graph=len(trained) < len(starts))
         if len(trained) < len(starts):
+            # The first backward pass has accumulated gradients of the loss alone.
             for shard in shards.values():
                 shard.grad = None
             _run_backward_from_outputs(starts)
@@ -296,6 +299,7 @@ def simulate_step(
             loss, updates = step.run(step_inputs)
         with ByteCounter() as after:  # type: ignore[no-untyped-call]
             gradients = step.unsharded.end_step()
+        # Forward is the rest: `run` has both passes, `end_step` only reductions of gradients.
         sent = during.sent - during.backward, during.backward + after.sent
         total = ranks.assemble(loss, partitioned.mesh.replicated(0), ())
         return ranks.outcome([total], gradients, updates, [sent])
@@ -444,6 +448,7 @@ def sent_bytes(collective: str, args: tuple[Any, ...]) -> int:
     tensor: Tensor = args[0]
     local = int(tensor.numel() * tensor.element_size())
     if collective == "all_gather_into_tensor":
+        # The argument is the local shard, 1/p of the result.
         return local * int(args[1] - 1)
     # Arguments are (tensor, op, group size, group).
     if collective == "reduce_scatter_tensor":

@@ -83,6 +83,7 @@ class StoragePlan:
         """
         if name in self.other_stage_names:
             return full.new_empty(0)
+        # The user allocates it later by `to_empty`.
         if full.is_meta and self.devices.device.type != "meta":
             return self._make_meta_shard(name, full, is_parameter=is_parameter)
         # Buffers are replicated: programs read and update them in full.
@@ -98,6 +99,7 @@ class StoragePlan:
             return full.detach()
         axes = tuple(self.storage.get(name, ((),) * full.ndim))
         where = TensorLayout(self.devices.matrix, axes)
+        # `full` is on the meta device, so the slice only computes the shape of the shard.
         local = torch.empty_like(full[where.slices(self.devices.rank, tuple(full.shape))])
         return as_dtensor(local.contiguous(), full, where, self.devices)
 
@@ -116,10 +118,12 @@ class StoragePlan:
             yield from values_of(
                 tensors, lambda n, full: self.shard(n, full, is_parameter=n in parameters)
             ).items()
+        # A list first, as the loop removes the entries.
         for name in [n for n, t in tensors.items() if on_meta or not isinstance(t, Deferred)]:
             tensor = tensors.pop(name)
             is_parameter = isinstance(tensor, nn.Parameter)
             full = tensor
+            # On the meta device deferred tensors become ordinary meta tensors, without a replay.
             if on_meta:
                 full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             shard = self.shard(name, full, is_parameter=is_parameter)
@@ -223,6 +227,7 @@ class _ReferencesToTensors:
         self._registered: dict[int, list[tuple[Registry, str]]] = {}
         self._attributes: list[tuple[Registry, str]] = []
         self._replaced: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # By identity, as `==` of tensors compares elements.
         identities = {id(tensor) for tensor in tensors.values()}
         for child in module.modules():
             for registry in (own_parameters(child), own_buffers(child)):
@@ -288,6 +293,7 @@ def _pop_unreplaced_tensors(
             if tensor.is_meta and plan.devices.stages > 1:
                 continue
             if not tensor.is_meta and tensor.device != device:
+                # `data`, so that the parameter stays the object to which an optimizer refers.
                 tensor.data = tensor.data.to(device)
             parameters[name] = tensor
             del tensors[name]

@@ -16,6 +16,7 @@ def template_of(module: nn.Module) -> nn.Module:
     """Return a copy of `module` on the meta device with equal shapes, strides and dtypes."""
 
     def to_meta(tensor: Tensor) -> Tensor:
+        # With the strides, on which it depends whether a tensor can be viewed in another shape.
         shape, stride = tensor.shape, tensor.stride()
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
 

@@ -154,6 +154,7 @@ def check_loss_of_batch(graph: Graph, micro_batches: int) -> None:
 
 def loss_weight(partitioned: Partitioned) -> float:
     """Return the weight of each micro-batch's loss in the loss of the global batch."""
+    # `loss_reduction="sum"` trains the sum of the losses, even if the analysis found a mean.
     pipeline = partitioned.pipeline
     averages = batch_reduction(partitioned.graph).reduction == "mean"
     return 1 / pipeline.micro_batches if averages and pipeline.averages_micro_batches else 1.0

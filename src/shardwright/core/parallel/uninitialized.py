@@ -79,6 +79,7 @@ class Initialization:
         self.names = frozenset(names)
         self.pending = PendingInit(Record(), devices.device)
         self._devices = devices
+        # A deferred tensor by which functions on records find this record.
         self._recorded_tensor = deferred_like(torch.empty(0), self.pending.record)
         self._replayed_alone = False
         self._depth = 0
@@ -98,6 +99,7 @@ class Initialization:
         """
         planned: dict[str, Tensor] = dict(template.named_parameters())
         planned |= dict(template.named_buffers())
+        # By id of the template's tensor, so that tied names share one placeholder.
         placeholders = {
             id(planned[name]): self._make_placeholder(original)
             for name, original in other_stage_tensors.items()
@@ -147,6 +149,7 @@ class Initialization:
         If the record initializes all parameters at the end of the context, it is replayed, which is
         collective.
         """
+        # Before `to_empty` there is nothing to record on.
         if not any(
             tensor.full is not None for tensor in _uninitialized_parameters(module).values()
         ):
@@ -158,6 +161,7 @@ class Initialization:
                 yield
         finally:
             self._depth -= 1
+        # The outermost initializer only: `init_weights` may call `reset_parameters`.
         if not self._depth and self._are_parameters_initialized(module):
             self.replay_record(module)
 
@@ -186,6 +190,7 @@ class Initialization:
                 self._replayed_alone |= any(t.full is not None for t in tensors.values())
             else:
                 self._check_ranks_recorded_equally()
+        # Placeholders are replayed for their random numbers, but not kept.
         elsewhere = self.placeholder_names
         full_tensors = {name: t.full for name, t in tensors.items() if t.is_initialized()}
         complete = self._are_parameters_initialized(module)
@@ -208,6 +213,8 @@ class Initialization:
                     tensor.set_value(value)
             if complete:
                 self._remove_placeholders()
+        # Buffers that the initialization has assigned are deferred; each rank computes them in
+        # full.
         for child in module.modules():
             for name, buffer in own_buffers(child).items():
                 if isinstance(buffer, Deferred):
@@ -217,6 +224,7 @@ class Initialization:
     def _check_ranks_recorded_equally(self) -> None:
         device = self._devices.device
         lines = list(init_record_lines([self._recorded_tensor]))
+        # A rank that replayed alone has drawn from its own generator, so the states must be equal.
         replayed_alone = gathered(torch.tensor(self._replayed_alone, device=device))
         if replayed_alone.any():
             states: dict[str, Tensor] = {}
@@ -224,6 +232,7 @@ class Initialization:
             lines += [
                 f"{name} of the generator: {state.tolist()}" for name, state in states.items()
             ]
+        # Before the states are shared, which would hide a difference of states.
         check_description(lines, device)
         share_generator_states(
             [self._recorded_tensor], lambda states: take_values_of_rank_0(states, device)
@@ -245,6 +254,7 @@ class Initialization:
                     memory = torch.empty_like(parameter, device=device)
                     mark_uninitialized(memory)
                     new = nn.Parameter(memory, parameter.requires_grad)
+                    # Attributes such as marks by which optimizers find their parameters.
                     vars(new).update(vars(parameter))
                     torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
         for child in module.modules():
@@ -338,6 +348,7 @@ def tie_parameters_like(module: nn.Module, template: nn.Module) -> None:
     `nn.Module.to_empty` replaces ordinary parameters one by one, which unties them.
     """
     first: dict[int, tuple[dict[str, Any], str]] = {}
+    # From the template's tensor to the place of its first name in `module`.
     for path, planned in template.named_modules():
         registered = own_parameters(module.get_submodule(path))
         for leaf, tensor in own_parameters(planned).items():

@@ -85,9 +85,11 @@ class Uninitialized(Tensor):
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Uninitialized)]
+        # `nn.Parameter` detaches: the result records into the same full tensor.
         if function in (aten.detach.default, aten.alias.default):
             return tensors[0].view_with(tensors[0].full)
         device = kwargs.get("device")
+        # `nn.Module.to_empty` calls `empty_like` with the new device.
         if function is aten.empty_like.default and device is not None and device.type != "meta":
             tensors[0].pending.check_device(device)
             return tensors[0].with_memory(device)
@@ -97,6 +99,7 @@ class Uninitialized(Tensor):
                 "convert the model before `sw.plan`; allocate it with `net.to_empty(device=...)`"
             )
         substituted = dict[int, Tensor]()
+        # Before `to_empty` there is no record: operators only check shapes on the meta device.
         substitute = (
             _substitute_meta if any(t.full is None for t in tensors) else _substitute_deferred
         )
@@ -104,6 +107,7 @@ class Uninitialized(Tensor):
             Tensor, partial(substitute, substituted), (args, kwargs)
         )
         results = function(*args, **kwargs)
+        # Results of other operators are new tensors; in-place operators return an argument.
         if not schema_of(function).is_mutable:
             return results
         return pytree.tree_map_only(Tensor, lambda t: substituted.get(id(t), t), results)
@@ -177,6 +181,7 @@ class UninitializedShard(Uninitialized, DTensor):
         if isinstance(self, nn.Parameter) and not has_hooks(self):
             same = with_spec(local_tensor(self), spec_of(self))
             counting = share_version_counter(same).requires_grad_(self.requires_grad)
+            # `swap_tensors` also swaps the attributes.
             vars(counting).update(vars(self))
             torch.utils.swap_tensors(self, counting)  # type: ignore[no-untyped-call]
         Uninitialized._register_user_hooks(self)
@@ -308,6 +313,7 @@ def mark_uninitialized(tensor: Tensor) -> None:
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(torch.nan)
+        # Narrower integers and booleans have no value to spare.
         elif tensor.dtype in (torch.int32, torch.int64):
             tensor.fill_(torch.iinfo(tensor.dtype).min)
 
@@ -318,9 +324,11 @@ def is_uninitialized(tensor: Tensor) -> bool:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
         return True
+    # `all` of an empty shard would be true.
     if not local.numel():
         return False
     if local.is_floating_point() or local.is_complex():
+        # All elements, as a single NaN may be a value.
         return bool(local.isnan().all())
     if local.dtype in (torch.int32, torch.int64):
         return bool((local == torch.iinfo(local.dtype).min).all())

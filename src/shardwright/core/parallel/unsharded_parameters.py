@@ -51,6 +51,7 @@ class UnshardedParameters:
     def __init__(self, program: Program) -> None:
         self._parameter_values = program.parameters
         buckets = program.buckets if program.unsharded else ()
+        # Buckets of level 3 are in neither list: the program gathers and reduces them.
         self._reduced_once = [bound for bound in buckets if bound.bucket.reduces_once]
         self._gathered_once = [
             b for b in buckets if not b.bucket.reduces_once and b.bucket.level == "level2"
@@ -90,6 +91,7 @@ class UnshardedParameters:
         if not self._casts:
             # A cast saves no tensor for backward, so all micro-batches may share its autograd node
             # without `retain_graph`.
+            # Casts depend on the leaves of this step, so they are made at its first micro-batch.
             casts = ((v, self._leaves[v.name].to(v.dtype)) for v in self._values_to_cast)
             self._casts = {cast_key(v): prioritize_gradient(cast) for v, cast in casts}
         by_name: dict[str, Any] = {**self._leaves, **self._casts}
@@ -125,6 +127,7 @@ class UnshardedParameters:
             Gradients of local shards by name, in the stored dtype; parameters without a gradient
             are left out.
         """
+        # Gradients that a backward pass has reduced already, or that need no reduction.
         gradients = {name: leaf.grad for name, leaf in self._leaves.items()}
         with torch.no_grad():
             # Start all reductions before waiting for the first, so that they overlap.
@@ -161,6 +164,8 @@ class UnshardedParameters:
                     tensors = bound.unsharded(self._detach_local_shards(bound))
             leaves = bound.bucket.reduces_once and bound.dtype == bound.stored_dtype
             self._gathered[number] = [
+                # Other gathered tensors are no leaves: the program passes their gradients to its
+                # own reduction.
                 tensor.detach().requires_grad_(leaves and member.value.requires_grad)
                 for member, tensor in zip(bound.bucket.members, tensors, strict=True)
             ]
@@ -186,7 +191,9 @@ class UnshardedParameters:
         """Start reducing a bucket's accumulated gradients; return the pending result, or None if
         the bucket has no gradient."""
         number = bound.bucket.number
+        # The accumulators, where the stored dtype differs from that of the computation.
         leaves = self._accumulators.get(number) or self._gathered.get(number, [])
+        # Reduced in the dtype of the bucket, not in that of the accumulation.
         gradients = [None if leaf.grad is None else leaf.grad.to(bound.dtype) for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None

@@ -130,6 +130,8 @@ def _gather_parameters_of_all_stages(
         owned_parameter = owned.get(name)
         tensor = _gather_tensor_from_owning_stage(execution, name, planned, owned_parameter)
         tensor = tensor.to(target_device, copy=True) if has_values else torch.empty_like(planned)
+        # The user may have frozen a parameter since planning; of other stages only the plan's state
+        # is known.
         trained = (
             planned.requires_grad if owned_parameter is None else owned_parameter.requires_grad
         )
@@ -157,6 +159,7 @@ def _gather_tensor_from_owning_stage(
             tensor = torch.empty(planned.shape, dtype=planned.dtype, device=devices.device)
         # Broadcasts write into contiguous memory.
         tensor = tensor.contiguous()
+        # Parameters that no operator reads belong to the first stage.
         source = execution.partitioned.first_stages.get(name, 0)
         dist.broadcast(tensor, group=devices.peers_of_all_stages, group_src=source)
     assert tensor is not None
@@ -174,6 +177,7 @@ def _replace_shards(
         _set_module_tensor(net, name, parameters[first_names[id(planned)]], undo)
     owned_buffers = dict(net.named_buffers())
     for name, planned_buffer in template.named_buffers():
+        # One stage has all buffers in full already.
         if execution.devices.stages > 1:
             full_buffer = _gather_tensor_from_owning_stage(
                 execution, name, planned_buffer, owned_buffers.get(name)
@@ -185,6 +189,7 @@ def _replace_shards(
 def _set_module_tensor(net: nn.Module, name: str, tensor: Tensor, undo: ExitStack) -> None:
     path, _, leaf = name.rpartition(".")
     owner = net.get_submodule(path)
+    # Also None, in place of a tensor of another stage, is restored.
     undo.callback(setattr, owner, leaf, getattr(owner, leaf))
     setattr(owner, leaf, tensor)
 

@@ -66,6 +66,7 @@ class GlobalBatchValues:
         """
         if self._prologue is None:
             return [{} for _ in range(self._num_micro_batches)]
+        # The prologue depends on no parameter.
         with torch.no_grad():
             outputs = self._run_prologue(self._prologue, leaves, buffers)
         pairs = zip(self._values, outputs, strict=True)
@@ -85,6 +86,7 @@ class GlobalBatchValues:
             value: self._gather_global_input(value, leaves[index]) for index, value in self._inputs
         }
         tensors |= {v: _get_full_buffer(v, buffers) for v in graph.buffers}
+        # As mixed precision casts inputs and buffers before operators read them.
         tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
         tensors |= {v: t.to(device) for v, t in graph.constants.items()}
         for op in graph.ops:
@@ -123,6 +125,7 @@ def micro_batches_of_tensor(tensor: Tensor, dim: int, shards: int, count: int) -
         count: number of micro-batches.
     """
     shape = tensor.shape
+    # Samples are ordered by rank, then by micro-batch: each local batch is split by itself.
     of_ranks = tensor.reshape(*shape[:dim], shards, count, -1, *shape[dim + 1 :])
     return [tensor.flatten(dim, dim + 1) for tensor in of_ranks.unbind(dim + 1)]
 
@@ -160,6 +163,7 @@ def _get_full_buffer(value: Value, buffers: Mapping[str, Tensor]) -> Tensor:
         PlanError: if this rank has a shard of the buffer, or does not own it.
     """
     buffer = buffers.get(value.name)
+    # A buffer that is sharded has another shape here.
     if buffer is None or tuple(buffer.shape) != value.shape:
         raise PlanError(
             f"the loss of the global batch needs the full buffer {value.name!r}, which this rank"
@@ -172,6 +176,7 @@ def count_local_batches(partitioned: Partitioned) -> int:
     """Return the number of distinct local batches; 1 if all ranks pass the global batch."""
     arrivals = partitioned.decisions.arrivals
     layouts = (TensorLayout(partitioned.mesh, axes) for axes in arrivals.values() if axes)
+    # Inputs without samples have fewer shards in dimension 0, or none.
     return max((layout.shard_counts[0] for layout in layouts), default=1)
 
 
@@ -195,6 +200,7 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
         return 0
     for cut, value in _find_sharded_prologue_inputs(partitioned):
         shards = mesh.size(tuple(axis for axes in cut for axis in axes))
+        # An all-gather sends (n-1)/n of the result.
         total += value.numel * value.stored_dtype.itemsize * (shards - 1) // shards
     return total
 
