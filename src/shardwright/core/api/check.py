@@ -190,6 +190,7 @@ def check(
     check_module(net)
     check_arguments(args, kwargs)
     check_not_planned(net)
+    # A `Pipeline` adds no operators to the model.
     net = net.net if isinstance(net, Pipeline) else net
     # A plan that was loaded from a file has no graph.
     captured, means = plan.graph, plan.pipeline.averages_micro_batches
@@ -219,6 +220,8 @@ def check(
             return _compare_training(partitioned, module, state, leaves, finds_cause)
 
         # Most models are the same in float64, so that a second capture is seldom needed.
+        # An error may come from a constant of the captured dtype, which the second capture does not
+        # have.
         with suppress(PlanError), _make_float64_copy(net, values) as module:
             result = compare(graph_in_float64(captured), module, False)
             if result.passes():
@@ -297,6 +300,8 @@ def _compare_training(
     outcomes: list[Outcome] = []
 
     def run_planned(tensors: Mapping[str, Tensor]) -> Outcome:
+        # Without micro-batches the gradients of all outputs are compared; a training step has only
+        # the loss.
         if count == 1:
             outcomes.append(
                 simulate(partitioned, tensors, tensors, leaves, output_gradients=output_gradients)
@@ -312,6 +317,7 @@ def _compare_training(
         eager_steps,
         zeros=_find_parameters_used_by(graph, opaque),
     )
+    # The bytes of the first step, as all steps run the same program.
     counted, bytes_planned = _compare_sent_bytes(partitioned, outcomes[0])
     result = Check(
         loss=_get_first_loss(graph, eager_steps),
@@ -330,12 +336,15 @@ def _compare_training(
         return result
     # Finding the cause takes several more training runs, so only differences are investigated.
     custom_operators = {str(op.target) for op in graph.ops if not _is_builtin_operator(op)}
+    # Different with two seeds but equal with one: random numbers, and not kernels that vary from
+    # run to run.
     if custom_operators and _depends_on_seed(eager, 0, 1) and not _depends_on_seed(eager, 0, 0):
         raise PlanError(
             f"custom operator {' or '.join(f'`{each}`' for each in sorted(custom_operators))} "
             "draws random numbers, but is not tagged as random, so ranks would draw different "
             "numbers\ndefine the operator with `tags=torch.Tag.nondeterministic_seeded`"
         )
+    # Without cuts every value is replicated, so that the graph runs on one device.
     alone = replace(partitioned, decisions=Decisions(cuts={}, storage={}))
     whole_batch_values = GlobalBatchValues(alone, Devices.of_rank(partitioned.mesh, 0))(
         leaves, state
@@ -351,6 +360,7 @@ def _compare_training(
     # If the graph on one device differs from the module nearly as much, sharding is not the cause.
     cause = "capture" if capture_difference > differences.largest / 2 else "split"
     result = replace(result, rounding=rounding)
+    # A difference that is explained by rounding has no cause.
     return result if result.passes() else replace(result, cause=cause)
 
 
@@ -426,6 +436,7 @@ def _capture_micro_batch(
 def _find_parameters_used_by(graph: Graph, operators: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters on which the inputs of `operators` depend."""
     read = {value for name in operators for value in graph.by_name[name].inputs}
+    # Backwards, so that one pass over the operators suffices.
     for op in reversed(graph.ops):
         if not read.isdisjoint(op.outputs):
             read.update(op.inputs)
@@ -456,6 +467,7 @@ def _train_with_seed(eager: EagerTraining, seed: int) -> TrainedSteps:
 
 
 def _is_builtin_operator(op: Op) -> bool:
+    # Targets without a namespace are no operators of a library.
     return getattr(op.target, "namespace", "aten") in ("aten", "shardwright")
 
 

@@ -58,6 +58,7 @@ def plan_collectively(
     if not are_all_ranks(options.devices):
         return plan_model(options, net, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    # A plan depends on shapes and dtypes only, so ranks may pass other values.
     shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
     # Ranks compare their requests; callbacks are often different closures on each rank.
     request_options = {**vars(options), "on_progress": None, "save_graphs": None}
@@ -144,6 +145,7 @@ def _search(
     model, graphs = net, GraphsBySize()
 
     def prepare(number: int, captured: bool) -> PlanTask:
+        # Each number of micro-batches is a search of its own, over graphs that `graphs` caches.
         fixed = replace(options, micro_batches=number)
         with graphs.deriving(not captured) as uses_derived:
             task = plan_task(fixed, model, args, kwargs, loss_reduction, ranking, graphs, files)
@@ -178,6 +180,8 @@ def plan_task(
     if files is not None:
         files.graph(graph)
     if graph.python is not None and graph.python.depends_on_calls:
+        # Its Python effects would run once per micro-batch or stage; `auto` leaves the choice of
+        # one stage.
         if options.num_micro_batches > 1 or options.stages not in (1, "auto"):
             raise MixedSamplesError(ONCE_PER_BATCH)
         options = replace(options, stages=1)
@@ -185,6 +189,8 @@ def plan_task(
         try:
             check_loss_of_batch(graph, options.num_micro_batches)
         except StrategyError:
+            # Other numbers of micro-batches may still have a plan: the ranking says why this one
+            # has none.
             if ranking is not None:
                 reason = LeftOut.because("the loss of the batch does not follow from micro-batches")
                 ranking.leave_out(requested_kind(replace(options, stages=1)), reason)
@@ -274,6 +280,7 @@ def _capture_module(
 
 
 def _get_compute_dtype(options: PlanOptions) -> torch.dtype | None:
+    # In float32 nothing is cast.
     return None if options.compute_dtype in (None, "float32") else torch.bfloat16
 
 

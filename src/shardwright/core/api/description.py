@@ -46,6 +46,7 @@ def description_lines(value: Any, seen: Seen | None = None) -> Iterator[str]:
     elif id(value) in seen:
         yield f"number {seen[id(value)][0]}"
     else:
+        # Before its components, which may refer back to it.
         seen[id(value)] = len(seen), value
         yield _get_type_name(value)
         if isinstance(value, nn.Module):

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.core.parallel.whole_batch_values import micro_batches_of_tensor
 
+# `F.batch_norm` calls `torch.batch_norm`, which models may also call directly.
 FUNCTIONS = (F.batch_norm, torch.batch_norm)
 
 
@@ -56,6 +57,8 @@ class SplitBatchNorms(TorchFunctionMode):
         others = {name: value for name, value in kwargs.items() if name != "input"}
         shards = micro_batches_of_tensor(x, 0, self._shards, self._count)
         normalized = [func(shard, *args[1:], **others) for shard in shards]
+        # Back from [micro-batch, rank, sample] to [rank, micro-batch, sample], the order of the
+        # global batch.
         of_ranks = [shard.unflatten(0, (self._shards, -1)) for shard in normalized]
         return torch.stack(of_ranks, 1).reshape(x.shape)
 

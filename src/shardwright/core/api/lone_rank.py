@@ -109,6 +109,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
         """Wrap a function to count the collectives of its latest call in `traffic`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Anew in each call, so that `traffic` is that of one training step.
             self.traffic, self._counts = {}, True
             try:
                 return function(*args, **kwargs)
@@ -128,6 +129,7 @@ class LoneRank(LiveBytes):  # type: ignore[no-untyped-call]
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.__name__.partition(".")[0]
         if is_collective(func):
+            # A collective has no kernel for the meta device, so its result is computed here.
             self._count_communication(name, args)
             return _make_collective_result(name, args)
         if is_group_call(func):
@@ -183,6 +185,7 @@ def _make_collective_result(name: str, args: tuple[Any, ...]) -> Tensor:
     x: Tensor = args[0]
     if name in ("wait_tensor", "all_reduce_"):
         return x
+    # All ranks have this rank's data, so the gathered tensor repeats it.
     if name == "all_gather_into_tensor":
         return x.repeat(args[1], *[1] * (x.ndim - 1))
     # The first chunk in place of this rank's chunk: only the shape matters.

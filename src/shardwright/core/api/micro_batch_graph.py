@@ -80,6 +80,7 @@ class MicroBatchCapture:
             graph = self._capture_with_batch_dims(())
         except (CaptureError, PlanError) as error:
             failure = error
+        # The reduction `sum` needs no analysis: the user has chosen that micro-batches are summed.
         if self.averages and (graph is None or _may_have_better_batch_dims(graph)):
             with_other_dims = self._capture_with_other_dims(graph)
             if with_other_dims is not None:
@@ -97,6 +98,7 @@ class MicroBatchCapture:
         """
         if not self.averages or not isinstance(error.__cause__, CaptureError):
             return error
+        # Raises its own error, if the model cannot be captured for the global batch either.
         _ = self._global_batch_graph
         return MixedSamplesError(
             f"micro_batches={self.count}: the model runs for the batch, but not for a micro-batch:"
@@ -113,11 +115,13 @@ class MicroBatchCapture:
         except CaptureError:
             return None
         captured: list[tuple[Graph, SampleDims]] = []
+        # First, so that it wins if several choices read equally many elements.
         if default is not None and not isinstance(default.whole_batch, str):
             captured.append((default, ()))
         for dims in candidates:
             if dims == tried:
                 continue
+            # A model may reject a micro-batch along a wrong dimension.
             with suppress(CaptureError, PlanError):
                 graph = self._capture_with_batch_dims(dims)
                 if not isinstance(graph.whole_batch, str):
@@ -137,6 +141,7 @@ class MicroBatchCapture:
             return graph
 
         def captured(number: int) -> Graph:
+            # Captured once, for all candidates.
             if number == self.count:
                 return self._global_batch_graph
             return self.capture(empty_full_batch(piece, number, dims))

@@ -101,6 +101,7 @@ def _shard_in_place_or_copy(
     named_ranges: bool,
     number: int,
 ) -> nn.Module:
+    # Before the capture, whose autocast regions depend on the type of the device.
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
     with _with_training_mode(net, plan.training):
@@ -160,9 +161,12 @@ def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) ->
         # captures the model for all ranks, as a capture takes seconds to minutes of CPU time.
         graph = plan.graph
         if not without_other_ranks:
+            # Gathered, so that all ranks decide alike whether to share a graph, which is
+            # collective.
             ranks_without_graph = gathered(torch.tensor(graph is None, device=device))
             if ranks_without_graph.any():
                 received_graph = shared_graph(net, plan, lambda: graph or captured())
+                # A rank's own graph is kept, as the shared one lacks tags.
                 graph = graph or received_graph
         # Before a capture, in which `forward` of a model with other shapes would raise an error.
         if graph is not None:
@@ -171,6 +175,7 @@ def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) ->
         # of modules (numbers, flags, hooks) that it was captured with.
         if graph is not None and not autocast.acts_as(graph.autocast_on):
             graph = None
+        # A graph that was captured for one batch has not been analyzed for micro-batches.
         means = plan.pipeline.averages_micro_batches
         if graph is not None and means and graph.whole_batch is None:
             graph = None

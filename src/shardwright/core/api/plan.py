@@ -363,6 +363,7 @@ class AutoParallel(ModuleWrapper):
             )
         if not output_broadcast:
             log.info("output_broadcast=False has no effect: every stage receives the outputs")
+        # MindSpore names the schedule and its interleaving separately.
         schedule = interleaved if interleave and interleaved is not None else scheduler
         self._change_options(stages=stages, schedule=schedule)
 
@@ -421,6 +422,7 @@ class AutoParallel(ModuleWrapper):
         assert isinstance(parallel, ParallelModule)
         # In a tuple, so that the model is not registered as a submodule a second time.
         self._parallel = (parallel,)
+        # From now on the wrapper shares the state of the planned model.
         self.wrap(parallel)
 
     @property
@@ -492,6 +494,8 @@ class AutoParallel(ModuleWrapper):
     ) -> ParallelModule:
         """Return the planned model; the first call plans the model for these arguments."""
         if not self._parallel:
+            # The planner needs the shapes of the global batch, a rank may have passed its local
+            # batch.
             args, kwargs = whole_example(self.options, args, kwargs)
             self.compile(*args, **kwargs)
         return self._parallel[0]

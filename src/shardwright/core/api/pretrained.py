@@ -75,6 +75,7 @@ def unchanged_configurations(net: nn.Module) -> Iterator[None]:
     `save_pretrained` changes attributes of configurations, and it runs on rank 0 only. Without the
     context, models would then differ between ranks.
     """
+    # By id, as submodules often share one configuration.
     configurations = {
         id(module.config): module.config for module in net.modules() if hasattr(module, "config")
     }

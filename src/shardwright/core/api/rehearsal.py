@@ -169,6 +169,7 @@ def rehearse_rank(
         TemporaryDirectory() as folder,
         GroupClock() as groups,
         fake_process_group(rank, plan.devices, device),
+        # A rehearsal leaves the caller's random numbers as they are.
         torch.random.fork_rng(),
         plan.dry_runs.kernels if device.type == "meta" else nullcontext(),
         lone_rank,
@@ -188,6 +189,7 @@ def rehearse_rank(
                 peaks.append(allocated.bytes())
 
         if allocated is not None:
+            # After the model is prepared, so that the peak is that of the steps.
             allocated.restart()
         trainee.train(checkpoints, on_step)
         if checkpoints is not None:
@@ -235,6 +237,7 @@ class _PhaseClock:
 
     def end(self, name: str) -> None:
         """End the current phase, called `name`, and begin the next."""
+        # CPU seconds, as other processes of the machine do not count.
         now = time.process_time()
         self.phases.append(RehearsalPhase(name, now - self.start, self.seconds_of))
         self.seconds_of, self.start = {}, now

@@ -71,6 +71,7 @@ def rehearse(
             parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm
         )
 
+    # Each rank once, in the order given.
     chosen_ranks = dict.fromkeys(ranks or first_and_last_ranks(plan))
     rank_device = torch.device(device)
     return Rehearsal(

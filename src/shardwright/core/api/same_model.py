@@ -48,6 +48,8 @@ def take_state_of_rank_0(net: nn.Module, device: torch.device) -> None:
     """
     tensors = {
         name: t
+        # Tensors without values are not compared: deferred ones follow below, meta tensors get
+        # values later.
         for name, t in _collect_named_tensors(net).items()
         if not (isinstance(t, Deferred) or t.is_meta)
     }
@@ -90,6 +92,7 @@ def _describe_device(tensor: Tensor) -> str:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
+    # As in a file of the plan, in which the fields have names and a fixed order.
     plan_fields = json.loads(plan.to_json())
     for key in PROGRAM_FIELDS:
         if isinstance(plan_fields[key], dict) and key not in ("mesh", "pipeline"):

@@ -66,6 +66,7 @@ def _serialize_plan(plan: Plan) -> str:
 
 def _deserialize_plan(text: str) -> Plan:
     plan, graph = json.loads(text)
+    # The graph is not part of a plan's file.
     return replace(Plan.from_json(plan, "the plan of rank 0"), graph=_deserialize_graph(graph))
 
 

@@ -83,6 +83,7 @@ class Differences:
         ]
         gradients: dict[str, float] = {}
         for each, others in zip(steps.gradients, expected.gradients, strict=True):
+            # The names of both, as a gradient may be missing in either.
             for name in {**each, **others}:
                 gap = _compute_gradient_difference(
                     each.get(name), others.get(name), is_zero=name in zeros
@@ -104,12 +105,14 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # A generator of its own: the perturbation must not change the model's random numbers.
         self._generator = torch.Generator().manual_seed(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         results = func(*args, **(kwargs or {}))
+        # Views and in-place results share memory with a tensor that is perturbed already.
         if any(each.alias_info is not None for each in schema_of(func).returns):
             return results
         return pytree.tree_map_only(Tensor, self._perturb_tensor, results)
@@ -117,6 +120,7 @@ class Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _perturb_tensor(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
+        # By -1, 0 or 1 in the last digit, at random for each element.
         signs = torch.randint(-1, 2, tensor.shape, generator=self._generator)
         return tensor * (1 + torch.finfo(tensor.dtype).eps * signs.to(tensor.device))
 
@@ -156,6 +160,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
     # Integers and booleans must be equal. In float64 even booleans can be subtracted.
     exact = not (expected.is_floating_point() or expected.is_complex())
     got, expected = (t.detach().double() if exact else t.detach() for t in (got, expected))
+    # Also equal infinities, whose difference is NaN.
     equal = (got == expected) | (got.isnan() & expected.isnan())
     gap = torch.where(equal, 0.0, (got - expected).abs()).max().item()
     # Elements that overflowed are equal or not; they are no scale for the others.
@@ -211,8 +216,10 @@ class EagerTraining:
                     if self.trains_loss
                     else self._select_output_tensors(self.calls[0])
                 )
+                # The gradients of the first step serve in all steps and for the program.
                 root_gradients = root_gradients or _make_root_gradients(self.graph, roots)
                 backward(roots, root_gradients)
+            # Copies, as an output may be a parameter, which the optimizer changes.
             outputs.append([end.detach().clone() for end in roots])
             gradients_by_name = {
                 name: p.grad for name, p in parameters.items() if p.grad is not None
@@ -237,6 +244,7 @@ class EagerTraining:
         with RecordedBatchNorms() as recorded:
             for leaves in self.batch_norm_calls:
                 self._select_output_tensors(leaves)
+        # The recorded calls have updated the buffers once per micro-batch, as the program does.
         buffers = dict(self.module.named_buffers())
         updated = {name: buffer.clone() for name, buffer in buffers.items()}
         with SplitBatchNorms(len(self.batch_norm_calls), self.shards, recorded.shapes):
@@ -276,6 +284,7 @@ class EagerTraining:
             return leaves
         # Every call starts from the captured Python state.
         tensors = (*self.module.parameters(), *self.module.buffers())
+        # A copy of the module with the same tensors, whose attributes the call may change.
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
         for config in caching_configs(module):
             config.use_cache = False  # As in the captured copy.
@@ -320,6 +329,7 @@ def _make_root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor |
 def _make_deterministic_gradient(like: Tensor) -> Tensor:
     """Return a tensor of distinct numbers with the shape and dtype of `like`: sines of 1, 2, 3, ...
     radians or, for complex dtypes, points of the unit circle at these angles."""
+    # In float64 whatever the dtype, so that all dtypes get the same angles.
     angles = 1 + torch.arange(like.numel(), dtype=torch.float64).reshape(like.shape)
     circle = torch.polar(torch.ones_like(angles), angles)
     return (circle if like.is_complex() else circle.imag).to(like.dtype)
@@ -357,6 +367,7 @@ def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) 
     trained_state = {
         name: t.detach().clone().requires_grad_(name in trained) for name, t in state.items()
     }
+    # Sorted, as the order of a set of names differs between processes.
     optimizer = _make_optimizer([trained_state[name] for name in sorted(trained)])
     outputs, gradients = [], []
     for _ in range(STEPS):
@@ -400,6 +411,7 @@ def interpreted(
             args, kwargs = pytree.tree_unflatten(list(leaves_of_micro_batch), graph.in_spec)
             results, changed = interpret(graph, current, {**current, **values}, args, kwargs)
             updates |= changed
+            # Each micro-batch reads the buffers as updated by the previous one.
             current |= changed
             outputs = zip(graph.outputs, pytree.tree_leaves(results), strict=True)
             roots = [tensor for value, tensor in outputs if isinstance(value, Value)]

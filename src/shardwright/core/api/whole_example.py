@@ -65,8 +65,10 @@ def _get_input_shard_counts(
             for t in tensors
         ]
     elif not isinstance(strategy, str):
+        # Their number is checked by the planner, which names the inputs.
         for index, (entry, tensor) in enumerate(zip(strategy, tensors, strict=False)):
             shards = entry.shard_counts if isinstance(entry, TensorLayout) else entry
+            # Entries that do not fit are left to the planner's error.
             if shards is not None and len(shards) == tensor.ndim:
                 counts[index] = shards
     return counts
