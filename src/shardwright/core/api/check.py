@@ -483,7 +483,7 @@ def _compare_sent_bytes(
     With several stages, returns the bytes of a stage in which counted and planned bytes differ or,
     if there is none, of the stage with the most planned bytes.
     """
-    # Simulated stages do not count what they gather of the global batch.
+    # Simulated stages do not count the inputs that the prologue gathers.
     gathered = prologue_bytes(partitioned, 0) if partitioned.pipeline.stages == 1 else 0
     planned = [(forward + gathered, backward) for forward, backward in partitioned.step_bytes]
     pairs = list(zip(outcome.stage_bytes, planned, strict=True))

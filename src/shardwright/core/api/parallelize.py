@@ -82,9 +82,9 @@ def parallelize(
         )
     check_not_distributed(net)
     net = net.net if isinstance(net, Pipeline) else net
-    # From here on a rank that calls alone is named by those that wait for it. This call waits in
-    # the store only until it has warned: a rank that has ended before its first call is noticed by
-    # a collective, whose connection it has closed.
+    # From here on calls are counted, and a rank that calls alone is named. This call waits in the
+    # store only until it has warned: a collective detects a rank that has ended before its first
+    # call, as that rank has closed its connection.
     calls = rank_calls() if are_all_ranks(plan.devices) else None
     with nullcontext() if calls is None else calls.call("parallelize", max_wait=WARN_AFTER):
         number = 1 if calls is None else calls.number_of("parallelize")

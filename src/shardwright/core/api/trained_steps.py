@@ -163,7 +163,8 @@ def difference(got: Tensor, expected: Tensor) -> float:
     # Also equal infinities, whose difference is NaN.
     equal = (got == expected) | (got.isnan() & expected.isnan())
     gap = torch.where(equal, 0.0, (got - expected).abs()).max().item()
-    # Elements that overflowed are equal or not; they are no scale for the others.
+    # Infinite elements are compared exactly above; as the scale they would hide all other
+    # differences.
     scale = 1.0 if exact else max(1.0, expected.abs().nan_to_num(0.0, 0.0).max().item())
     return math.inf if math.isnan(gap) else gap / scale
 

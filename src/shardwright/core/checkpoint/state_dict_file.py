@@ -221,7 +221,7 @@ def _allocate_memory_mapped(path: Path, template: Tensor) -> Tensor:
     that the kernel can evict pages."""
     if template.numel() == 0:  # mmap cannot map an empty file
         return torch.empty_like(template, device="cpu")
-    # Without its blocks, a page that does not fit on the disk would kill the process.
+    # All blocks at once: a write to a mapped page of a full disk would kill the process (SIGBUS).
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, template.nbytes)
     flat = torch.from_file(str(path), shared=True, size=template.numel(), dtype=template.dtype)

@@ -261,7 +261,7 @@ def parallel_module(
     execution.class_names = frozenset(vars(parallel_class))
     object.__setattr__(stored, "__class__", parallel_class)
     assert isinstance(stored, ParallelModule)
-    # Guards on the user's Python see the attribute by which calls of parts are explained.
+    # Guards on the user's Python would see the `forward` that this sets on submodules.
     if devices.mesh is not None and partitioned.graph.python is None:
         explain_calls_of_parts(stored)
     return stored

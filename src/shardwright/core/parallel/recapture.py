@@ -85,7 +85,7 @@ class Recapture:
             # The plan's program stores no attributes, so that micro-batches could run it. The first
             # call captures a program that does.
             self._reachable.version += 1
-        # Guards know what the call of the plan has read.
+        # The guards of the plan's Python cover all state that its call has read.
         self._reachable.is_guarded = graph.python is not None
         self._planned_call = PlannedCall(template.forward, graph)
         self._planned_state = self._state.key(), (), (None, torch.get_default_dtype())

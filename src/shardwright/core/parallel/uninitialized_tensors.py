@@ -269,7 +269,8 @@ class UninitializedTensor(Uninitialized, Tensor):
         return result._attach_initialization(self.pending, full)
 
     def with_memory(self, device: torch.device) -> UninitializedTensor:
-        # `nn.Module.to_empty` keeps the object, and takes the result's memory: none, as for `self`.
+        # `nn.Module.to_empty` keeps this object, and assigns the result as its data, also without
+        # memory.
         self.full = deferred_like(self, self.pending.record)
         return self.view_with(self.full)
 
