@@ -100,6 +100,8 @@ def _read_lora(section: Keys, notes: list[str]) -> LoRA:
         raise section.error(
             "target_modules", f"{targets!r} is not a regular expression\nset for example .*wq|.*wv"
         )
+    # Without a `*` after a layer's name, which would apply to its last letter, or to the whole
+    # group of a merged layer.
     renamed = re.sub(
         r"\b(\w+)\b(\*?)", lambda m: _LAYER_NAMES.get(m.group(1)) or m.group(0), targets
     )

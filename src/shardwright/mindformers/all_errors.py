@@ -37,15 +37,18 @@ class AllErrors:
             except InvalidKeyError as error:
                 is_repeated = error.key in self._wrong_keys
                 self._add_error(error, error.key)
+                # The key is required: treated as missing, it fails again.
                 if is_repeated:
                     return None
                 self._wrong_keys.append(error.key)
+                # So that the reader goes on to later keys.
                 self.keys.ignore(error.key)
             except ConfigError as error:
                 self._add_error(error)
                 return None
 
     def _add_error(self, error: ConfigError, key: str | None = None) -> None:
+        # Without the error's own key, which would match itself.
         message = str(error).replace(f"{key}: ", "", 1)
         names = (each.rpartition(".")[2] for each in self._wrong_keys)
         is_consequence = any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)

@@ -38,6 +38,7 @@ def read_experts(
     num_experts, has_qkv_bias = section.integer("expert_num", 1), config.flag("qkv_has_bias", False)
     if has_qkv_bias and family not in ("llama", "qwen"):
         raise config.error("qkv_has_bias", f"{family} has no QKV biases\nset it to False")
+    # DeepSeek-V2 has its latent attention read below, also without experts.
     if num_experts == 1 and family != "deepseek_v2":
         return ("qwen" if family == "llama" and has_qkv_bias else family), {}
     if family not in _EXPERT_READERS:
@@ -80,6 +81,7 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
         )
     if not shared:
         return "mixtral", {}
+    # `transformers` has one shared expert, as wide as all of them.
     width = shared * config.integer("intermediate_size")
     hf = {"shared_expert_intermediate_size": width, "norm_topk_prob": normalized}
     return "qwen_moe", {"hf": hf}
@@ -104,6 +106,7 @@ def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]
         "routed_scaling_factor": section.number("routed_scaling_factor", 1.0, above=0),
         **{name: config.integer(name) for name in _MLA_SIZES},
     }
+    # None is a value: queries without a latent.
     hf["q_lora_rank"] = config.integer("q_lora_rank") if config.has("q_lora_rank") else None
     if method == "group_limited_greedy":
         hf |= {name: section.integer(name) for name in ("n_group", "topk_group")}

@@ -54,6 +54,7 @@ class Keys:
         Raises:
             ConfigError: if the value is not a mapping.
         """
+        # One reader for each section, which records all keys that are read.
         if name not in self._opened_sections:
             content = self._read_value(name) or {}
             if not isinstance(content, Mapping):
@@ -123,6 +124,7 @@ class Keys:
             raise self.error(name, f"{value!r} is not an integer\nset it to an integer such as 8")
         if integer not in INTEGERS:
             raise self.error(name, f"{value!r} is out of range\nset an integer below 2^63")
+        # After the checks of integers, whose errors are more exact.
         self.number(name, default, minimum=minimum)
         return integer
 
@@ -222,6 +224,7 @@ class Keys:
 
 def _parse_number(value: Any) -> float | None:
     """Convert a number or a numeric string to a finite float; None for other values."""
+    # A bool is an int in Python.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

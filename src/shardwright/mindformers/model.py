@@ -148,6 +148,7 @@ def _read_dimensions(
         raise config.error(
             "kv_channels", f"{product} is not equal to hidden_size {hidden}\nremove kv_channels"
         )
+    # In GLM a flag decides whether `n_kv_heads` has an effect.
     grouped_query = family != "glm" or config.flag("multi_query_attention", True)
     sizes: dict[str, Any] = {
         "num_layers": config.integer("num_layers"),
@@ -193,6 +194,7 @@ def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[
         raise config.error(
             "type", f"{family} does not support {', '.join(arguments)}\nremove these keys"
         )
+    # GPT-2 of this package always has biases and tied embeddings.
     return {} if family == "gpt" else arguments
 
 

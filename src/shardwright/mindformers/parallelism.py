@@ -138,6 +138,7 @@ def _read_parallel_mode(keys: Keys, parallel: Keys) -> str:
             f"{parallel_mode!r}{hybrid} is not supported\n"
             "use 0 (data parallel), 1 (semi-auto) or 2 (auto)",
         )
+    # In every mode, so that mistakes are reported and the key never counts as unused.
     search = _read_search_mode(parallel)
     if not keys.flag("use_parallel", False):
         return "stand_alone"
@@ -221,6 +222,7 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
     threshold = config.integer("parallel_optimizer_threshold", 64, minimum=0)
+    # Only now, so that the keys of the section count as read.
     if not parallel.flag("enable_parallel_optimizer", False):
         return None
     return OptimizerParallel(level, size, threshold)

@@ -115,12 +115,14 @@ def _count_blocks_per_chunk(
 ) -> Sequence[int]:
     if isinstance(blocks, bool):
         return layers if blocks else [0] * len(layers)
+    # One number for each chunk; otherwise one for each stage.
     if len(blocks) == len(layers):
         return blocks
     counts = [0] * len(layers)
     for stage, total in enumerate(blocks):
         of_stage = range(stage, len(layers), stages)
         remaining = min(total, sum(layers[chunk] for chunk in of_stage))
+        # Ends, as no more than the blocks of the stage remain.
         while remaining:
             for chunk in of_stage:
                 if remaining and counts[chunk] < layers[chunk]:

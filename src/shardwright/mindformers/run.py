@@ -108,6 +108,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
         notes=tuple(notes),
         unused=(),
     )
+    # Last, when everything has been read.
     return replace(run, unused=tuple(keys.unread()))
 
 
@@ -131,6 +132,7 @@ def _read_graphs_folder(context: Keys) -> str:
     """Return the folder for graphs; empty if `save_graphs` is False or 0."""
     folder = context.string("save_graphs_path", "graphs")
     # MindSpore's levels 1, 2 and 3 differ in how many of its own texts are written.
+    # Not a bool, which is an int in Python: True and False are flags.
     is_level = type(context.any("save_graphs")) is int
     saves = context.integer("save_graphs", minimum=0) if is_level else None
     return folder if saves or (saves is None and context.flag("save_graphs", False)) else ""
@@ -228,6 +230,7 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
         )
     offset = config.any("offset") if parallelism.shards_by_degrees else None
     if offset in (None, 0):
+        # Sizes differ by at most one block, as in `expert_stages`.
         chunk_of_layer = [layer * chunks // layers for layer in range(layers)]
         return tuple(chunk_of_layer.count(chunk) for chunk in range(chunks))
     if SCHEDULES[parallelism.schedule].allows_several_chunks and interleave == 1:
@@ -286,6 +289,7 @@ def _check_optimizer_shards(keys: Keys, parallelism: Parallelism) -> None:
 
 
 def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimensions) -> None:
+    # Experts may be sharded over the devices of both.
     replicas = parallelism.data_parallel * parallelism.model_parallel
     for name, size in (
         ("data_parallel · model_parallel", replicas),

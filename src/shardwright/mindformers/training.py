@@ -63,6 +63,7 @@ def read_training(keys: Keys, stages: int, chunks: int, notes: list[str]) -> Tra
         ConfigError: if an optimizer or schedule is not supported, or a number is invalid or
             contradicts another.
     """
+    # Only checked: both modes train.
     keys.string("run_mode", "train", valid=("train", "finetune"))
     seed, epochs = (
         keys.integer("seed", 0, minimum=0),
@@ -77,6 +78,7 @@ def read_training(keys: Keys, stages: int, chunks: int, notes: list[str]) -> Tra
             "True needs a checkpoint to resume from\nset `load_checkpoint` to its folder",
         )
     checkpoint = _read_checkpoint_callback(keys)
+    # A resumed run saves to the folder of its checkpoints.
     if resume:
         checkpoint["folder"] = load
     train: dict[str, Any] = {"epochs": epochs, "seed": seed, "resume": resume}
@@ -120,6 +122,7 @@ def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
         "betas": _read_betas(section),
         "eps": section.number("eps", 1e-8, above=0),
         "weight_decay": section.number("weight_decay", 0.0, minimum=0),
+        # MindFormers decays neither biases nor the weights of normalization layers.
         "decay_vectors": False,
         "clip_norm": norm if clips else None,
     }
@@ -138,6 +141,7 @@ def _read_betas(section: Keys) -> list[float]:
         )
     else:
         names = ("betas[0]", "betas[1]")
+        # With an index in their names, for error messages.
         section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
     return [
         section.number(name, default, minimum=0, below=1)
@@ -182,6 +186,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
         "end": section.number("lr_end", 0.0, minimum=0),
         "warmup_steps": steps,
         "warmup_ratio": ratio,
+        # -1 stands for the steps of the run.
         "total_steps": None if total < 1 else total,
         "power": section.number("lr_power", 1.0, above=0),
     }

@@ -214,6 +214,7 @@ def _read_dimensions(
             **sizes,
         )
     except ConfigError as error:
+        # Errors of keys name the file already.
         if str(error).startswith(config.file):
             raise
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
@@ -235,6 +236,7 @@ def _read_rope_scaling(config: Keys) -> dict[str, Any]:
     name = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
     section = config.section(name)
     scaling = {key: section.any(key) for key in section.content if key != "rope_theta"}
+    # `type` is the older name of `rope_type`.
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     return {} if scaling.get("rope_type", "default") == "default" else scaling

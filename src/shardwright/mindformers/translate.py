@@ -100,6 +100,7 @@ def _recompute_section(run: LanguageRun) -> dict[str, Any]:
         return [
             each
             for each in leading_blocks(run.layers, stages, blocks)
+            # A block that is recomputed fully is in `whole_blocks` only.
             if each not in fully_recomputed
         ]
 

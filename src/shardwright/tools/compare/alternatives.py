@@ -97,6 +97,7 @@ class Comparison:
     @property
     def too_large(self) -> tuple[Alternative, ...]:
         """Distinct alternatives over the memory limit, fastest first."""
+        # Reversed, so that of equal alternatives the first one stays in the dictionary.
         excluded = [each for each in reversed(self.alternatives) if not each.fits]
         distinct = {(each.parts, each.memory): each for each in excluded}
         return tuple(sorted(distinct.values(), key=lambda each: each.seconds))
@@ -107,6 +108,7 @@ class Comparison:
         auto = self.of_kind(AUTO)
         assert auto is not None
         speeds = [each.tokens_per_second for each in self.alternatives if each.fits]
+        # Up to the tolerance, because plans with equal shardings may have slightly different times.
         return auto.fits and auto.tokens_per_second >= (1 - TOLERANCE) * max(speeds, default=0.0)
 
 
@@ -142,6 +144,7 @@ def step_seconds_bound(
             )
         if flops and op.module.rpartition(".")[2] in ROW:
             local_bytes = op.output.numel * op.output.itemsize / data
+            # One all-reduce forward, and one backward unless the input needs no gradient.
             passes = 2 if op.inputs[0].requires_grad else 1
             seconds += passes * links.seconds("all_reduce", axes, local_bytes)
     bubbles = 0 if cluster.device.is_oversubscribed(prod(degrees)) else stages - 1

@@ -76,6 +76,7 @@ class Figure:
 
 
 DEVICE_FIGURES = (
+    # Minimum, maximum, default and spread of each.
     Figure("matrix_efficiency", 0.2, 0.95, 0.75, 0.3),
     Figure("matrix_half", 8, 2048, 200, 1.0),
     Figure("attention_efficiency", 0.05, 0.9, 0.3, 0.5),
@@ -92,6 +93,7 @@ def figures_of(cluster: Cluster) -> tuple[Figure, ...]:
         for level in range(len(cluster.levels))
         for figure in (
             Figure("efficiency", 0.4, 1.0, 0.75, 0.3, level),
+            # Level 0 links the devices of a node, at lower latency.
             Figure("latency", 5e-7, 3e-5 if level else 1e-5, 5e-6, 0.5, level),
         )
     )
@@ -139,6 +141,7 @@ def fit_cluster(
     """
     for index, each in enumerate(planned):
         on_progress(f"planning {each.run.id}", index, len(planned))
+        # Plans the run, and caches the plan, so that each evaluation of the fit only predicts.
         each.seconds(cluster)
     figures = figures_of(cluster)
     initial_logs = np.array([log(figure.value_in(cluster)) for figure in figures])
@@ -174,6 +177,7 @@ def _fit_by_least_squares(
     with needs_extra("tools", "fitting a cluster needs `scipy`", ConfigError):
         from scipy.optimize import least_squares
     bounds = (
+        # A little wider, since the logarithm of a value at a bound may be rounded to outside of it.
         [log(figure.minimum) - 1e-9 for figure in figures],
         [log(figure.maximum) + 1e-9 for figure in figures],
     )
@@ -187,6 +191,7 @@ def _fit_by_least_squares(
         xtol=CONVERGENCE_TOLERANCE,
         max_nfev=MAX_EVALUATIONS,
     )
+    # SciPy: 0 if evaluations run out, negative for invalid arguments.
     if result.status <= 0:
         raise ConfigError(
             f"the fit does not converge within {MAX_EVALUATIONS} steps: {result.message}\n"

@@ -77,6 +77,7 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
         reports: SimpleQueue[tuple[str, int, int]] = get_context("spawn").SimpleQueue()
         context = spawn(_measure_as_process, (processes, result, reports), processes, join=False)  # type: ignore[no-untyped-call]
         on_progress("starting processes")
+        # False while processes run; raises the error of a process that failed.
         while not context.join(timeout=0.2):
             while not reports.empty():
                 on_progress(*reports.get())
@@ -92,7 +93,9 @@ def _measure_as_process(
         result: file to which rank 0 writes the cluster, averaged over the processes.
         reports: queue to which rank 0 sends its progress.
     """
+    # The processes share the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    # Variables of the user take precedence.
     os.environ |= {**loopback_interfaces(), **os.environ}
     store = result.with_name("store").as_uri()
     dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
@@ -110,11 +113,14 @@ def _measure_rates(clock: Clock) -> Cluster:
     """Measure the rates of large operators and messages, without overheads."""
     device = measure_device(clock)
     group = Group((), dist.group.WORLD.group_name, clock.processes, tuple(range(clock.processes)))  # type: ignore[union-attr]
+    # Two sizes, whose difference in time has no latency.
     short, long = (
         clock.seconds(partial(all_reduce(group), torch.zeros(size)))
         for size in (SHORT_MESSAGE, LONG_MESSAGE)
     )
+    # 2 (n-1)/n of the 4-byte elements: a ring all-reduce.
     sent = 2 * (clock.processes - 1) / clock.processes * 4 * (LONG_MESSAGE - SHORT_MESSAGE)
+    # Positive, even if noise makes the long message the faster one.
     bandwidth = sent / max(long - short, 1e-9)
     figures = _average_over_processes(
         [*device.rates.values(), device.memory_bandwidth, device.overhead, bandwidth]
@@ -157,6 +163,7 @@ def _measure_steps(clock: Clock, cluster: Cluster, report: OnProgress) -> Iterat
     for index, sharding in enumerate(model.shardings):
         report("steps of a small model", index, len(model.shardings))
         training = model.prepare_training(sharding, cluster)
+        # Untimed: allocates the state of the optimizer.
         training.step()
         # If fewer devices than processes train together, the processes train independent replicas
         # at the same time, each with its share of the CPU.
@@ -214,6 +221,7 @@ def fit_overheads(cluster: Cluster, steps: Sequence[MeasuredStep]) -> Cluster:
     seconds = np.array([each.seconds for each in steps])
     other_seconds = np.array([each.other_seconds for each in steps])
     prior_weights = PRIOR_WEIGHT / np.array([assumed[name] for name in FIGURES])
+    # One row for each step, relative to its time, and one for each figure: the prior.
     rows = np.vstack([counts / seconds[:, None], np.diag(prior_weights)])
     targets = np.concatenate([1 - other_seconds / seconds, np.full(len(FIGURES), PRIOR_WEIGHT)])
     fitted, _ = nnls(rows, targets)

@@ -115,6 +115,7 @@ class GridComparison:
         self.batch = run.micro_batch_to_plan()
         self.graph = run.capture_graph(self.net, self.batch)
         parallel = run.config.parallel
+        # After the capture, so that only Megatron-style plans, which read these tags, recompute.
         if parallel.recompute is not None and not parallel.recomputes_as_needed:
             mark_recomputed(self.net, parallel.recompute)
         data = run.config.data
@@ -249,6 +250,7 @@ class GridComparison:
             seq_parallel=model > 1 if seq_parallel is None else seq_parallel,
             vocab_emb_dp=vocab_emb_dp,
         )
+        # With the pins that were just set.
         graph = replace(self.graph, module_tags=module_tags(self.net))
         return plan(
             graph,

@@ -112,6 +112,7 @@ class PlannedRun:
             if name not in decisions.recompute
         )
         stages = self.run.stages
+        # A stage has 1 / stages of the blocks, and 1F1B up to `stages` micro-batches in flight.
         return recomputed_peak + int(saved_bytes / stages * min(stages, self.run.micro_batches))
 
     def _peak_bytes(self, memory: Memory, recomputes: bool) -> int:
@@ -133,6 +134,7 @@ class PlannedRun:
     def _plan_as_published(self) -> Candidate:
         run = self.run
         net, graph, blocks = self._capture_blocks()
+        # Parameters that stay gathered, and full gradients, are those of ZeRO-1.
         defers = self.software.defers_gradients and run.sharded == "parameters"
         level = ZERO_LEVELS["optimizer" if defers else run.sharded]
         options = PlanOptions(

@@ -52,8 +52,10 @@ def framework_peak_bytes(
     for stage in memory.stages:
         chunks = partitioned.chunks_of(stage.stage)
         stage_peak = stage.peak - _excess_loss_bytes(stage, chunks, software)
+        # The dry run has gradients in float32, of 4 bytes.
         stage_peak -= int(stage.gradients * (1 - software.gradient_bytes / 4))
         if not recomputes:
+            # A pass in flight is of one chunk.
             unsaved = sum(unsaved_bytes(chunk, software) for chunk in chunks) / len(chunks)
             stage_peak -= int(unsaved * _max_passes_in_flight(orders[stage.stage]))
         peaks.append(stage_peak)
@@ -114,6 +116,7 @@ def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
     for op in chunk.graph.ops:
         if op.target is aten.linear.default:
             for transfer in chunk.communication.routes[op.name, 0][-1:]:
+                # By identity, since layers that share an all-gather save its result once.
                 gathered[id(transfer)] = transfer
     for transfer in gathered.values():
         step, value = transfer.step, transfer.value

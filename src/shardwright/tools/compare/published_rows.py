@@ -207,6 +207,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
                 f"`heads` is {self.heads}, which is not a multiple of tensor_parallel ="
                 f" {self.tensor_parallel}; correct one of these keys"
             )
+        # Raises an error if dimensions contradict each other.
         _ = self.sizes
         return self
 
@@ -254,6 +255,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             intermediate_size=self.ffn,
             vocab_size=self.vocab,
             seq_length=self.seq,
+            # Changes neither time nor memory.
             norm_eps=1e-5,
             positions="learned" if self.family in ("gpt", "pangualpha") else "rotary",
             num_experts=self.experts,
@@ -321,12 +323,14 @@ def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> fl
         tokens: tokens per second and device.
         rate: peak FLOPs per second of a device.
     """
+    # Gated feed-forward layers have three matrices.
     linears = 2 if sizes.family in ("gpt", "pangualpha") else 3
     hidden, layers = sizes.hidden_size, sizes.num_layers
     # Queries and output projection, and keys and values of grouped-query attention.
     width = sizes.num_heads * sizes.head_size
     attention = (2 + 2 * sizes.num_kv_heads / sizes.num_heads) * width
     feed_forward = linears * sizes.intermediate_size * sizes.experts_per_token
+    # The output layer counts; the embedding is a look-up without products.
     weights = layers * hidden * (attention + feed_forward) + sizes.vocab_size * hidden
     return tokens * (6 * weights + 12 * layers * width * sizes.seq_length) / rate
 

@@ -140,6 +140,7 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
 
 def software_of_run(run: PublishedRun) -> Software:
     """Return the memory settings of the framework that trained a published run."""
+    # The framework that the row names wins over words in its source.
     for label in filter(None, (run.framework, run.source)):
         for word, software in SOFTWARE.items():
             if word in label.lower():

@@ -32,6 +32,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     if len(spans) != CAPTURED_BLOCKS or graph.updates or not _run_consecutively(graph, spans):
         return None
     first, middle, last = spans
+    # Their outputs are paired one by one below.
     if len(first) != len(middle):
         return None
     # Each copy reads outputs of the previous block where the second block reads those of the first.
@@ -44,6 +45,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     copies: list[Op] = []
     new_values: list[Mapping[Value, Value]] = []
     latest: Mapping[Value, Value] = {value: value for value in middle_values}
+    # Blocks 0 and 1 stay; block 2 becomes the last one.
     for index in range(2, number - 1):
         rename = _make_path_renamer(blocks[1], f"{parent}.{index}")
         copy = {value: replace(value, name=rename(value.name)) for value in middle_values}
@@ -97,6 +99,7 @@ def _run_consecutively(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
     block_of = {op: number for number, span in enumerate(spans) for op in span}
     order = [number for number, _ in groupby(graph.ops, lambda op: block_of.get(op))]
     numbers = [*range(len(spans))]
+    # From the first block on, no other module may come between the blocks.
     return [each for each in order if each is not None] == numbers and (
         order[order.index(0) :][: len(spans)] == numbers
     )
@@ -117,6 +120,7 @@ def _corresponding_values(
             if value in previous:
                 if previous[value] is not counterpart:
                     return None
+            # A value that all blocks read, such as rotary angles.
             elif value is counterpart and value not in counterparts:
                 continue
             elif value in graph.producer and counterparts.get(value) is not counterpart:

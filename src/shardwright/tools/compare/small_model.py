@@ -81,6 +81,7 @@ class SmallModel:
     def __init__(self, processes: int) -> None:
         self.processes, self.shardings = processes, shardings(processes)
         max_tensor_parallel = max(each.tensor for each in self.shardings)
+        # A multiple of the largest tensor-parallel degree, and at least `MIN_HEADS`.
         heads = max_tensor_parallel * ceil(MIN_HEADS / max_tensor_parallel)
         self.sizes = Dimensions(
             family="baichuan1",

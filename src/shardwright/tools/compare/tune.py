@@ -93,6 +93,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         ConfigError: if the configuration's mode does not use `mem_coeff`.
         ShardwrightError: if the model cannot be planned.
     """
+    # One number of micro-batches for all values, so that only `mem_coeff` differs.
     run = run.for_devices(devices).with_micro_batches(devices)
     parallel = run.config.parallel
     if parallel.mode != TUNED_MODE:

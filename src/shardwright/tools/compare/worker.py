@@ -194,6 +194,7 @@ def _scale_recomputed_blocks(
     def scale(blocks: Collection[int] | None) -> list[int] | None:
         if blocks is None:
             return None
+        # Block b of the tiny model stands for block b · layers // tiny_layers.
         return [block for block in range(tiny_layers) if block * layers // tiny_layers in blocks]
 
     changes: dict[str, Any] = {

@@ -27,6 +27,7 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     seconds_of = {
         each: fmean(rank.component_seconds.get(each, 0.0) for rank in ranks) for each in KINDS
     }
+    # Kernels of several streams may add up to more than the step.
     seconds_of[BETWEEN_OPERATORS] = max(0.0, seconds - sum(seconds_of.values()))
     predicted_kinds = _predicted_seconds_by_category(plan)
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
@@ -62,6 +63,7 @@ def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
         stages.setdefault(rank.stage, []).append(rank)
 
     def computation_seconds(stage: int) -> float:
+        # A default for each of the five categories.
         return fmean(
             sum(map(rank.component_seconds.get, COMPUTATION, [0.0] * 5)) for rank in stages[stage]
         )

@@ -58,6 +58,7 @@ def _plan_stacks(
         limit_position = None if limit is None else limit / max_memory
         state = "bad" if plan.over_limit else ""
         yield _single_bar_stack("memory", size_text, peak_bytes / max_memory, limit_position, state)
+    # On one device nothing is sent.
     yield _single_bar_stack("sent", bytes_text(plan.bytes), plan.bytes / (max_sent or 1))
 
 

@@ -60,6 +60,7 @@ def stack_bars(
         full_width: size of a bar of length 1.
         format_size: formats a size as the label of its bar.
     """
+    # One start more than there are bars: the end of the last one.
     starts = accumulate(sizes.values(), initial=0)
     return tuple(
         Bar(category, category, format_size(size), start / full_width, size / full_width)

@@ -46,18 +46,21 @@ class Picture:
 def picture(layout: TensorLayout) -> Picture:
     """Return the picture of a tensor with `layout`."""
     mesh = layout.layout
+    # A vector is drawn as one row, a scalar as one block.
     padded: tuple[Axes, ...] = ((), (), *layout.axes)
     sheet_axes = [axis for axes in padded[:-2] for axis in axes]
     max_sheet_count = MAX_SHEETS + 1
     sheets = [
         axis
         for axis in sheet_axes
+        # The first sheet is the grid itself.
         for _ in range(min(mesh.device_matrix[axis], max_sheet_count) - 1)
     ]
     rows, columns = padded[-2:]
     return Picture(
         columns=tuple(_axis_borders(mesh, columns)),
         rows=tuple(_axis_borders(mesh, rows)),
+        # At least 1/64 of the side, to stay visible.
         block=(1 / min(mesh.size(columns), 64), 1 / min(mesh.size(rows), 64)),
         sheets=tuple(sheets[:MAX_SHEETS]),
         summed=bool(layout.partial),
@@ -73,6 +76,7 @@ def _axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
         if blocks > MAX_BLOCKS:
             return
         step = blocks // outer
+        # Multiples of `step` are borders of the axes before.
         yield from ((index / blocks, axis) for index in range(1, blocks) if index % step)
 
 

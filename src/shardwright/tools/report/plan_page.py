@@ -179,6 +179,7 @@ def _step_time_chart(plan: PlanData) -> Chart:
     step = plan.step
     if step is None:
         return Chart(note="No time is predicted: plan for a cluster.")
+    # Plan files of earlier releases have no utilization.
     coarse = step.utilization is None
     time_parts = tuple(_time_parts_of_old_plan(step)) if coarse else step.parts
     total = max(step.seconds, sum(time_part.seconds for time_part in time_parts)) or 1.0
@@ -190,6 +191,7 @@ def _step_time_chart(plan: PlanData) -> Chart:
             size_text=_seconds_and_share(time_part.seconds, total),
             start=start / total,
             length=time_part.seconds / total,
+            # Not beyond the left edge of the chart.
             hidden=min(time_part.hidden, start) / total,
             note=f"{seconds_text(time_part.hidden)} hidden" if time_part.hidden else "",
         )
@@ -360,6 +362,8 @@ def _communication_chart(plan: PlanData) -> Chart:
     rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
     for fold_count, redistributions in (*rows, (1, plan.returned)):
         for each in redistributions:
+            # Without dimensions and operations, so that a row has all steps of its kind over these
+            # axes.
             steps = (re.sub(r" (dim \d+|sum|mean|max)( to dim \d+)?", "", s) for s in each.steps)
             entry = sent.setdefault(", then ".join(steps), [0, 0, 0])
             sizes = (1, each.forward_bytes, each.backward_bytes)

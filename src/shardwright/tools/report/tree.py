@@ -40,6 +40,7 @@ def _module_children(
     """
     groups: dict[str | int, list[_OperatorInModules]] = {}
     for modules, operator in operators_in_modules:
+        # An operator is a group of its own, under a number; modules have names.
         group = groups.setdefault(modules[0] if modules else id(operator), [])
         group.append((modules[1:], operator))
     for name, members in groups.items():
