@@ -56,6 +56,7 @@ class Keys:
         """
         # One reader for each section, which records all keys that are read.
         if name not in self._opened_sections:
+            # YAML reads an empty section as None.
             content = self._read_value(name) or {}
             if not isinstance(content, Mapping):
                 raise self.error(

@@ -99,6 +99,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
             "ignore_token_id", f"the loss ignores only the label {IGNORED}\nset it to {IGNORED}"
         )
     for name, value in _ONLY_VALUES.items():
+        # A flag is read as one, so that `"True"` in quotes counts too.
         read = config.flag if isinstance(value, bool) else config.number
         if read(name, value) != value:  # type: ignore[arg-type]
             raise config.error(name, f"{config.any(name)} is not supported\nset it to {value}")
@@ -136,6 +137,7 @@ def _read_dimensions(
     elif positions == "learned":
         feed_forward = config.integer("expand_ratio", 4) * hidden
     else:
+        # 0 stands for no multiplier.
         multiplier = config.number("ffn_dim_multiplier", 0.0, minimum=0)
         feed_forward = feed_forward_size(
             hidden, config.integer("multiple_of", 256), multiplier or None
@@ -173,6 +175,7 @@ def _read_dimensions(
             **sizes,
         )
     except ConfigError as error:
+        # `Dimensions` does not know the file and the key.
         raise ConfigError(f"{config.file}: {config.path}: {error}") from None
 
 

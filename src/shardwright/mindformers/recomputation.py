@@ -190,6 +190,7 @@ def _match_op_types(
                 f"recompute_config.select_recompute.{pattern} has no effect: it matches none of"
                 f" {', '.join(_OP_TYPES)}"
             )
+        # Once for each type, which several paths may have.
         for op_type in dict.fromkeys(_OP_TYPES[path] for path in matches):
             if op_type is None:
                 continue

@@ -74,6 +74,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     keys, notes = Keys(content, "", file), list[str]()
     errors = AllErrors(keys)
     read_sizes = read_transformers_model if has_transformers_keys(keys) else read_model
+    # Each section is read even if another has an error, so that one run reports all.
     model = errors.read(lambda: read_sizes(keys, notes))
     parallelism = errors.read(lambda: read_parallelism(keys, notes))
     layers = errors.read(
@@ -179,6 +180,7 @@ def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, fil
             the number of stages.
     """
     section_path = f"{file}: parallel_config"
+    # In a search, the degrees do not decide the number of devices.
     if parallelism.shards_by_degrees and parallelism.devices != devices:
         raise ConfigError(
             f"{section_path}: data_parallel {parallelism.data_parallel} · model_parallel"
@@ -186,6 +188,7 @@ def check_devices(parallelism: Parallelism, sizes: Dimensions, devices: int, fil
             f" pipeline_stage {parallelism.stages} = {parallelism.devices}, but there are {devices}"
             f" devices\nuse {parallelism.devices} devices, or degrees whose product is {devices}"
         )
+    # With `auto_pipeline`, the planner chooses another number.
     if devices % parallelism.stages and not parallelism.auto_pipeline:
         max_stages = min(parallelism.micro_batch_num, sizes.num_layers)
         raise ConfigError(
@@ -220,6 +223,7 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
     config, stages = keys.section("model").section("model_config"), parallelism.stages
     interleave = config.integer("pp_interleave_num", 1)
     if parallelism.schedule != "interleaved_1f1b" or not parallelism.shards_by_degrees:
+        # In all other cases the planner assigns blocks to chunks.
         interleave = 1
     chunks = stages * interleave
     if chunks > layers:

@@ -84,6 +84,7 @@ def read_training(keys: Keys, stages: int, chunks: int, notes: list[str]) -> Tra
     train: dict[str, Any] = {"epochs": epochs, "seed": seed, "resume": resume}
     if checkpoint:
         train["checkpoint"] = checkpoint
+    # Resuming reads the checkpoint by itself.
     if load and not resume:
         train["load"] = load
     return Training(seed, resume, recompute, optimizer, train)

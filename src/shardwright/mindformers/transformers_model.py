@@ -117,6 +117,7 @@ def _read_pretrained_config(keys: Keys, model_config: Keys) -> Mapping[str, Any]
 def _read_model_type(config: Keys) -> str:
     valid = list(_FAMILIES)
     architectures = config.any("architectures")
+    # `config.json` has a list of one class.
     name = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if not config.has("model_type"):
         types = {_class_prefix(model_type): model_type for model_type in valid}

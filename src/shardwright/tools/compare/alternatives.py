@@ -130,9 +130,11 @@ def step_seconds_bound(
     """
     data, model, stages = degrees
     device = cluster.device.with_active_devices(prod(degrees))
+    # One axis for each prime factor, as in plans.
     data_axes, model_axes = prime_factors(data), prime_factors(model)
     num_axes = len(data_axes) + len(model_axes)
     mesh = DeviceMatrix((*data_axes, *model_axes), tuple(islice(axis_names(), num_axes)))
+    # The innermost axes, which have the fastest links, are those of tensor parallelism.
     links, axes = Links(cluster, mesh, stages), range(len(data_axes), num_axes)
     seconds = 0.0
     for op in graph.ops:
@@ -143,6 +145,7 @@ def step_seconds_bound(
                 flops / data / model / device.rate(work.dtype, (), work.category == "attention")
             )
         if flops and op.module.rpartition(".")[2] in ROW:
+            # Not divided by `model`: the output is a partial sum of full width.
             local_bytes = op.output.numel * op.output.itemsize / data
             # One all-reduce forward, and one backward unless the input needs no gradient.
             passes = 2 if op.inputs[0].requires_grad else 1

@@ -63,6 +63,7 @@ class Figure:
         """Return the value of the figure in `cluster`, clamped to the bounds."""
         owner = cluster.device if self.level is None else cluster.levels[self.level]
         value: float | None = getattr(owner, self.name)
+        # A figure that the file does not set is None or 0.
         return min(max(value or self.default, self.minimum), self.maximum)
 
     def replace_in(self, cluster: Cluster, value: float) -> Cluster:

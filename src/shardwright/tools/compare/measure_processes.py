@@ -97,6 +97,7 @@ def _measure_as_process(
     torch.set_num_threads(max(1, torch.get_num_threads() // processes))
     # Variables of the user take precedence.
     os.environ |= {**loopback_interfaces(), **os.environ}
+    # A file instead of a port, which other users of the machine could reach.
     store = result.with_name("store").as_uri()
     dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
     report = (lambda *words: reports.put(words)) if rank == 0 else ignore_progress
@@ -112,6 +113,7 @@ def _measure_as_process(
 def _measure_rates(clock: Clock) -> Cluster:
     """Measure the rates of large operators and messages, without overheads."""
     device = measure_device(clock)
+    # Of all processes, without a device mesh.
     group = Group((), dist.group.WORLD.group_name, clock.processes, tuple(range(clock.processes)))  # type: ignore[union-attr]
     # Two sizes, whose difference in time has no latency.
     short, long = (

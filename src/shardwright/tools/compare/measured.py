@@ -82,6 +82,7 @@ class MeasuredComparison:
 
     def speed_ups(self, run: MeasuredPlan) -> tuple[float, float, float]:
         """Return the quartiles of `run`'s speedup over the expert plan, compared round by round."""
+        # The first run is the expert's. Other load affects both steps of a round alike.
         expert = self.runs[0].seconds
         ratios = [
             expert_seconds / run_seconds
@@ -143,6 +144,7 @@ def compare_measured(
         )
     if rounds < 2:
         raise ConfigError(f"--rounds {rounds} is too few for quartiles\nuse at least --rounds 2")
+    # All files are checked before the minutes of measuring.
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     calibrating = nested_progress(on_progress, "calibrating this machine")
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
@@ -237,6 +239,7 @@ def _measure_step_seconds(order: MeasureOrder, devices: int, logs: LogFolder) ->
     """Launch the processes, and return the measured step seconds by plan and round."""
     request, result = logs.run / "order.json", logs.run / "seconds.json"
     request.write_text(json.dumps(asdict(order)), encoding="utf-8")
+    # Without -P, `-m` puts the working folder on sys.path, where a file may shadow a module.
     launch(
         ["-P", "-m", "shardwright.tools.compare.worker", str(request), str(result)], devices, logs
     )

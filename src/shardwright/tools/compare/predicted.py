@@ -128,6 +128,7 @@ class GridComparison:
         expert = self._predict_alternative(EXPERT, degrees, plan)
         yield expert
         yield self._predict_alternative(AUTO, None, self.automatic())
+        # So that the grid does not plan them again.
         planned_points: dict[GridPoint, Plan] = {}
         for name, degrees in (
             (DATA_PARALLEL, (self.devices, 1, 1)),
@@ -180,6 +181,7 @@ class GridComparison:
                 alternative = self._predict_alternative(GRID, degrees, plan)
                 if not alternative.fits:
                     too_large.append(replace(alternative, kind=OF_GRID))
+                # Until a plan fits, the best is the one that needs the least memory.
                 if alternative.fits or alternative.memory < best.memory:
                     best = alternative
         yield best
@@ -199,12 +201,14 @@ class GridComparison:
         parallel, (rows, length) = self.run.config.parallel, self.batch[0].shape
         pipeline = PipelineSpec(stages, parallel.num_micro_batches, self._megatron_schedule)
         can_pipeline = stages == 1 or (
+            # Each stage needs a block and a micro-batch of its own.
             stages <= min(parallel.num_micro_batches, len(list(paths_of_blocks(self.net))))
             and pipeline.can_run(parallel.num_micro_batches)
         )
         sizes = (size for _, _, size in tensor_parallel_dimensions(self.net))
         return can_pipeline and all(
             size % degree == 0
+            # The sequence too, which sequence parallelism shards over `model` devices.
             for size, degree in ((rows, data), (length, model), *((size, model) for size in sizes))
         )
 
@@ -223,6 +227,7 @@ class GridComparison:
             stages="auto",
             memory_limit=NO_LIMIT if memory_limit is None else memory_limit,
             on_progress=nested_progress(self.run.on_progress, AUTO),
+            # A planner may choose the schedule, which Megatron-style plans do not.
             **{**self._shared_plan_options(), "schedule": self.run.config.parallel.schedule},
         )
 
@@ -257,6 +262,7 @@ class GridComparison:
             devices=self.devices,
             mode="sharding_propagation",
             cluster=self.cluster,
+            # Plans over the limit are compared as well, and excluded afterwards.
             memory_limit=NO_LIMIT,
             stage_config=expert_stages(self.net, stages) if stages > 1 else None,
             on_progress=nested_progress(self.run.on_progress, "·".join(map(str, degrees))),

@@ -147,6 +147,7 @@ class PlannedRun:
             compute_dtype=None if self._autocast_dtype is None else "bfloat16",
             hsdp=None if level is None else {"level": level},
         )
+        # Copied blocks are not modules of the captured model.
         names = (*(name for name, _ in net.named_modules()), *blocks)
         # The runs were on accelerators, whatever this machine has.
         dry_runs = DryRunCache(on_accelerator=True)
@@ -185,6 +186,7 @@ class PlannedRun:
                 attention="explicit" if run.has_explicit_attention else "fused",
                 dtype=getattr(torch, self.software.parameter_dtype),
             )
+            # The micro-batches of all replicas together.
             batch = example_batch(run.sizes, run.micro_batch * run.data_parallel)
         blocks = list(paths_of_blocks(net))
         if run.recompute == "full":
@@ -239,6 +241,7 @@ def _block_ops_to_recompute(
             continue
         if op.target is aten.linear.default:
             products[block] += 1
+            # The first, third, … product is saved.
             if products[block] % 2:
                 continue
         yield op.name, Recompute(block)

@@ -120,6 +120,7 @@ def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
                 gathered[id(transfer)] = transfer
     for transfer in gathered.values():
         step, value = transfer.step, transfer.value
+        # Gathered parameters are not activations.
         if step.operation == "all_gather" and value.origin is not Origin.PARAMETER:
             source, target = (
                 prod(layout.shard_shape(value.shape)) for layout in (step.source, step.target)
@@ -169,6 +170,7 @@ def _max_passes_in_flight(order: Iterable[Action]) -> int:
     alive = largest = 0
     for action in order:
         alive += 1 if action.pass_type == FORWARD else 0
+        # Counted before a backward pass frees its activations.
         largest = max(largest, alive)
         alive -= 1 if action.pass_type in (BACKWARD, BACKWARD_INPUT) else 0
     return largest

@@ -212,6 +212,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         return self
 
     def _check_chunks_and_layers(self) -> None:
+        # One stage has neither chunks nor numbers of blocks to check.
         if self.stages == 1:
             return
         if not SCHEDULES[self.schedule_name].allows_chunks(self.chunks):
@@ -390,6 +391,7 @@ def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
     Raises:
         ConfigError: if a key is missing or invalid.
     """
+    # An id is found in a file sooner than an index.
     if isinstance(row, dict) and isinstance(row.get("id"), str):
         location = f"{location} ({row['id']})"
     try:

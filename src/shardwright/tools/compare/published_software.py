@@ -132,6 +132,7 @@ def cluster_of_run(run: PublishedRun) -> Cluster:
             f"row {run.id}: cannot load the cluster `hardware`: {error}\n"
             "set `hardware` to the name of a built-in cluster, such as h100"
         ) from None
+    # Rows name the kernel under either key.
     for name in (run.kernel, run.attention):
         figures = KERNELS.get(name or "", {}).get(run.hardware, {})
         cluster = replace(cluster, device=replace(cluster.device, **figures))  # type: ignore[arg-type]
@@ -154,6 +155,7 @@ def software_of_run(run: PublishedRun) -> Software:
 def _cluster_name_with_framework(run: PublishedRun) -> str:
     for label in filter(None, (run.framework, run.source)):
         for word, suffix in FRAMEWORKS.items():
+            # Only if there are figures of this framework for the hardware.
             if word in label.lower() and f"{run.hardware}_{suffix}" in built_in_clusters():
                 return f"{run.hardware}_{suffix}"
     return run.hardware

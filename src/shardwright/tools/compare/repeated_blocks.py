@@ -147,6 +147,7 @@ def _make_path_renamer(old: str, new: str) -> Callable[[str], str]:
     """Return a function that renames a block in a path."""
 
     def rename(path: str) -> str:
+        # Names of repeated calls end in `@2`, `@3`, ….
         return new + path[len(old) :] if _is_in_block(path.partition("@")[0], old) else path
 
     return rename

@@ -47,6 +47,7 @@ class SmallSharding:
     @property
     def samples(self) -> int:
         """Number of samples per step."""
+        # One sample per device and micro-batch.
         return self.micro_batches * self.devices
 
 
@@ -122,6 +123,7 @@ class SmallModel:
             cluster=cluster,
             micro_batches=sharding.micro_batches,
             stage_config=stages,
+            # All parameters of this model are smaller than the default threshold.
             hsdp={"level": "level3", "threshold": 0} if sharding.sharded else None,
         )
         module = parallelize(net, parallel_plan)

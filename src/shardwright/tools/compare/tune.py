@@ -135,6 +135,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
 
 def _memory_limit(run: Run) -> int | None:
     parallel = run.config.parallel
+    # None if the limit is `none`.
     if parallel.memory_limit is not None:
         return parse_bytes(parallel.memory_limit)
     return None if run.cluster is None else int(load_cluster(run.cluster).device.memory)

@@ -61,6 +61,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     """
     run = tiny_run(Run.from_file(order.config), world.size)
     graph = loads(Path(order.graph).read_bytes())
+    # There may be more plans than batches.
     batches = cycle(run.batches.epoch(0))
     steps = []
     for name, file in order.plans.items():
@@ -111,6 +112,7 @@ def plan_order(num_plans: int, round_index: int) -> list[int]:
 def _seconds_on_slowest_rank(step: Callable[[], object]) -> float:
     """Return the seconds of a step on the slowest process."""
     step()  # Untimed: as in training, the timed step follows a step of the same plan.
+    # All processes begin the timed step together.
     dist.barrier()
     started = time.perf_counter()
     step()

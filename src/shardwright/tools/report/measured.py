@@ -76,6 +76,7 @@ def _predicted_seconds_by_category(plan: PlanData) -> dict[str, float]:
     """Return a step's predicted seconds by measured category; empty without a prediction."""
     result: dict[str, float] = {}
     for time_part in () if plan.step is None else plan.step.parts:
+        # Measurements have one category for all exposed communication.
         category = EXPOSED_COMMUNICATION if time_part.kind in COMMUNICATION else time_part.kind
         result[category] = result.get(category, 0.0) + time_part.seconds
     return result
@@ -150,12 +151,14 @@ def _pair_collective_totals(
             by_key.get(key),
             _average_collective_totals(totals[key], len(ranks)) if key in totals else None,
         )
+        # First the predicted ones, then those that only the run has.
         for key in dict.fromkeys((*by_key, *totals))
     }
 
 
 def _average_collective_totals(totals: list[CollectiveTotal], num_ranks: int) -> CollectiveTotal:
     def mean(name: str) -> float:
+        # Over all ranks, also those without this collective.
         return sum(getattr(total, name) or 0.0 for total in totals) / num_ranks
 
     collective, over = totals[0].kind, totals[0].over

@@ -127,6 +127,7 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
     else:
         yield Headline("Step", seconds_text(step.seconds), f"predicted on {step.cluster}")
         if plan.global_batch is not None and step.seconds:
+            # As if a step took `devices` times as long.
             note = f"{throughput_text(plan, step.seconds * plan.devices)} of one device"
             yield Headline("Speed", throughput_text(plan, step.seconds), note)
         if step.utilization is not None:
@@ -317,6 +318,7 @@ def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
     total = line.seconds or 1.0
     has_chunks = pipeline.chunks > 1
 
+    # Without a cluster, lengths are of operations instead of seconds.
     def duration(seconds: float) -> str:
         return "" if plan.step is None else f", {seconds_text(seconds)}"
 
@@ -347,6 +349,7 @@ def _stages_chart(plan: PlanData) -> Chart:
     """Return the table of each stage's blocks, named by module path up to the first index."""
     if plan.pipeline.stages == 1:
         return Chart()
+    # Dictionaries as sets that keep the order of the model.
     blocks: dict[int, dict[str, None]] = {}
     for row in filter(is_notable, plan.operators):
         block = re.match(r"(.*?\.\d+)(?:\.|$)", row.name)
@@ -360,6 +363,7 @@ def _communication_chart(plan: PlanData) -> Chart:
     stages."""
     sent: dict[str, list[int]] = {}
     rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
+    # What the plan returns is redistributed once.
     for fold_count, redistributions in (*rows, (1, plan.returned)):
         for each in redistributions:
             # Without dimensions and operations, so that a row has all steps of its kind over these

@@ -104,6 +104,7 @@ def _input_tensors(
 ) -> Iterable[OperatorTensor]:
     for (name, shape, tensor_origin), layout in zip(row.inputs, row.input_layouts, strict=True):
         stored = ""
+        # A parameter without an entry is stored as it is used.
         if tensor_origin == "parameter" and plan.storage.get(name, layout.axes) != layout.axes:
             stored = TensorLayout(plan.mesh, plan.storage[name]).placement
         yield _operator_tensor(name, tensor_origin, shape, layout, pictures, stored)
