@@ -76,6 +76,7 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
     patterns = _read_patterns(section, name, stages, chunks)
     if patterns is None:
         patterns = {"": _read_blocks(section, name, stages, chunks)}
+    # Zeros for all stages ask for nothing.
     if any(blocks is True or (blocks and any(blocks)) for blocks in patterns.values()):
         notes.append(
             "recompute_config.select_comm_recompute has no effect: communication is recomputed in"

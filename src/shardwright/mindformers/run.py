@@ -266,6 +266,7 @@ def _offsets_of_chunks(offset: Any, stages: int, interleave: int) -> list[int] |
         offset: a number for all chunks, a list with a number for each stage, or a list of such
             lists for each chunk of a stage.
     """
+    # One number stands for all stages, and one list of numbers for every chunk.
     row = offset if isinstance(offset, list) else [offset] * stages
     is_nested = all(isinstance(each, list) for each in row)
     rows = row if is_nested else [row] * interleave

@@ -121,6 +121,7 @@ def _read_model_type(config: Keys) -> str:
     name = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if not config.has("model_type"):
         types = {_class_prefix(model_type): model_type for model_type in valid}
+        # `Qwen3MoeForCausalLM` is the class of `qwen3_moe`.
         prefix = str(name).removesuffix("ForCausalLM").lower()
         if prefix in types:
             return types[prefix]
@@ -145,6 +146,7 @@ def _class_prefix(model_type: str) -> str:
 
 
 def _check_only_values(config: Keys, model_type: str) -> None:
+    # Qwen3 always normalizes queries and keys.
     only_values = {**_ONLY_VALUES, **({"qk_layernorm": True} if "qwen3" in model_type else {})}
     for name, value in only_values.items():
         read = config.flag if isinstance(value, bool) else config.number
@@ -187,6 +189,7 @@ def _read_dimensions(
     sizes: dict[str, Any] = {}
     for field, name in zip(("num_experts", "experts_per_token"), expert_names, strict=False):
         sizes[field] = config.integer(name)
+    # The width of an expert, where it is not that of dense layers.
     width = expert_names[2] if len(expert_names) > 2 else "intermediate_size"
     hf = {name: config.any(name) for name in ("head_dim", *arguments) if config.has(name)}
     if model_type == "deepseek_v3":
@@ -194,6 +197,7 @@ def _read_dimensions(
         hf["head_dim"] = config.integer("qk_rope_head_dim")
         # None is a value: queries without a latent.
         hf["q_lora_rank"] = config.any("q_lora_rank")
+    # Megatron-LM's key for the opposite of `tie_word_embeddings`.
     if not config.flag("untie_embeddings_and_output_weights", not _ties_embeddings(config)):
         hf["tie_word_embeddings"] = True
     if scaling := _read_rope_scaling(config):

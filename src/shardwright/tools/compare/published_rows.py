@@ -197,6 +197,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             )
         self._check_chunks_and_layers()
         samples = self.micro_batch * self.data_parallel
+        # A step has a whole number of micro-batches.
         if self.global_batch % samples:
             raise ValueError(
                 f"`global_batch` is {self.global_batch}, which is not a multiple of micro_batch ·"

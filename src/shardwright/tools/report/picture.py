@@ -56,6 +56,7 @@ def picture(layout: TensorLayout) -> Picture:
         # The first sheet is the grid itself.
         for _ in range(min(mesh.device_matrix[axis], max_sheet_count) - 1)
     ]
+    # The last two dimensions are the grid; all others are sheets.
     rows, columns = padded[-2:]
     return Picture(
         columns=tuple(_axis_borders(mesh, columns)),

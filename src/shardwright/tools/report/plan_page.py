@@ -244,6 +244,7 @@ def _memory_chart(plan: PlanData) -> Chart:
         return Chart(
             note=OLD_FILE_NOTE if plan.training else "Only plans for training predict memory."
         )
+    # All stages and the limit on one scale.
     width = max(memory.peak, limit or 0) or 1
     used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
     rows, table = [], []
