@@ -51,8 +51,8 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
                 with unchanged_configurations(model):
                     save(str(folder), **options)
                 for file, status in _find_weight_files(folder).items():
-                    # Only files that are new: the checksum of an earlier, damaged file would
-                    # confirm the damage.
+                    # Only files that were written now: the checksum of an earlier, damaged file
+                    # would confirm the damage.
                     if status != earlier.get(file):
                         write_checksum(file)
             except Exception as error:  # Any error must reach the other ranks, which wait below.
