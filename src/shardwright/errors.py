@@ -33,7 +33,8 @@ _UNPRINTABLE = re.compile(
 """Characters of the Unicode categories Cc (but tab and newline), Cf, Cs, Zl and Zp: a terminal
 executes them, changes the order of the text, or does not show them."""
 
-_WITH_LINES = re.compile(_UNPRINTABLE.pattern.replace("\x08\x0b", "\x1f", 1))
+_UNPRINTABLE_IN_LINE = re.compile(_UNPRINTABLE.pattern.replace("[", "[\t\n", 1))
+"""`_UNPRINTABLE`, tab and newline."""
 
 
 def printable(text: str, lines: bool = True) -> str:
@@ -48,7 +49,7 @@ def printable(text: str, lines: bool = True) -> str:
     >>> printable("net\x1b[2J.first")
     'net\\u001b[2J.first'
     """
-    return (_UNPRINTABLE if lines else _WITH_LINES).sub(_escape_character, text)
+    return (_UNPRINTABLE if lines else _UNPRINTABLE_IN_LINE).sub(_escape_character, text)
 
 
 def _escape_character(match: re.Match[str]) -> str:

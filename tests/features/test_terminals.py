@@ -31,7 +31,7 @@ def test_all_characters_that_control_a_terminal_are_escaped() -> None:
     left = {each for each in printable(everything) if unicodedata.category(each) in categories}
     assert left == {"\n", "\t"}
     assert printable("a\n\tb\x1b\U000e0041é漢") == "a\n\tb\\u001b\\udb40\\udc41é漢"
-    assert printable("a\nb", lines=False) == "a\\u000ab"
+    assert printable("a-b\nc", lines=False) == "a-b\\u000ac"
 
 
 def test_messages_and_plans_of_a_program_are_printable() -> None:
