@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from torch import nn
 from shardwright.core.capture.autocast import ON_CPU, Autocast
 from shardwright.core.capture.build_graph import CapturedCall
 from shardwright.core.capture.capturable import check_capturable
-from shardwright.core.capture.explanation import OWN_ERROR
+from shardwright.core.capture.expert_branches import trace_branches
+from shardwright.core.capture.experts import hint_of_experts
+from shardwright.core.capture.explanation import OWN_ERROR, DataDependentError
 from shardwright.core.capture.fake_copy import TRACING_LOCK, isolate_capture, warn_of_packing
 from shardwright.core.capture.functions_in_full import warn_of_functions_in_full
 from shardwright.core.capture.python_capture import capture_python
-from shardwright.core.capture.trace import canonical, trace
+from shardwright.core.capture.trace import canonical, fold_operators, trace
 from shardwright.core.capture.way_out import naming_local_map
 from shardwright.core.graph.graph import Graph
 from shardwright.errors import CaptureError
@@ -71,8 +74,7 @@ def capture(
     # The trace runs the user's Python, which may draw from any random generator.
     with TRACING_LOCK, naming_local_map(module, args, call.kwargs), _preserve_random_state():
         try:
-            with isolate_capture():
-                graph = canonical(trace(call, compute_dtype, on_progress=on_progress), call)
+            graph = _capture_by_export(call, compute_dtype, on_progress)
         except CaptureError as refusal:
             graph = _capture_with_dynamo(call, compute_dtype, refusal)
     warn_of_functions_in_full(graph)
@@ -90,6 +92,32 @@ def _preserve_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(arrays)
+
+
+def _capture_by_export(
+    call: CapturedCall, compute_dtype: torch.dtype | None, on_progress: OnProgress
+) -> Graph:
+    """Capture a call by `torch.export`, also if its Python code branches on the tokens of experts.
+
+    Raises:
+        CaptureError: if the call cannot be captured.
+    """
+    traced = partial(trace, call, compute_dtype, on_progress=on_progress)
+    try:
+        with isolate_capture():
+            return canonical(traced(), call)
+    except DataDependentError as refusal:
+        hint = hint_of_experts(call.module)
+        if not hint:
+            raise
+        try:
+            with isolate_capture():
+                branches = trace_branches(call, lambda draw: traced(preference=draw))
+                return fold_operators(branches, call)
+        except DataDependentError:
+            raise refusal from None
+        except CaptureError as error:
+            raise CaptureError(f"{str(error).removesuffix(hint)}.{hint}") from error
 
 
 def _capture_with_dynamo(

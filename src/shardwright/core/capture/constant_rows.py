@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwright.core.capture.expert_conditions import Preference, draw_scores
 from shardwright.core.capture.fx_nodes import is_tensor, node_arguments, node_shape, tensor
 from shardwright.core.torch_internals import pytree
 
@@ -39,6 +40,9 @@ _CHOICES = (
     *(aten.argmax.default, aten.argmin.default, aten.argsort.default),
 )
 """Operators whose indices are experts, chosen by the largest or smallest scores."""
+
+_ASCENDING = (aten.min.dim, aten.argmin.default)
+"""Operators of `_CHOICES` that always choose the smallest score."""
 
 _CHOICE_VIEWS = (
     *(aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.permute.default),
@@ -113,6 +117,17 @@ class MaskTrials:
 def find_num_choices(root: fx.Node) -> int | None:
     """Return the number of elements among which `root` is the index of the largest; None for other
     integers."""
+    choice = find_choice(root)
+    if choice is None:
+        return None
+    arguments = node_arguments(choice)
+    sizes, dim = node_shape(arguments["self"]), arguments.get("dim")
+    return sizes[dim] if isinstance(dim, int) and sizes else None
+
+
+def find_choice(root: fx.Node) -> fx.Node | None:
+    """Return the operator that chooses by scores, of which `root` is the indices or a view of them;
+    None for other integers."""
     while root.target in _CHOICE_VIEWS:
         root = root.args[0]  # type: ignore[assignment]
     source = root
@@ -120,11 +135,35 @@ def find_num_choices(root: fx.Node) -> int | None:
         source = root.args[0]  # type: ignore[assignment]
         if root.args[1] != 1:
             return None
-    if source.target not in _CHOICES:
+    return source if source.target in _CHOICES else None
+
+
+def compute_for_preference(node: fx.Node, preference: Preference) -> Tensor | None:
+    """Return the value of a node for experts that tokens choose by a preference.
+
+    Args:
+        node: node that is computed from the indices of a choice by scores, and constants.
+        preference: the order in which each token prefers experts.
+
+    Returns:
+        None if the value cannot be computed.
+    """
+    root = find_first_integers(node)
+    choice = find_choice(root)
+    if choice is None or find_num_choices(root) is None:
         return None
-    arguments = node_arguments(source)
-    sizes, dim = node_shape(arguments["self"]), arguments.get("dim")
-    return sizes[dim] if isinstance(dim, int) and sizes else None
+    arguments = node_arguments(choice)
+    scores = arguments["self"]
+    ascending = choice.target in _ASCENDING or not arguments.get("largest", True)
+    ascending = not arguments.get("descending", not ascending)
+    drawn = draw_scores(
+        preference, node_shape(scores), arguments["dim"], arguments.get("k", 1), ascending
+    )
+    try:
+        value: Tensor = _Formula([node], {scores}).run({scores: drawn}, _refuse_unknown)[0]
+    except (_UnknownNumbersError, RuntimeError, IndexError):
+        return None
+    return value
 
 
 def _refuse_unknown(_: fx.Node) -> Tensor:
@@ -168,11 +207,12 @@ def find_first_integers(keys: fx.Node) -> fx.Node:
 def list_integers(keys: fx.Node) -> list[fx.Node]:
     """Return the integer or boolean tensors that make the keys one after another, the keys last."""
     chain = [keys]
-    while len(chain[-1].all_input_nodes) == 1 and is_tensor(chain[-1].all_input_nodes[0]):
-        if tensor(chain[-1].all_input_nodes[0]).is_floating_point():
-            break
-        chain += chain[-1].all_input_nodes
-    return chain[::-1]
+    while True:
+        # The number of an expert may be a constant tensor: `ids == torch.full((), 3)`.
+        inputs = [each for each in chain[-1].all_input_nodes if each.target not in _CREATIONS]
+        if len(inputs) != 1 or not is_tensor(inputs[0]) or tensor(inputs[0]).is_floating_point():
+            return chain[::-1]
+        chain += inputs
 
 
 def _matches_in_trials(formula: _Formula, root: fx.Node, experts: int) -> bool:

@@ -67,7 +67,7 @@ def fold_expert_loops(graph: fx.Graph, hint: str) -> None:
         return
     equal = EqualNodes(graph)
     separate: list[ExpertRegion] = []
-    for regions in _find_loops(graph, equal):
+    for regions in find_loops(graph, equal):
         if len(regions) == 1:
             separate += regions
             continue
@@ -97,14 +97,14 @@ def _list_costly(regions: Sequence[ExpertRegion]) -> list[fx.Node]:
     return [nodes[0] for nodes in layers if nodes]
 
 
-def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
+def find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
     """Return the regions of the masks of each loop, which compare the same integers."""
     regions: dict[fx.Node, ExpertRegion] = {}
     owners: dict[fx.Node, ExpertRegion] = {}
     for node in graph.nodes:
         inputs = {id(owners[each]): owners[each] for each in node.all_input_nodes if each in owners}
         if node.target is select_rows and not inputs:
-            mask = _find_source(equal, node.args[1])
+            mask = find_mask_source(equal, node.args[1])
             inputs = {0: regions.setdefault(mask, ExpertRegion(mask))}
         if len(inputs) == 1:
             (region,) = inputs.values()
@@ -121,7 +121,7 @@ def _find_loops(graph: fx.Graph, equal: EqualNodes) -> list[list[ExpertRegion]]:
     return list(loops.values())
 
 
-def _find_source(equal: EqualNodes, node: Any) -> fx.Node:
+def find_mask_source(equal: EqualNodes, node: Any) -> fx.Node:
     """Return the first tensor equal to that which reshapes make a node of."""
     while node.target in (aten.reshape.default, restore_rows):
         node = node.args[0]
@@ -134,7 +134,7 @@ def _is_end(
     """Whether an operator writes a region's rows into a tensor at the places of the mask."""
     if node.target is aten.where.self:
         condition, rows, base = node.args
-        is_mask = is_tensor(condition) and _find_source(equal, condition) is region.mask
+        is_mask = is_tensor(condition) and find_mask_source(equal, condition) is region.mask
         return is_mask and rows in owners and base not in owners
     return node.target in _ADDS and node.args[0] not in owners
 
@@ -170,15 +170,15 @@ def _compute_end(
     template: ExpertTemplate, ends: list[fx.Node], chain: list[fx.Node], equal: EqualNodes
 ) -> fx.Node:
     """Insert the result of a loop: its start plus, or overwritten by, the rows of all experts."""
-    end, base = ends[0], _get_base(chain[0])
+    end, base = ends[0], get_base(chain[0])
     if any(each.target is not end.target for each in ends):
         raise NoTemplateError("runs other operators for some experts")
     for earlier, later in pairwise(chain):
-        if _find_source(equal, _get_base(later)) is not equal.first(earlier):
+        if find_mask_source(equal, get_base(later)) is not equal.first(earlier):
             raise NoTemplateError("does not add or write the rows of each expert to one result")
     if end.target is not aten.where.self:
         return template.add_rows(end, base)
-    starts = {chain[0]: _find_source(equal, base)}
+    starts = {chain[0]: find_mask_source(equal, base)}
     starts |= {later: equal.first(earlier) for earlier, later in pairwise(chain)}
     value: Any = end.args[1]
     while value.target in (aten.reshape.default, restore_rows):
@@ -189,7 +189,7 @@ def _compute_end(
     return template.write_at_mask(end, base, value)
 
 
-def _get_base(end: fx.Node) -> fx.Node:
+def get_base(end: fx.Node) -> fx.Node:
     base = end.args[2 if end.target is aten.where.self else 0]
     assert isinstance(base, fx.Node)
     return base
@@ -211,7 +211,7 @@ def _find_added_rows(
     for read, added in (value.args, value.args[::-1]):
         if not isinstance(read, fx.Node) or read.target is not select_rows:
             continue
-        sources = [_find_source(equal, each.args[0]) for each in template.counterparts(read)]
+        sources = [find_mask_source(equal, each.args[0]) for each in template.counterparts(read)]
         if sources == starts and isinstance(added, fx.Node):
             return added
     return None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from shardwright.core.capture.inline_regions import CONTROL_FLOW_REMEDY
 from shardwright.core.capture.naming import NO_LINE, line_of_error
+from shardwright.errors import CaptureError
 
 NESTED = (
     "nested tensors cannot be sharded\npad samples to the longest one, with a mask, or pack them "
@@ -14,6 +15,15 @@ NESTED = (
 
 OWN_ERROR = "the model itself raises an error for these arguments"
 ACCEPTED = "\npass a model and arguments with which `model(*args, **kwargs)` runs without a plan"
+
+
+class DataDependentError(CaptureError):
+    """Python code of the model depends on the value of a tensor."""
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether `torch.export` failed because Python code depends on the value of a tensor."""
+    return "data-dependent" in str(error) or "DataDependent" in type(error).__name__
 
 
 def error_of_model(message: str) -> str:
@@ -33,7 +43,7 @@ def explain_export(error: Exception, hint: str, raises_alone: Callable[[], bool]
     line = line_of_error(error)
     # Recognized by text: many are plain RuntimeErrors, other classes are private to PyTorch.
     message = str(error).strip()
-    if "data-dependent" in message or "DataDependent" in type(error).__name__:
+    if is_data_dependent(error):
         return (
             f"{line}: this depends on the value of a tensor, which is unknown during capture\nuse "
             f"`torch.where` on tensors instead, or make the value a Python constant.{hint}"

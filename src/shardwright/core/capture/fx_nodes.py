@@ -39,11 +39,11 @@ def restore_nodes(module: fx.GraphModule) -> None:
             # An operator that raised an error has no value.
             if node.users or node.meta.get("val") is not None:
                 continue
-            if isinstance(node.target, OpOverload) and _is_functional(node.target):
+            if isinstance(node.target, OpOverload) and is_functional(node.target):
                 node.graph.erase_node(node)
 
 
-def _is_functional(target: OpOverload) -> bool:
+def is_functional(target: OpOverload) -> bool:
     """Whether an operator returns results and mutates no argument."""
     return not schema_of(target).is_mutable and bool(schema_of(target).returns)
 

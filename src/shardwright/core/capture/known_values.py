@@ -26,9 +26,14 @@ from shardwright.core.torch_internals.modules import own_buffers
 from shardwright.core.torch_internals.tensors import FakeTensor, version
 from shardwright.errors import CaptureError
 
-_READING = {
+_PYTHON_VALUES = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item),
     *(Tensor.tolist, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose),
+}
+"""Functions that convert tensors to Python values."""
+
+_READING = {
+    *_PYTHON_VALUES,
     *(Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.combinations),
     *(Tensor.unique, torch.unique, Tensor.unique_consecutive, torch.unique_consecutive),
 }
@@ -63,12 +68,12 @@ def _reads_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return func in _READING or (func is torch.where and len(args) == 1)
 
 
-class _UnknownValueError(Exception):
+class UnknownValueError(Exception):
     """Raised for a tensor whose values are random, or depend on arguments or parameters."""
 
 
 @dataclass(eq=False)
-class _RecordedCall:
+class RecordedCall:
     """A recorded function call, which is repeated to compute the values of a traced tensor.
 
     Args:
@@ -81,24 +86,35 @@ class _RecordedCall:
     arguments: Any
     result_index: int | None = 0
 
+    def __post_init__(self) -> None:
+        leaves = pytree.tree_leaves(self.arguments)
+        self.is_drawn: bool = any(isinstance(x, RecordedCall) and x.is_drawn for x in leaves)
+        """Whether the value depends on experts that are drawn for this trace (`DrawnExperts`)."""
+
     @cached_property
     def value(self) -> Tensor:
-        result = self.result()
-        value = (
-            result if self.result_index is None else pytree.tree_leaves(result)[self.result_index]
-        )
+        value = self.select(self.result())
         # A subclass, or a tensor of another device, may stand for values that are not here.
         if type(value) is not Tensor or not value.is_cpu:
-            raise _UnknownValueError
+            raise UnknownValueError
         return value
+
+    def select(self, result: Any) -> Any:
+        """Return the tensor of this call among the results of the function."""
+        return (
+            result if self.result_index is None else pytree.tree_leaves(result)[self.result_index]
+        )
 
     def result(self) -> Any:
         """Call the function; return its result, or the first argument if it is changed in place.
 
         Raises:
-            _UnknownValueError: if the function draws random numbers or fails.
+            UnknownValueError: if the function draws random numbers or fails.
         """
-        args, kwargs = pytree.tree_map_only(_RecordedCall, lambda r: r.value, self.arguments)
+        return self.run(*pytree.tree_map_only(RecordedCall, lambda r: r.value, self.arguments))
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Call the function with other arguments; like `result`."""
         # A changed state tells of random draws, also inside of functions without a tag.
         drawn = torch.default_generator.get_state()
         try:
@@ -109,10 +125,10 @@ class _RecordedCall:
                 result = self.function(*args, **kwargs)
         # The call may fail for the shapes or options of real tensors; then values are unknown.
         except Exception as error:
-            raise _UnknownValueError from error
+            raise UnknownValueError from error
         if not torch.equal(drawn, torch.default_generator.get_state()):
             torch.default_generator.set_state(drawn)
-            raise _UnknownValueError
+            raise UnknownValueError
         return args[0] if self.result_index is None else result
 
 
@@ -120,10 +136,10 @@ def _require_unchanged(tensor: Tensor, recorded_version: int) -> Tensor:
     """Return a tensor that was created before `forward`.
 
     Raises:
-        _UnknownValueError: if `tensor` was changed in place since `recorded_version`.
+        UnknownValueError: if `tensor` was changed in place since `recorded_version`.
     """
     if version(tensor) != recorded_version:
-        raise _UnknownValueError
+        raise UnknownValueError
     return tensor
 
 
@@ -145,9 +161,9 @@ class _BufferAtStart:
     model_buffer: Tensor
 
 
-def _make_empty_call(like: Tensor) -> _RecordedCall:
+def _make_empty_call(like: Tensor) -> RecordedCall:
     """Return a call that creates an uninitialized tensor with the shape and dtype of `like`."""
-    return _RecordedCall(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
+    return RecordedCall(torch.empty, ((tuple(like.shape),), {"dtype": like.dtype}))
 
 
 def _is_nonscalar(value: Any) -> bool:
@@ -223,15 +239,19 @@ class KnownValues(TorchFunctionMode):
         """
         for tensor, (seen, recorded_call) in list(self._recorded_calls.items()):
             if isinstance(tensor, FakeTensor) and seen == version(tensor):
-                with suppress(_UnknownValueError):
+                if recorded_call.is_drawn:
+                    continue
+                with suppress(UnknownValueError):
                     yield tensor, recorded_call.value.to(self._device)
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return the value of a traced tensor; None if the value depends on arguments or
-        parameters."""
+        """Return the value of a traced tensor; None if the value depends on arguments, parameters
+        or drawn experts."""
         seen, recorded_call = self._recorded_calls.get(tensor, (None, None))
-        with suppress(_UnknownValueError):
+        with suppress(UnknownValueError):
             if recorded_call is not None and seen == version(tensor):
+                if recorded_call.is_drawn:
+                    return None
                 value: Tensor = recorded_call.value
                 return value
         # A real tensor is its own value.
@@ -261,8 +281,12 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             if _reads_values(func, args, kwargs):
-                return _RecordedCall(func, self._replace_tensors_by_calls((args, kwargs))).result()
-        except _UnknownValueError:
+                call = RecordedCall(func, self._replace_tensors_by_calls((args, kwargs)))
+                # Drawn experts decide branches of Python only: the number of rows that they select
+                # stays a symbol of the graph.
+                if func in _PYTHON_VALUES or not call.is_drawn:
+                    return call.result()
+        except UnknownValueError:
             pass
         # Indices of known masks have static shapes. `x[mask] = number` needs none: it becomes
         # `torch.where`.
@@ -283,7 +307,7 @@ class KnownValues(TorchFunctionMode):
             # The values of the first argument may be unknown, as only its shape and dtype are read.
             read = (_make_empty_call(args[0]), *args[1:]) if func in _LIKE and args else args
             recorded_args = self._replace_tensors_by_calls((read, kwargs))
-        except _UnknownValueError:
+        except UnknownValueError:
             recorded_args = None
         # Outside of `except`, so that errors of `func` do not refer to this one.
         if recorded_args is None:
@@ -294,13 +318,13 @@ class KnownValues(TorchFunctionMode):
         before = 0 if first is None else version(first)
         result = func(*args, **kwargs)
         if first is not None and version(first) != before:
-            self._recorded_calls[first] = version(first), _RecordedCall(func, recorded_args, None)
+            self._recorded_calls[first] = version(first), RecordedCall(func, recorded_args, None)
             return result
         for position, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 self._recorded_calls[leaf] = (
                     version(leaf),
-                    _RecordedCall(func, recorded_args, position),
+                    RecordedCall(func, recorded_args, position),
                 )
         return result
 
@@ -308,14 +332,14 @@ class KnownValues(TorchFunctionMode):
         """Replace each tensor among arguments by the recorded call that computes its values.
 
         Raises:
-            _UnknownValueError: if the value of an argument is unknown.
+            UnknownValueError: if the value of an argument is unknown.
         """
         return pytree.tree_map(self._find_recorded_call, arguments)
 
     def _find_recorded_call(self, leaf: Any) -> Any:
         # Sizes that depend on values; generators, whose states are not compared.
         if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
-            raise _UnknownValueError
+            raise UnknownValueError
         if not isinstance(leaf, Tensor):
             return leaf
         seen, recorded_call = self._recorded_calls.get(leaf, (None, None))
@@ -324,11 +348,11 @@ class KnownValues(TorchFunctionMode):
         buffer = self._buffers_at_start.get(id(leaf))
         # Compared with the weak reference, as the `id()` of a freed tensor may be that of another.
         if buffer is not None and buffer.fake() is leaf and buffer.start_version == version(leaf):
-            return _RecordedCall(self._read_buffer, ((buffer,), {}))
+            return RecordedCall(self._read_buffer, ((buffer,), {}))
         # A constant of the model's code, such as a tensor in a plain attribute.
         if type(leaf) is Tensor and not (leaf.requires_grad or leaf.is_inference()):
-            return _RecordedCall(_require_unchanged, ((leaf, version(leaf)), {}))
-        raise _UnknownValueError
+            return RecordedCall(_require_unchanged, ((leaf, version(leaf)), {}))
+        raise UnknownValueError
 
     def _replace_masks_by_indices(self, index: Any) -> Any:
         """Replace masks in an index, if their values can be computed, by the indices of their true
@@ -347,9 +371,9 @@ class KnownValues(TorchFunctionMode):
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.ndim:
             return (mask,)
         try:
-            indices = _RecordedCall(
+            call = RecordedCall(
                 torch.nonzero, self._replace_tensors_by_calls(((mask,), {"as_tuple": True}))
-            ).result()
-        except _UnknownValueError:
+            )
+            return (mask,) if call.is_drawn else tuple(call.result())
+        except UnknownValueError:
             return (mask,)
-        return tuple(indices)

@@ -9,6 +9,7 @@ what they would compute from the selected rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from shardwright.core.capture.added_rows import find_added_rows
 from shardwright.core.capture.fx_nodes import (
     ORIGIN,
     insert,
+    is_functional,
     is_tensor,
     node_arguments,
     node_shape,
@@ -81,6 +83,7 @@ def pad_selected_rows(graph: fx.Graph) -> None:
     Raises:
         CaptureError: if an operator needs the number of selected rows as a Python number.
     """
+    _erase_unread(graph)
     selections = (*_NONZERO, *_READS)
     if any(
         # Of `x[index]`, only reads by masks have symbolic sizes.
@@ -94,6 +97,27 @@ def pad_selected_rows(graph: fx.Graph) -> None:
             if node.op == "call_function" and not is_erased(node):
                 padding.run(node)
         padding.erase_sizes()
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    """Erase operators whose results depend on values in size and are not read, and checks of
+    sizes."""
+    # In reverse, so that what reads a result is erased before the result.
+    for node in reversed(list(graph.nodes)):
+        value = node.meta.get("val")
+        if node.op != "call_function" or node.users:
+            continue
+        is_part = node.target is operator.getitem or isinstance(value, SYMBOLS)
+        is_operator = isinstance(node.target, OpOverload) and is_functional(node.target)
+        if is_part or _checks_size(node) or (is_operator and has_symbols(value)):
+            graph.erase_node(node)
+
+
+def _checks_size(node: fx.Node) -> bool:
+    """Whether an operator, such as `sym_constrain_range`, only checks symbolic sizes."""
+    return node.meta.get("val") is None and any(
+        isinstance(each.meta.get("val"), SYMBOLS) for each in node.all_input_nodes
+    )
 
 
 class _Padding:
@@ -144,12 +168,8 @@ class _Padding:
         """Erase arithmetic on numbers of rows that no operator reads, and checks of them."""
         # In reverse, so that what reads a size is erased before the size.
         for node in reversed(list(self.graph.nodes)):
-            # `sym_constrain_range` and other checks return nothing.
-            is_check = node.meta.get("val") is None and any(
-                isinstance(each.meta.get("val"), SYMBOLS) for each in node.all_input_nodes
-            )
             is_size = isinstance(node.meta.get("val"), SYMBOLS) or node in self.positions
-            if node.op == "call_function" and not node.users and (is_check or is_size):
+            if node.op == "call_function" and not node.users and (is_size or _checks_size(node)):
                 self.graph.erase_node(node)
 
     # Reads
@@ -444,8 +464,13 @@ class _Padding:
         elif node.target is aten.select.int and arguments["dim"] in (1, -1):
             self.coordinates[node] = (mask, arguments["index"] % len(mask.shape))
         # `indices[:, 0]` may be traced as a slice of all rows and then a `select`.
-        elif node.target is aten.slice.Tensor and node_shape(node)[1:] == (len(mask.shape),):
+        elif node.target is aten.slice.Tensor and self._reads_all_rows(node):
             self.index_tables[node] = mask
+
+    def _reads_all_rows(self, node: fx.Node) -> bool:
+        """Whether a slice of indices of True elements reads all of them."""
+        traced = self.counts.traced
+        return node in traced and traced[node] == traced.get(node.args[0])  # type: ignore[arg-type]
 
     def _check_reshape(self, node: fx.Node, value: Any) -> None:
         """Check that a reshape leaves the elements of a row next to each other.

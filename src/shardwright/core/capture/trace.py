@@ -24,9 +24,15 @@ from shardwright.core.capture.causal_masks import fold_causal_masks
 from shardwright.core.capture.composed import decompose
 from shardwright.core.capture.ctc import keep_rows_of_targets
 from shardwright.core.capture.cumulative_averages import average_on_tensors
+from shardwright.core.capture.drawn_experts import DrawnExperts
+from shardwright.core.capture.expert_conditions import Preference
 from shardwright.core.capture.expert_loops import fold_expert_loops
 from shardwright.core.capture.experts import hint_of_experts
-from shardwright.core.capture.explanation import explain_export
+from shardwright.core.capture.explanation import (
+    DataDependentError,
+    explain_export,
+    is_data_dependent,
+)
 from shardwright.core.capture.fake_copy import (
     LossesInSinglePrecision,
     RecordedEffects,
@@ -99,6 +105,7 @@ def trace(
     compute_dtype: torch.dtype | None,
     varying: Collection[tuple[int, int]] = (),
     on_progress: OnProgress = ignore_progress,
+    preference: Preference | None = None,
 ) -> Trace:
     """Trace a call; must run in the context `isolate_capture`.
 
@@ -109,13 +116,17 @@ def trace(
         varying: sizes to trace as symbols if `torch.export` can, as pairs of the index of a leaf of
             the arguments and a dimension.
         on_progress: called with the progress by layers.
+        preference: experts to draw for the trace; None to draw none.
 
     Raises:
-        CaptureError: if the call cannot be captured.
+        CaptureError: if the call cannot be captured; DataDependentError if Python code depends on
+            the value of a tensor.
         StrategyError: if the pin of a module does not fit its inputs and outputs.
     """
     with torch.set_grad_enabled(call.gradients):
-        exported, attributes, autocast_on = _export_call(call, compute_dtype, varying, on_progress)
+        exported, attributes, autocast_on = _export_call(
+            call, compute_dtype, varying, on_progress, preference
+        )
     restore_nodes(exported.graph_module)
     for node in exported.graph.nodes:
         check_node(node)
@@ -126,8 +137,34 @@ def trace(
     return Trace(exported.graph, signature, reads, writes, filled, autocast_on, compute_dtype)
 
 
+@dataclass(frozen=True)
+class CanonicalTrace:
+    """A trace in canonical form, before operators are folded.
+
+    Args:
+        trace: the trace; its signature is that of `graph`.
+        graph: the canonical operators.
+        tied: first name of each tied parameter or buffer, by its other names.
+        call_tags: tags of the calls of modules and functions.
+    """
+
+    trace: Trace
+    graph: fx.Graph
+    tied: Mapping[str, str]
+    call_tags: Any
+
+
 def canonical(traced: Trace, call: CapturedCall) -> Graph:
     """Return the canonical graph of a traced call; modifies `traced` in place.
+
+    Raises:
+        CaptureError: if an operator or a change of state cannot be captured.
+    """
+    return fold_operators(canonical_trace(traced, call), call)
+
+
+def canonical_trace(traced: Trace, call: CapturedCall) -> CanonicalTrace:
+    """Rewrite a traced call to canonical form; modifies `traced` in place.
 
     Raises:
         CaptureError: if an operator or a change of state cannot be captured.
@@ -135,12 +172,11 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     module, signature, graph = call.module, traced.signature, traced.graph
     check_constants(module, signature.constants.values())
     keep_rows_of_targets(graph)
-    hint = hint_of_experts(module)
     pad_selected_rows(graph)
     decompose(graph)
     read_strides_of_elements(graph)
     calls = call_tags(graph)
-    check_static(graph, hint)
+    check_static(graph, hint_of_experts(module))
     tied = merge_tied(module, graph, signature)
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     trained = gradient_sources(module, leaves, signature, graph)
@@ -150,7 +186,19 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     add_updates(graph, changed)
     take_as_buffers(module, signature, changed, trained)
     canonicalize(graph)
-    fold_expert_loops(graph, hint)
+    return CanonicalTrace(traced, graph, tied, calls)
+
+
+def fold_operators(rewritten: CanonicalTrace, call: CapturedCall) -> Graph:
+    """Fold the operators of mixtures of experts, masks and reductions of selected rows, and return
+    the graph; modifies `rewritten` in place.
+
+    Raises:
+        CaptureError: for a loop over experts in which every expert would compute all tokens.
+    """
+    module, traced, graph = call.module, rewritten.trace, rewritten.graph
+    signature, leaves = traced.signature, pytree.tree_leaves((call.args, call.kwargs))
+    fold_expert_loops(graph, hint_of_experts(module))
     keep_selected_rows(graph)
     fold_causal_masks(graph)
     fold_sorted_experts(graph)
@@ -163,14 +211,14 @@ def canonical(traced: Trace, call: CapturedCall) -> Graph:
     check_memory(module, captured)
     _check_read_buffers(module, captured, traced.reads)
     read = {value.name for value in (*captured.parameters, *captured.buffers)}
-    tied = {name: first for name, first in tied.items() if first in read}
+    tied = {name: first for name, first in rewritten.tied.items() if first in read}
     with torch.set_grad_enabled(call.gradients):
         attributes = attribute_texts(module, traced.reads, traced.writes)
     return replace(
         captured,
         tied=tied,
         module_tags=module_tags(module),
-        call_tags=calls,
+        call_tags=rewritten.call_tags,
         attributes=attributes,
         filled=dict(traced.filled),
         compute_dtype=traced.compute_dtype,
@@ -195,6 +243,7 @@ def _export_call(
     compute_dtype: torch.dtype | None,
     varying: Collection[tuple[int, int]],
     on_progress: OnProgress,
+    preference: Preference | None,
 ) -> tuple[torch.export.ExportedProgram, TracedAttributes, str | None]:
     """Export a call of a module with `torch.export`.
 
@@ -215,6 +264,9 @@ def _export_call(
     call_in_autocast(twin, call.autocast)
     drawn = _get_random_states()
     losses = LossesInSinglePrecision() if compute_dtype is not None else nullcontext()
+    values = (
+        KnownValues(module, twin) if preference is None else DrawnExperts(module, twin, preference)
+    )
     try:
         with (
             attributes.following_copy(call.original or module),
@@ -223,7 +275,7 @@ def _export_call(
             preserve_tags(),
             transforms_called_by(as_operators),
             innermost_frames_recorded(is_users_function),
-            KnownValues(module, twin) as known_values,
+            values as known_values,
             # A captured model does not check values.
             without_checks_of_fake_tensors(),
             RecordedEffects(),
@@ -241,6 +293,8 @@ def _export_call(
             )
             exported = export()
             attributes.check_settled(exported, export)
+            if isinstance(values, DrawnExperts):
+                values.check_conditions()
     except LocatedError as error:
         raise CaptureError(str(error)) from error
     except CaptureError as error:
@@ -249,7 +303,8 @@ def _export_call(
         raise
     except Exception as error:
         alone = partial(_raises_same_error_without_export, twin, fake_args, fake_kwargs, error)
-        raise CaptureError(explain_export(error, hint_of_experts(module), alone)) from error
+        message = explain_export(error, hint_of_experts(module), alone)
+        raise (DataDependentError if is_data_dependent(error) else CaptureError)(message) from error
     attributes.reads |= {(BUFFERS + path, name): None for path, name in known_values.read}
     if _get_random_states() != drawn:
         raise CaptureError(

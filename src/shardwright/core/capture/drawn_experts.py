@@ -1,0 +1,213 @@
+"""Traces with drawn experts, in which Python code can branch on the tokens of each expert.
+
+    for i, expert in enumerate(experts):
+        if not (ids == i).any():
+            continue
+
+The experts of tokens (`ids`) are unknown during capture. `DrawnExperts` draws them for a trace by a
+`Preference`, computes from them what Python reads (`any()`, `len(rows)`, `counts.tolist()`), and
+leaves all tensors unknown. `expert_branches.py` compares traces with different draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.core.capture.expert_conditions import (
+    DrawnNumber,
+    Preference,
+    draw_scores,
+    skip_missing_experts,
+)
+from shardwright.core.capture.known_values import KnownValues, RecordedCall, UnknownValueError
+from shardwright.core.torch_internals import pytree
+from shardwright.core.torch_internals.shape_guards import suppose_size, supposed_size
+from shardwright.core.torch_internals.tensors import version
+from shardwright.errors import CaptureError
+
+_TOPK = (torch.topk, Tensor.topk)
+_SORTS = (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort)
+_LARGEST = (torch.argmax, Tensor.argmax, torch.max, Tensor.max)
+_SMALLEST = (torch.argmin, Tensor.argmin, torch.min, Tensor.min)
+_CONDITIONS = {Tensor.__bool__, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose}
+_NUMBERS = {Tensor.item, Tensor.tolist}
+_UNBIND = (torch.unbind, Tensor.unbind)
+
+
+def _find_choice(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return (dimension, number of chosen experts, whether the smallest are chosen) of a call that
+    chooses experts by scores; None for other calls."""
+
+    def argument(name: str, position: int, default: Any = None) -> Any:
+        return kwargs.get(name, args[position] if len(args) > position else default)
+
+    if func in _TOPK:
+        ascending = not argument("largest", 3, True)
+        return argument("dim", 2, -1), argument("k", 1), ascending
+    if func in _SORTS:
+        return argument("dim", 1, -1), 1, not argument("descending", 2, False)
+    if func in _LARGEST or func in _SMALLEST:
+        dim = argument("dim", 1)
+        return (dim, 1, func in _SMALLEST) if isinstance(dim, int) else None
+    return None
+
+
+class DrawnExperts(KnownValues):
+    """Context of a trace in which Python reads values that depend on drawn experts.
+
+    Args:
+        module: the model, whose buffers have data.
+        twin: the copy of `module` to trace.
+        preference: the order in which each token prefers experts.
+    """
+
+    def __init__(self, module: nn.Module, twin: nn.Module, preference: Preference) -> None:
+        super().__init__(module, twin)
+        self._preference = preference
+        self._conditions: list[RecordedCall] = []
+        """Conditions of branches that depend on drawn experts."""
+
+    def check_conditions(self) -> None:
+        """Check that the branches depend only on which experts have tokens.
+
+        Raises:
+            CaptureError: if a condition has another value for other tokens of the same experts.
+        """
+        if not skip_missing_experts(self._conditions):
+            raise CaptureError(
+                "a branch depends on the experts of tokens otherwise than by whether an expert has "
+                "tokens\nskip only experts without tokens"
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__len__ and args[0].ndim:
+            return supposed_size(args[0].shape[0])
+        if func in _UNBIND and (rows := self._unbind(*args, **kwargs)) is not None:
+            return rows
+        if func is Tensor.__getitem__:
+            args = args[0], self._replace_numbers(args[1])
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func in _CONDITIONS or func in _NUMBERS:
+            return self._record_reads(func, args, kwargs, result)
+        return result
+
+    def _record_reads(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Record a condition, or return numbers that record the conditions in which they are."""
+        try:
+            call = RecordedCall(func, self._replace_tensors_by_calls((args, kwargs)))
+        except UnknownValueError:
+            return result
+        if not call.is_drawn:
+            return result
+        leaves, structure = pytree.tree_flatten(result)
+        for position, leaf in enumerate(leaves):
+            number = RecordedCall(func, call.arguments, position)
+            if isinstance(leaf, bool):
+                self._conditions.append(number)
+            elif isinstance(leaf, int):
+                leaves[position] = DrawnNumber(leaf, number, self._conditions)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _call_and_record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super()._call_and_record(func, args, kwargs)
+        choice = _find_choice(func, args, kwargs)
+        if choice is not None:
+            self._draw_choice(func, args, kwargs, choice, result)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._suppose_sizes(leaf)
+        return result
+
+    def _draw_choice(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Any, result: Any
+    ) -> None:
+        """Record the indices of a choice by unknown scores as drawn."""
+        scores = args[0] if args else kwargs.get("input")
+        if not isinstance(scores, Tensor) or scores in self._recorded_calls:
+            return
+        if not scores.is_floating_point():
+            return
+        drawn = RecordedCall(draw_scores, ((self._preference, tuple(scores.shape), *choice), {}))
+        drawn.is_drawn = True
+        new_args = (drawn, *args[1:]) if args else ()
+        new_kwargs = kwargs if args else {**kwargs, "input": drawn}
+        for position, leaf in enumerate(pytree.tree_leaves(result)):
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+                call = RecordedCall(func, (new_args, new_kwargs), position)
+                self._recorded_calls[leaf] = version(leaf), call
+
+    def _find_drawn_call(self, tensor: Any) -> RecordedCall | None:
+        """Return the recorded call of a tensor whose value depends on drawn experts."""
+        try:
+            call = self._find_recorded_call(tensor)
+        except UnknownValueError:
+            return None
+        return call if isinstance(call, RecordedCall) and call.is_drawn else None
+
+    def _suppose_sizes(self, tensor: Tensor) -> None:
+        """Let branches of Python on the number of selected rows see that of the drawn experts."""
+        sizes = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
+        call = self._find_drawn_call(tensor) if sizes else None
+        if call is None:
+            return
+        try:
+            shape = call.value.shape
+        except UnknownValueError:
+            return
+        for size, number in zip(tensor.shape, shape, strict=True):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                suppose_size(size, number)
+
+    def _unbind(self, tensor: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
+        """Return the rows of a tensor of drawn experts whose number is unknown, such as of the
+        experts with tokens, as constants; None for other tensors."""
+        call = self._find_drawn_call(tensor) if isinstance(tensor, Tensor) else None
+        if call is None or dim != 0 or not isinstance(tensor.shape[0], torch.SymInt):
+            return None
+        try:
+            shape, numbers = call.value.shape[1:], _list_numbers(call)
+        except UnknownValueError:
+            return None
+        if prod(shape) != 1 or any(isinstance(number, float) for number in numbers):
+            return None
+        options = {"dtype": tensor.dtype}
+        return tuple(
+            self._call_and_record(torch.full, (tuple(shape), number), options) for number in numbers
+        )
+
+    def _replace_numbers(self, index: Any) -> Any:
+        """Replace an integer constant as the only index by a number or slice, so that the element
+        that it selects can be recognized."""
+        if not isinstance(index, Tensor) or index.dtype is torch.bool or index.numel() != 1:
+            return index
+        if index not in self._recorded_calls or index.ndim > 1:
+            return index
+        try:
+            call = self._find_recorded_call(index)
+            if call.is_drawn:
+                return index
+            (number,) = _list_numbers(call)
+        except UnknownValueError:
+            return index
+        return number if index.ndim == 0 else slice(number, number + 1)
+
+
+def _list_numbers(call: RecordedCall) -> list[Any]:
+    """Return the elements of a recorded tensor as Python numbers.
+
+    Raises:
+        UnknownValueError: if they cannot be computed.
+    """
+    flat = RecordedCall(torch.flatten, ((call,), {}))
+    numbers: list[Any] = RecordedCall(Tensor.tolist, ((flat,), {})).result()
+    return numbers

@@ -1,0 +1,283 @@
+"""Experts that are drawn for a trace, and conditions of Python branches that depend on them.
+
+    if not (ids == i).any():
+        continue
+
+The condition is computed for other draws: in each it must have the value of the trace, except where
+one expert has no tokens. A program that skips an expert without tokens meets this; a branch on the
+tokens of several experts, or on their order, does not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.core.capture.known_values import RecordedCall, UnknownValueError
+from shardwright.core.torch_internals import pytree
+
+Preference = Callable[[int, int, int], Tensor]
+"""Function of the numbers of tokens, of experts, and of experts per token; returns the experts in
+the order in which each token prefers them, `[tokens, experts]`."""
+
+MOST_SCORES = 1 << 24
+"""Largest number of scores to draw; a trace that reads the token of a vocabulary draws none."""
+
+
+def balance_experts(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Prefer consecutive experts, so that all experts have equal numbers of tokens.
+
+    Raises:
+        ValueError: if there are fewer choices than experts.
+    """
+    if tokens * top_k < experts:
+        raise ValueError(f"{tokens} tokens for {experts} experts")
+    first = torch.arange(tokens).unsqueeze(1) * top_k
+    return (first + torch.arange(experts)) % experts
+
+
+def skew_experts(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Give one token to each expert of the first half, and the others to the second half.
+
+    Raises:
+        ValueError: if there are too few tokens for all experts.
+    """
+    if tokens * top_k < experts:
+        raise ValueError(f"{tokens} tokens for {experts} experts")
+    second = max(top_k, experts - experts // 2)
+    first = experts - second
+    order = torch.cat(
+        [
+            balance_experts(tokens, second, top_k) + first,
+            torch.arange(first).expand(tokens, first),
+        ],
+        1,
+    )
+    for expert in range(first):
+        row = order[expert % tokens]
+        others = row[row != expert].clone()
+        row[0], row[1:] = expert, others
+    if len(set(order[:, :top_k].flatten().tolist())) < experts:
+        raise ValueError(f"{tokens} tokens for {experts} experts")
+    return order
+
+
+def prefer_first_experts(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Give all tokens to the first experts."""
+    return torch.arange(experts).expand(tokens, experts)
+
+
+def prefer_last_experts(tokens: int, experts: int, top_k: int) -> Tensor:
+    """Give all tokens to the last experts."""
+    return prefer_first_experts(tokens, experts, top_k).flip(1)
+
+
+def draw_scores(
+    preference: Preference, sizes: Sequence[int], dim: int, top_k: int, ascending: bool
+) -> Tensor:
+    """Return scores by which tokens choose the experts that they prefer.
+
+    Args:
+        preference: the order of experts of each token.
+        sizes: shape of the scores.
+        dim: dimension of the experts.
+        top_k: number of experts that each token chooses.
+        ascending: whether the smallest scores are chosen.
+
+    Raises:
+        ValueError: if the scores have more than `MOST_SCORES` elements.
+    """
+    if not 0 < prod(sizes) <= MOST_SCORES:
+        raise ValueError(f"scores of shape {tuple(sizes)}")
+    leading = [size for index, size in enumerate(sizes) if index != dim % len(sizes)]
+    order = preference(prod(leading), sizes[dim], top_k)
+    ranks = order.argsort(1).view(*leading, sizes[dim]).movedim(-1, dim).double()
+    return ranks if ascending else -ranks
+
+
+def prefer_expert(expert: int, tokens: int, experts: int, top_k: int) -> Tensor:
+    """Give all tokens to one expert, and to those that follow it."""
+    return ((torch.arange(experts) + expert) % experts).expand(tokens, experts)
+
+
+def shuffle_experts(seed: int, tokens: int, experts: int, top_k: int) -> Tensor:
+    """Give the tokens random experts, for odd seeds of the second half as far as possible."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    if seed % 2:
+        scores[:, experts // 2 :] += 1
+    return scores.argsort(1)
+
+
+def count_tokens(count: int, tokens: int, experts: int, top_k: int) -> Tensor:
+    """Give the first expert `count` tokens."""
+    order = torch.arange(experts).repeat(tokens, 1)
+    order[count:] = order[count:].roll(-1, 1)
+    return order
+
+
+class DrawnNumber(int):
+    """A number that depends on drawn experts; comparisons of it are recorded.
+
+    Args:
+        value: the number for the experts of the trace.
+        call: computes the number.
+        conditions: list to which conditions are added.
+    """
+
+    def __new__(cls, value: int, call: RecordedCall, conditions: list[RecordedCall]) -> DrawnNumber:
+        return super().__new__(cls, value)
+
+    def __init__(self, value: int, call: RecordedCall, conditions: list[RecordedCall]) -> None:
+        self._call, self._conditions = call, conditions
+
+    def _record(self, compare: Callable[..., Any], *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        calls = [each._call if isinstance(each, DrawnNumber) else each for each in others]
+        self._conditions.append(RecordedCall(compare, ((self._call, *calls), {})))
+        return compare(int(self), *(int(o) if isinstance(o, DrawnNumber) else o for o in others))
+
+    def __bool__(self) -> bool:
+        return bool(self._record(bool))
+
+    def __eq__(self, other: object) -> Any:
+        return self._record(operator.eq, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._record(operator.ne, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._record(operator.lt, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._record(operator.le, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._record(operator.gt, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._record(operator.ge, other)
+
+    __hash__ = int.__hash__
+
+
+MOST_EXPERTS = 512
+"""Largest number of experts for which conditions are tried, with one draw for each expert."""
+
+
+def skip_missing_experts(conditions: Sequence[RecordedCall]) -> bool:
+    """Whether each condition is constant, or depends only on whether one expert has tokens."""
+    by_choice: dict[int, tuple[RecordedCall, list[RecordedCall]]] = {}
+    for condition in conditions:
+        choices = {id(choice): choice for choice in _list_choices(condition)}
+        if len(choices) != 1:
+            return False
+        ((key, choice),) = choices.items()
+        by_choice.setdefault(key, (choice, []))[1].append(condition)
+    draws: dict[Any, Tensor] = {}
+    return all(_skip_missing(*group, draws) for group in by_choice.values())
+
+
+def _skip_missing(
+    choice: RecordedCall, conditions: Sequence[RecordedCall], draws: dict[Any, Tensor]
+) -> bool:
+    """Whether conditions depend only on whether an expert of one choice has tokens.
+
+    Args:
+        choice: chooses experts by drawn scores.
+        conditions: conditions that depend on `choice`.
+        draws: scores by what they are drawn from.
+    """
+    _, sizes, dim, *_ = _get_scores(choice).arguments[0]
+    experts = sizes[dim]
+    if experts > MOST_EXPERTS:
+        return False
+    values, missing = [], []
+    for preference in _list_preferences(prod(sizes) // experts, experts):
+        trial = _Trial(preference, draws)
+        try:
+            values.append([bool(trial.compute(condition)) for condition in conditions])
+            ids = trial.compute(choice).flatten()
+        except UnknownValueError:
+            return False
+        missing.append(torch.bincount(ids, minlength=experts) == 0)
+    # `[draws, conditions]`; the first draw gives tokens to all experts.
+    differs = torch.tensor(values) != torch.tensor(values[0])
+    skips = (torch.stack(missing)[:, None] == differs[:, :, None]).all(0).any(1)
+    return bool((skips | ~differs.any(0)).all())
+
+
+@cache
+def _list_preferences(tokens: int, experts: int) -> Sequence[Preference]:
+    counts = {
+        *range(min(tokens, 32)),
+        *(1 << power for power in range(tokens.bit_length())),
+        tokens,
+    }
+    return (
+        *(skew_experts, balance_experts),
+        *(partial(prefer_expert, expert) for expert in range(experts)),
+        *(partial(shuffle_experts, seed) for seed in range(8)),
+        # A branch may compare the number of an expert's tokens with any number.
+        *(partial(count_tokens, count) for count in sorted(counts)),
+    )
+
+
+def _list_choices(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Yield the choices by drawn scores on which a call depends."""
+    pending, seen = [call], {id(call)}
+    while pending:
+        each = pending.pop()
+        inputs = [x for x in pytree.tree_leaves(each.arguments) if isinstance(x, RecordedCall)]
+        if any(x.function is draw_scores for x in inputs):
+            yield each
+            continue
+        pending += [x for x in inputs if x.is_drawn and id(x) not in seen]
+        seen.update(map(id, inputs))
+
+
+def _get_scores(choice: RecordedCall) -> RecordedCall:
+    leaves = pytree.tree_leaves(choice.arguments)
+    calls = (leaf for leaf in leaves if isinstance(leaf, RecordedCall))
+    return next(call for call in calls if call.function is draw_scores)
+
+
+class _Trial:
+    """Values of recorded calls for other drawn experts.
+
+    Args:
+        preference: the order in which each token prefers experts.
+        draws: scores by what they are drawn from.
+    """
+
+    def __init__(self, preference: Preference, draws: dict[Any, Tensor]) -> None:
+        self._preference, self._draws = preference, draws
+        self._values: dict[int, Any] = {}
+
+    def compute(self, call: RecordedCall) -> Any:
+        """Return the value of a call.
+
+        Raises:
+            UnknownValueError: if it cannot be computed.
+        """
+        if not call.is_drawn:
+            return call.value
+        if id(call) not in self._values:
+            self._values[id(call)] = self._compute(call)
+        return self._values[id(call)]
+
+    def _compute(self, call: RecordedCall) -> Any:
+        if call.function is draw_scores:
+            arguments = (self._preference, *call.arguments[0][1:])
+            if arguments not in self._draws:
+                self._draws[arguments] = call.run(arguments, {})
+            return self._draws[arguments]
+        args, kwargs = pytree.tree_map_only(RecordedCall, self.compute, call.arguments)
+        return call.select(call.run(args, kwargs))
