@@ -311,3 +311,29 @@ def test_writing_many_values_by_a_mask_is_left() -> None:
         return y
 
     assert "index_put.default" in targets(assert_equal(Function(forward), (x(),), {}))
+
+
+def detached_spectrum(net: Function, x: Tensor) -> Tensor:
+    return torch.fft.fft(x @ net.weight).detach().abs()
+
+
+def spectrum_of_region(net: Function, x: Tensor) -> Tensor:
+    y = x @ net.weight
+    with torch.no_grad():
+        spectrum = torch.fft.fft(y)
+    return spectrum.abs()
+
+
+def spectrum_written(net: Function, x: Tensor) -> Tensor:
+    spectrum = torch.zeros(4, 4, dtype=torch.complex128)
+    with torch.no_grad():
+        spectrum.copy_(torch.fft.fft(x @ net.weight))
+    return spectrum.abs()
+
+
+@pytest.mark.parametrize("constant", [detached_spectrum, spectrum_of_region, spectrum_written])
+def test_no_gradient_flows_through_complex_numbers_without_autograd(constant: Any) -> None:
+    def forward(net: Function, x: Tensor) -> Tensor:
+        return (x @ net.weight * constant(net, x)).sum()
+
+    assert_equal(Function(forward), (x(),), {})

@@ -20,6 +20,7 @@ from shardwright.core.capture.fx_nodes import (
     replace,
     tensor,
 )
+from shardwright.core.capture.signature import is_floating_point
 from shardwright.core.capture.views import SAME_ELEMENTS
 from shardwright.core.graph import custom_ops
 from shardwright.core.torch_internals.operators import (
@@ -468,5 +469,5 @@ def _rewrite_broadcast(node: fx.Node) -> None:
 def _remove_needless_detach(node: fx.Node) -> fx.Node | None:
     source = _get_first_input(node)
     # Integers have no gradient, and one `detach` is enough.
-    needless = not is_tensor(source) or not tensor(source).is_floating_point()
+    needless = not is_tensor(source) or not is_floating_point(source)
     return source if needless or source.target is aten.detach.default else None

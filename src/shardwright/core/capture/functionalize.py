@@ -17,6 +17,7 @@ from torch import fx
 
 from shardwright.core.capture.fx_nodes import call, node_arguments, node_shape, tensor
 from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.signature import is_floating_point
 from shardwright.core.capture.views import IN_PLACE, replay_view, view_base, write_through
 from shardwright.core.graph.custom_ops import assigned, batch_norm_train, instance_norm_train
 from shardwright.core.torch_internals.operators import OpOverload, overload_name, schema_of
@@ -135,7 +136,7 @@ class _FunctionalProgram:
             self.holds[node] = (version, new)
 
     def _detach_write(self, base: fx.Node, new: fx.Node, by: fx.Node) -> fx.Node:
-        if not tensor(new).is_floating_point():
+        if not is_floating_point(new):
             return new
         # Only a leaf has no history whose gradient would be that of the old value.
         if not self._is_leaf_tensor(base):

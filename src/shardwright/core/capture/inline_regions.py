@@ -11,6 +11,7 @@ from torch import fx
 from shardwright.core.capture.autocast import CPU
 from shardwright.core.capture.fx_nodes import evaluate, insert, is_tensor, tensor
 from shardwright.core.capture.naming import line_of
+from shardwright.core.capture.signature import is_floating_point
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.operators import HigherOrderOperator, OpOverload, schema_of
 from shardwright.errors import CaptureError
@@ -107,7 +108,7 @@ def _splice_region(
 
 
 def _detach_region_output(node: fx.Node, call: fx.Node, args: list[Any]) -> fx.Node:
-    if not is_tensor(node) or not tensor(node).is_floating_point():
+    if not is_tensor(node) or not is_floating_point(node):
         return node
     changed = node
     while _is_in_place(changed):

@@ -321,8 +321,8 @@ def _passes_gradient(node: fx.Node, source: fx.Node, no_grad: bool = False) -> b
     return (
         _get_operator_name(node) not in _WITHOUT_GRADIENT
         and (no_grad or not node.meta.get("no_grad"))
-        and _is_floating_point(node)
-        and _is_floating_point(source)
+        and is_floating_point(node)
+        and is_floating_point(source)
         and not _is_result_without_gradient(node)
         and not _reads_statistic(node, source)
     )
@@ -355,7 +355,8 @@ def _reads_statistic(node: fx.Node, source: fx.Node) -> bool:
     return bool(read_as) and read_as <= _STATISTICS
 
 
-def _is_floating_point(node: fx.Node) -> bool:
+def is_floating_point(node: fx.Node) -> bool:
+    """Return whether a node has real or complex floating-point values, which may have gradients."""
     value: Any = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else (value,)
     return any(
