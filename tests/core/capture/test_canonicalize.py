@@ -337,3 +337,24 @@ def test_no_gradient_flows_through_complex_numbers_without_autograd(constant: An
         return (x @ net.weight * constant(net, x)).sum()
 
     assert_equal(Function(forward), (x(),), {})
+
+
+class Bags(nn.Module):
+    def __init__(self, step: int, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(10, 4, dtype=torch.float64))
+        self.step, self.options = step, options
+
+    def forward(self, ids: Tensor) -> Tensor:
+        offsets = torch.arange(0, len(ids), self.step)
+        return F.embedding_bag(ids, self.weight, offsets, mode="sum", **self.options)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_bags_begin_at_each_step_and_the_last_is_shorter(step: int, last: bool) -> None:
+    graph = assert_equal(Bags(step, include_last_offset=last), (torch.arange(6),), {})
+    bags = graph.ops[-1].inputs
+    # Only bags of equal size are a dimension that can be sharded.
+    assert (len(bags) == 2) == (6 % step == 0 and not last)

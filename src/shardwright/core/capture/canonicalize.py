@@ -440,8 +440,13 @@ def _rewrite_embedding_bag(node: fx.Node) -> None:
     weights, count = arguments["per_sample_weights"], node_shape(indices)[0]
     bags = node_shape(offsets)[0]
     # `F.embedding_bag` flattens indices [bags, size] to offsets 0, size, 2 size, …; undone, bags
-    # can be sharded.
-    if offsets.target is aten.arange.start_step and offsets.args[:2] == (0, count):
+    # can be sharded. The last bag of other steps is smaller, and a last offset is no bag.
+    if (
+        offsets.target is aten.arange.start_step
+        and offsets.args[:2] == (0, count)
+        and node_arguments(offsets)["step"] * bags == count
+        and not arguments["include_last_offset"]
+    ):
         offsets, size = None, (bags, count // bags)
         indices = insert_reshape(indices, size, node)
         weights = weights and insert_reshape(weights, size, node)
