@@ -21,7 +21,7 @@ from shardwright.core.capture.fx_nodes import (
     tensor,
 )
 from shardwright.core.capture.signature import is_floating_point
-from shardwright.core.capture.views import SAME_ELEMENTS
+from shardwright.core.capture.views import SAME_ELEMENTS, narrow_as_slice
 from shardwright.core.graph import custom_ops
 from shardwright.core.torch_internals.operators import (
     OpOverload,
@@ -256,8 +256,7 @@ def _rewrite_slice(node: fx.Node) -> fx.Node:
 
 @rewrites(aten.narrow.default)
 def _rewrite_narrow(node: fx.Node) -> fx.Node:
-    source, dim, start, length = node.args
-    return insert(node, aten.slice.Tensor, (source, dim, start, start + length, 1))  # type: ignore[operator]
+    return insert(node, aten.slice.Tensor, (node.args[0], *narrow_as_slice(node), 1))
 
 
 @rewrites(

@@ -176,11 +176,8 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
             args = (arguments["dim"], arguments["start"], arguments["end"], arguments["step"])
         return _insert_scatter(graph, aten.slice_scatter.default, source, new, args, view)
     if target is aten.narrow.default:
-        _, dim, start, length = view.args
-        end = int(start) + int(length)  # type: ignore[arg-type]
-        return _insert_scatter(
-            graph, aten.slice_scatter.default, source, new, (dim, start, end), view
-        )
+        args = narrow_as_slice(view)
+        return _insert_scatter(graph, aten.slice_scatter.default, source, new, args, view)
     if target is aten.select.int:
         args = args or view.args[1:]
         return _insert_scatter(graph, aten.select_scatter.default, source, new, args, view)
@@ -193,6 +190,15 @@ def write_through(graph: fx.Graph, view: fx.Node, source: fx.Node, new: fx.Node)
         f"{line_of(view)}: cannot capture an in-place change of the result of `{target}`, whose "
         f"elements may share memory\nuse an operator that returns a new tensor"
     )
+
+
+def narrow_as_slice(narrow: fx.Node) -> tuple[int, int, int]:
+    """Return the arguments of a `narrow` as dimension, start and end of a slice."""
+    source, dim, start, length = narrow.args
+    assert isinstance(dim, int) and isinstance(start, int) and isinstance(length, int)
+    # A start from the end, such as -2, would give a slice of 2 elements the end 0.
+    first = start % node_shape(source)[dim] if start < 0 else start  # type: ignore[arg-type]
+    return dim, first, first + length
 
 
 def _insert_scatter(
