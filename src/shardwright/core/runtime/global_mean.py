@@ -30,7 +30,7 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
         of `total`; NaN if the counts of all ranks are 0.
     """
     if not has_other_ranks():
-        return total / count
+        return (total.to(_accumulation_dtype(total)) / count).to(total.dtype)
     mean: Tensor = _GlobalMeanFunction.apply(total, torch.as_tensor(count))  # type: ignore[no-untyped-call]
     return mean
 
@@ -38,16 +38,22 @@ def global_mean(total: Tensor, count: Tensor | float) -> Tensor:
 class _GlobalMeanFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
-        # One collective, in at least float32, in which a sum of counts is accurate enough.
-        dtype = torch.promote_types(total.dtype, torch.float32)
+        dtype = _accumulation_dtype(total)
+        # One collective for sum and count.
         addends = total.detach().reshape(-1), count.to(total.device).reshape(1)
         sums = torch.cat([tensor.to(dtype) for tensor in addends])
         # Also on a rank with a count of 0, which the others wait for.
         dist.all_reduce(sums)
         # The ranks' losses are averaged, but this one is a sum over all ranks.
-        ctx.factor = dist.get_world_size() / sums[-1].to(total.dtype)
+        ctx.factor = dist.get_world_size() / sums[-1]
         return (sums[:-1] / sums[-1]).to(total.dtype).reshape(total.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
+        return (gradient.to(ctx.factor.dtype) * ctx.factor).to(gradient.dtype), None
+
+
+def _accumulation_dtype(total: Tensor) -> torch.dtype:
+    """Return the dtype in which sums and counts are divided: at least float32."""
+    # In float16 a count above 65,504 is infinite, and bfloat16 rounds counts above 256.
+    return torch.promote_types(total.dtype, torch.float32)

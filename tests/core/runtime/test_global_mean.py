@@ -1,0 +1,36 @@
+"""`sw.global_mean` divides in at least float32."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+
+
+@pytest.fixture(params=[False, True], ids=["one process", "a group of ranks"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if request.param:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(torch.float16, 100_000), (torch.bfloat16, 1_001)], ids=str
+)
+@pytest.mark.usefixtures("ranks")
+def test_a_count_that_the_dtype_of_the_total_cannot_hold_is_exact(
+    dtype: torch.dtype, count: int
+) -> None:
+    total = torch.tensor([60_000.0, 30_000.0], dtype=dtype, requires_grad=True)
+    mean = sw.global_mean(total, torch.tensor(count))
+    mean.sum().backward()
+    expected = total.detach().double() / count
+    torch.testing.assert_close(mean.detach(), expected.to(dtype), rtol=0, atol=0)
+    assert total.grad is not None
+    torch.testing.assert_close(
+        total.grad, torch.full((2,), 1 / count, dtype=torch.float64).to(dtype), rtol=0, atol=0
+    )
