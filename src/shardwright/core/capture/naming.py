@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import linecache
 import operator
+import os
 import re
 import sys
 import sysconfig
@@ -125,9 +126,12 @@ def _find_main_operator(nodes: list[fx.Node]) -> fx.Node | None:
     return candidates[-1] if candidates else None
 
 
-_OURS = str(Path(__file__).parents[2])
-_TORCH = str(Path(torch.__file__).parent)
-_LIBRARIES = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+# With the separator, since `torch` is a prefix of the folder `torchvision` too.
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_LIBRARIES = tuple(
+    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+)')
 
 
