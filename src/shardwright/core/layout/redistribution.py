@@ -366,7 +366,7 @@ class _RouteProblemTranslation:
             # Axes over which the target stays partial take part in no move.
             frozenset(to_problem(source.partial - target.partial)),
             frozenset(to_problem(target.varying)),
-            tuple(gcd(size, num_devices) if size else num_devices for size in local_sizes),
+            tuple(gcd(size, num_devices) for size in local_sizes),
             differentiable,
         )
 
