@@ -109,13 +109,13 @@ def _capture_by_export(
     except DataDependentError as refusal:
         hint = hint_of_experts(call.module)
         if not hint:
-            raise
+            raise CaptureError(str(refusal)) from refusal
         try:
             with isolate_capture():
                 branches = trace_branches(call, lambda draw: traced(preference=draw))
                 return fold_operators(branches, call)
         except DataDependentError:
-            raise refusal from None
+            raise CaptureError(str(refusal)) from refusal
         except CaptureError as error:
             raise CaptureError(f"{str(error).removesuffix(hint)}.{hint}") from error
 
