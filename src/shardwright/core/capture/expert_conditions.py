@@ -53,16 +53,14 @@ def skew_experts(tokens: int, experts: int, top_k: int) -> Tensor:
     second = max(top_k, experts - experts // 2)
     first = experts - second
     order = torch.cat(
-        [
-            balance_experts(tokens, second, top_k) + first,
-            torch.arange(first).expand(tokens, first),
-        ],
+        [balance_experts(tokens, second, top_k) + first, torch.arange(first).expand(tokens, first)],
         1,
     )
-    for expert in range(first):
-        row = order[expert % tokens]
-        others = row[row != expert].clone()
-        row[0], row[1:] = expert, others
+    # The first tokens choose as many experts of the first half as they can, so that the others
+    # are enough for the second half.
+    for token, chosen in zip(range(tokens), torch.arange(first).split(top_k), strict=False):
+        row = order[token]
+        order[token] = torch.cat([chosen, row[~torch.isin(row, chosen)]])
     if len(set(order[:, :top_k].flatten().tolist())) < experts:
         raise ValueError(f"{tokens} tokens for {experts} experts")
     return order
