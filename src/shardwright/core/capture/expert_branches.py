@@ -16,7 +16,7 @@ tokens in another way (a capacity, a mean) differs in one of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from shardwright.core.capture.expert_conditions import (
 from shardwright.core.capture.expert_loops import ExpertRegion, find_loops, get_base
 from shardwright.core.capture.fx_nodes import remove_dead
 from shardwright.core.capture.naming import NO_LINE, line_of
-from shardwright.core.capture.signature import results
+from shardwright.core.capture.signature import Signature, results
 from shardwright.core.capture.trace import CanonicalTrace, Trace, canonical_trace
 from shardwright.errors import CaptureError
 
@@ -51,52 +51,58 @@ def trace_branches(call: CapturedCall, trace: Callable[[Preference], Trace]) -> 
         CaptureError: if the program depends on the experts in another way, or cannot be traced.
     """
     first = canonical_trace(trace(skew_experts), call)
+    # The rows of a skipped expert are found before the branch, and are not read.
     remove_dead(first.graph)
-    values = _Values(first)
     for preference in (balance_experts, prefer_first_experts, prefer_last_experts):
         other = canonical_trace(trace(preference), call)
-        # The rows of a skipped expert are found before the branch.
         remove_dead(other.graph)
-        other_values = values.of_other(other)
-        skipped = _find_skipped(first, values, other, other_values, preference)
-        if values.list_results(skipped) != other_values.list_results({}) or (
-            (first.trace.filled, first.trace.signature.out_spec)
-            != (other.trace.filled, other.trace.signature.out_spec)
+        numbers: dict[str, int] = {}
+        values = _Values(other, numbers)
+        expected = values.list_results()
+        masks = {values.numbers[region.mask] for region in _list_regions(other.graph)}
+        skips = _SkippedWrites(first.graph, masks, preference)
+        is_equal = _Values(first, numbers, skips.find_base).list_results() == expected
+        if not is_equal or (first.trace.filled, first.trace.signature.out_spec) != (
+            other.trace.filled,
+            other.trace.signature.out_spec,
         ):
-            ends = (end for region in _list_regions(first.graph) for end in region.ends)
-            line = next(map(line_of, ends), NO_LINE)
+            line = next(map(line_of, skips.regions_of_ends), NO_LINE)
             raise CaptureError(
                 f"{line}: a branch on the tokens of an expert changes more than the rows of these "
-                "tokens\n"
-                "skip only what writes these rows, or adds them to the result"
+                "tokens\nskip only what writes these rows, or adds them to the result"
             )
     return first
 
 
-def _find_skipped(
-    first: CanonicalTrace,
-    values: _Values,
-    other: CanonicalTrace,
-    other_values: _Values,
-    preference: Preference,
-) -> dict[fx.Node, fx.Node]:
-    """Return the writes of rows that another trace skips, and the tensor to which each writes.
+class _SkippedWrites:
+    """The writes of rows that another trace skips.
 
-    Raises:
-        CaptureError: if the mask of a skipped write selects rows in the other draw.
+    Args:
+        graph: graph of a trace in which all experts have tokens.
+        masks: numbers of the masks by which the other trace selects rows.
+        preference: the experts that are drawn for the other trace.
     """
-    masks = {other_values.number(region.mask) for region in _list_regions(other.graph)}
-    skipped: dict[fx.Node, fx.Node] = {}
-    for region in _list_regions(first.graph):
-        if values.number(region.mask) in masks:
-            continue
-        if not _is_empty(region.mask, preference):
+
+    def __init__(self, graph: fx.Graph, masks: Set[int], preference: Preference) -> None:
+        self._masks, self._preference = masks, preference
+        regions = _list_regions(graph)
+        self.regions_of_ends = {end: region for region in regions for end in region.ends}
+
+    def find_base(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> fx.Node | None:
+        """Return the tensor to which a skipped node writes; None for other nodes.
+
+        Raises:
+            CaptureError: if the mask of a skipped write selects rows of the drawn experts.
+        """
+        region = self.regions_of_ends.get(node)
+        if region is None or numbers[region.mask] in self._masks:
+            return None
+        if not _is_empty(region.mask, self._preference):
             raise CaptureError(
                 f"{line_of(region.nodes[0])}: a branch skips these rows though there may be some\n"
                 "skip only experts without tokens"
             )
-        skipped.update({end: get_base(end) for end in region.ends})
-    return skipped
+        return get_base(node)
 
 
 def _list_regions(graph: fx.Graph) -> list[ExpertRegion]:
@@ -114,63 +120,64 @@ class _Values:
 
     Args:
         trace: the graph and its placeholders.
-        numbers: the number of each value, by its operator and the numbers of its arguments; shared
-            by the graphs to compare.
+        numbers_of_formulas: the number of each formula, an operator and the numbers of its arguments; shared by
+            the graphs to compare.
+        find_equal: returns an earlier node that has the value of a node, or None.
+
+    Attributes:
+        numbers: the number of each node.
     """
 
-    def __init__(self, trace: CanonicalTrace, numbers: dict[str, int] | None = None) -> None:
-        self._graph, self._numbers = trace.graph, {} if numbers is None else numbers
-        signature = trace.trace.signature
-        self._inputs: dict[str, str] = {}
-        """Content of each placeholder, by its name."""
-        for named in (signature.parameters, signature.buffers):
-            for name, placeholder in named.items():
-                self._inputs.setdefault(placeholder, f"state {name}")
-        for index, placeholder in enumerate(signature.inputs):
-            self._inputs[placeholder] = f"input {index}"
-        for placeholder, constant in signature.constants.items():
-            self._inputs[placeholder] = f"constant {_describe(constant)}"
-        self._of_nodes = self._number_nodes({})
-
-    def of_other(self, trace: CanonicalTrace) -> _Values:
-        """Return the numbers of another graph."""
-        return _Values(trace, self._numbers)
-
-    def number(self, node: fx.Node) -> int:
-        return self._of_nodes[node]
-
-    def list_results(self, skipped: Mapping[fx.Node, fx.Node]) -> tuple[str, str]:
-        """Return the numbers of the results and updates of a graph.
-
-        Args:
-            skipped: nodes that have the value of another node.
-        """
-        numbers = self._number_nodes(skipped) if skipped else self._of_nodes
-        returned, updates = results(self._graph)
-        updated = {self._inputs[name]: numbers[node] for name, node in updates.items()}
-        return _format(returned, numbers), str(sorted(updated.items()))
-
-    def _number_nodes(self, skipped: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-        numbers: dict[fx.Node, int] = {}
+    def __init__(
+        self,
+        trace: CanonicalTrace,
+        numbers_of_formulas: dict[str, int],
+        find_equal: Callable[[fx.Node, Mapping[fx.Node, int]], fx.Node | None] = lambda *_: None,
+    ) -> None:
+        self._graph, self._inputs = trace.graph, _describe_inputs(trace.trace.signature)
+        self.numbers: dict[fx.Node, int] = {}
         draws: dict[str, int] = {}
         for node in self._graph.nodes:
-            if node.op == "output":
-                continue
-            if node in skipped:
-                numbers[node] = numbers[skipped[node]]
-                continue
-            formula = self._inputs.get(node.name, "") if node.op == "placeholder" else ""
-            formula = formula or f"{node.target} {_format((node.args, node.kwargs), numbers)}"
-            formula += f" {bool(node.meta.get('no_grad'))}"
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                draws[formula] = draws.get(formula, 0) + 1
-                formula += f" draw {draws[formula]}"
-            numbers[node] = self._numbers.setdefault(formula, len(self._numbers))
-        return numbers
+            equal = find_equal(node, self.numbers)
+            if equal is not None:
+                self.numbers[node] = self.numbers[equal]
+            elif node.op != "output":
+                formula = self._format_formula(node)
+                if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                    # Each draw gives other numbers.
+                    draws[formula] = draws.get(formula, 0) + 1
+                    formula += f" draw {draws[formula]}"
+                self.numbers[node] = numbers_of_formulas.setdefault(
+                    formula, len(numbers_of_formulas)
+                )
+
+    def list_results(self) -> tuple[str, str]:
+        """Return the numbers of the results and updates of the graph."""
+        returned, updates = results(self._graph)
+        updated = {self._inputs[name]: self.numbers[node] for name, node in updates.items()}
+        return self._format(returned), str(sorted(updated.items()))
+
+    def _format_formula(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return self._inputs[node.name]
+        is_detached = bool(node.meta.get("no_grad"))
+        return f"{node.target} {self._format((node.args, node.kwargs))} {is_detached}"
+
+    def _format(self, arguments: Any) -> str:
+        return str(fx.map_arg(arguments, lambda node: f"%{self.numbers[node]}"))
 
 
-def _format(arguments: Any, numbers: Mapping[fx.Node, int]) -> str:
-    return str(fx.map_arg(arguments, lambda node: f"%{numbers[node]}"))
+def _describe_inputs(signature: Signature) -> dict[str, str]:
+    """Return the content of each placeholder by its name, equal in all traces of a call."""
+    inputs: dict[str, str] = {}
+    for named in (signature.parameters, signature.buffers):
+        for name, placeholder in named.items():
+            inputs.setdefault(placeholder, f"state {name}")
+    for index, placeholder in enumerate(signature.inputs):
+        inputs[placeholder] = f"input {index}"
+    for placeholder, constant in signature.constants.items():
+        inputs[placeholder] = f"constant {_describe(constant)}"
+    return inputs
 
 
 def _describe(constant: Tensor) -> str:

@@ -58,7 +58,8 @@ def skew_experts(tokens: int, experts: int, top_k: int) -> Tensor:
     )
     # The first tokens choose as many experts of the first half as they can, so that the others
     # are enough for the second half.
-    for token, chosen in zip(range(tokens), torch.arange(first).split(top_k), strict=False):
+    for token, start in zip(range(tokens), range(0, first, top_k), strict=False):
+        chosen = torch.arange(start, min(start + top_k, first))
         row = order[token]
         order[token] = torch.cat([chosen, row[~torch.isin(row, chosen)]])
     if len(set(order[:, :top_k].flatten().tolist())) < experts:
