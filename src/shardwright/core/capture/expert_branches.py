@@ -120,8 +120,8 @@ class _Values:
 
     Args:
         trace: the graph and its placeholders.
-        numbers_of_formulas: the number of each formula, an operator and the numbers of its arguments; shared by
-            the graphs to compare.
+        numbers_of_formulas: the number of each formula, an operator and the numbers of its
+            arguments; shared by the graphs to compare.
         find_equal: returns an earlier node that has the value of a node, or None.
 
     Attributes:
