@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,8 +116,8 @@ def limited(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for index, expert in enumerate(net.experts):
         rows, nth = torch.where(ids == index)
-        rows, nth = (rows[:20], nth[:20]) if len(rows) > 20 else (rows, nth)
-        if len(rows) > 0:
+        rows, nth = (rows[:20], nth[:20]) if rows.shape[0] > 20 else (rows, nth)
+        if rows.shape[0] > 0:
             out[rows] += weights[rows, nth, None] * expert(x[rows])
     return out
 
@@ -147,13 +149,21 @@ def of_another(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def one_number(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for index, count in enumerate(torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()):
-        x = x * 2 if count == 7 else x
-        if count > 0:
-            add_rows(net, x, weights, ids, index, out)
-    return out
+def doubling_if(condition: Callable[[Tensor, Tensor], bool]) -> Mixture:
+    """A loop that doubles all tokens if an expert has some number of tokens, here never."""
+
+    def mixture(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index in range(EXPERTS):
+            mask = ids == index
+            rows, nth = torch.where(mask)
+            if condition(rows, mask):
+                x = x * 2
+            if rows.shape[0] > 0:
+                out[rows] += weights[rows, nth, None] * net.experts[index](x[rows])
+        return out
+
+    return mixture
 
 
 def one_expert(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -165,17 +175,17 @@ def weighted(net: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 
 MORE = "changes more than the rows of these tokens"
-OTHERWISE = "otherwise than by whether an expert has tokens"
+OTHERWISE = "otherwise than by whether (an|the) expert has tokens"
+UNKNOWN = "what the program does with it is unknown"
 
 
 @pytest.mark.parametrize(
     ("mixture", "reason"),
     [
-        (limited, "writes selected rows to other places"),
+        (limited, OTHERWISE),
         (counted, MORE),
         (otherwise, MORE),
         (of_another, "skips these rows though there may be some"),
-        (one_number, OTHERWISE),
         (one_expert, OTHERWISE),
         (weighted, "this depends on the value of a tensor"),
     ],
@@ -184,6 +194,26 @@ OTHERWISE = "otherwise than by whether an expert has tokens"
 def test_another_branch_is_refused_with_its_reason(mixture: Mixture, reason: str) -> None:
     with pytest.raises(sw.CaptureError, match=f"(?s)test_expert_.*{reason}.*`sw.mixture_of_exp"):
         capture(Looping(mixture, Gated), batch())
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        (lambda rows, mask: rows.shape[0] == 7, OTHERWISE),
+        (lambda rows, mask: rows.numel() / 2 == 3.5, "this depends on the value of a tensor"),
+        (lambda rows, mask: mask.sum().item() == 7, OTHERWISE),
+        (lambda rows, mask: mask.sum().item() - 7 == 0, OTHERWISE),
+        (lambda rows, mask: len(rows) == 7, UNKNOWN),
+        (lambda rows, mask: int(mask.sum()) == 7, UNKNOWN),
+        (lambda rows, mask: mask.sum().float().item() == 7, UNKNOWN),
+    ],
+    ids=["shape", "ratio", "item", "arithmetic", "len", "int", "float"],
+)
+def test_a_branch_on_a_number_of_tokens_is_refused_however_it_is_read(
+    condition: Callable[[Tensor, Tensor], bool], reason: str
+) -> None:
+    with pytest.raises(sw.CaptureError, match=f"(?s)test_expert_.*{reason}"):
+        capture(Looping(doubling_if(condition), Gated), batch())
 
 
 def test_a_batch_with_fewer_choices_than_experts_is_refused() -> None:

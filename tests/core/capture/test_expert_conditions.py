@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardwright.core.capture.expert_conditions import (
+    Condition,
     DrawnNumber,
     balance_experts,
     count_tokens,
@@ -57,12 +58,13 @@ def test_too_few_tokens_for_all_experts_are_an_error() -> None:
 
 
 def test_a_drawn_number_records_its_comparisons() -> None:
-    conditions: list[RecordedCall] = []
+    conditions: list[Condition] = []
     number = DrawnNumber(3, RecordedCall(int, ((3,), {})), conditions)
     assert number
     assert number == 3
     assert number > 2
     assert not number < 3
-    assert number + 1 == 4
     assert len(conditions) == 4
+    assert number + 1 == 4
+    assert conditions[4].call is None
     assert {number: 1}[3] == 1

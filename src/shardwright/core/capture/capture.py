@@ -108,16 +108,17 @@ def _capture_by_export(
             return canonical(traced(), call)
     except DataDependentError as refusal:
         hint = hint_of_experts(call.module)
-        if not hint:
-            raise CaptureError(str(refusal)) from refusal
         try:
-            with isolate_capture():
-                branches = trace_branches(call, lambda draw: traced(preference=draw))
-                return fold_operators(branches, call)
-        except DataDependentError:
-            raise CaptureError(str(refusal)) from refusal
+            if hint:
+                with isolate_capture():
+                    branches = trace_branches(call, lambda draw: traced(preference=draw))
+                    return fold_operators(branches, call)
         except CaptureError as error:
-            raise CaptureError(f"{str(error).removesuffix(hint)}.{hint}") from error
+            # An error of PyTorch is of the draws, which the user has not made.
+            if isinstance(error.__cause__, CaptureError | None):
+                message = str(error).removesuffix(hint).rstrip(".")
+                raise CaptureError(f"{message}.{hint}") from error
+        raise CaptureError(str(refusal)) from refusal
 
 
 def _capture_with_dynamo(

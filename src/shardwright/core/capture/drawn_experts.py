@@ -19,14 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.core.capture.expert_conditions import (
+    Condition,
     DrawnNumber,
     Preference,
     draw_scores,
-    skip_missing_experts,
+    find_other_condition,
 )
 from shardwright.core.capture.known_values import KnownValues, RecordedCall, UnknownValueError
+from shardwright.core.capture.naming import LocatedError, current_line, find_user_frame
+from shardwright.core.capture.value_guards import tests_length_for_zero
 from shardwright.core.torch_internals import pytree
-from shardwright.core.torch_internals.shape_guards import suppose_size, supposed_size
+from shardwright.core.torch_internals.shape_guards import (
+    depends_on_positive_sizes,
+    suppose_size,
+    supposed_size,
+)
 from shardwright.core.torch_internals.tensors import version
 from shardwright.errors import CaptureError
 
@@ -36,6 +43,7 @@ _LARGEST = (torch.argmax, Tensor.argmax, torch.max, Tensor.max)
 _SMALLEST = (torch.argmin, Tensor.argmin, torch.min, Tensor.min)
 _CONDITIONS = {Tensor.__bool__, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose}
 _NUMBERS = {Tensor.item, Tensor.tolist}
+_CONVERSIONS = {Tensor.__int__, Tensor.__float__, Tensor.__index__}
 _UNBIND = (torch.unbind, Tensor.unbind)
 
 
@@ -69,8 +77,12 @@ class DrawnExperts(KnownValues):
     def __init__(self, module: nn.Module, twin: nn.Module, preference: Preference) -> None:
         super().__init__(module, twin)
         self._preference = preference
-        self._conditions: list[RecordedCall] = []
+        self._conditions: list[Condition] = []
         """Conditions of branches that depend on drawn experts."""
+        self._sizes: list[torch.SymInt] = []
+        """Supposed numbers of selected rows."""
+        self._unknown_reads: list[str] = []
+        """Lines that read a number whose comparisons are not recorded."""
 
     def check_conditions(self) -> None:
         """Check that the branches depend only on which experts have tokens.
@@ -78,10 +90,22 @@ class DrawnExperts(KnownValues):
         Raises:
             CaptureError: if a condition has another value for other tokens of the same experts.
         """
-        if not skip_missing_experts(self._conditions):
+        if self._unknown_reads:
+            raise LocatedError(
+                f"{self._unknown_reads[0]}: this reads a number that depends on the experts of "
+                "tokens, and what the program does with it is unknown\ncompare `.item()`, or "
+                "`.shape[0]` of the rows, with 0"
+            )
+        other = find_other_condition(self._conditions)
+        if other is not None:
+            raise LocatedError(
+                f"{other.line}: this branch depends on the experts of tokens otherwise than by "
+                "whether an expert has tokens\nskip only experts without tokens"
+            )
+        if any(map(depends_on_positive_sizes, self._sizes[-1:])):
             raise CaptureError(
-                "a branch depends on the experts of tokens otherwise than by whether an expert has "
-                "tokens\nskip only experts without tokens"
+                "a branch depends on the number of an expert's tokens otherwise than by whether "
+                "the expert has tokens\nskip only experts without tokens"
             )
 
     def __torch_function__(
@@ -89,15 +113,21 @@ class DrawnExperts(KnownValues):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__len__ and args[0].ndim:
-            return supposed_size(args[0].shape[0])
+            return self._get_length(args[0].shape[0])
         if func in _UNBIND and (rows := self._unbind(*args, **kwargs)) is not None:
             return rows
         if func is Tensor.__getitem__:
             args = args[0], self._replace_numbers(args[1])
         result = super().__torch_function__(func, types, args, kwargs)
-        if func in _CONDITIONS or func in _NUMBERS:
+        if func in _CONDITIONS or func in _NUMBERS or func in _CONVERSIONS:
             return self._record_reads(func, args, kwargs, result)
         return result
+
+    def _get_length(self, size: int | torch.SymInt) -> int:
+        """Return what `len` returns, which Python makes a plain number."""
+        if isinstance(size, torch.SymInt) and not tests_length_for_zero(find_user_frame()):
+            self._unknown_reads.append(current_line())
+        return supposed_size(size)
 
     def _record_reads(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -113,7 +143,10 @@ class DrawnExperts(KnownValues):
         for position, leaf in enumerate(leaves):
             number = RecordedCall(func, call.arguments, position)
             if isinstance(leaf, bool):
-                self._conditions.append(number)
+                self._conditions.append(Condition(number, current_line()))
+            # Python makes plain numbers of the results of conversions.
+            elif func in _CONVERSIONS or isinstance(leaf, float):
+                self._unknown_reads.append(current_line())
             elif isinstance(leaf, int):
                 leaves[position] = DrawnNumber(leaf, number, self._conditions)
         return pytree.tree_unflatten(leaves, structure)
@@ -167,6 +200,7 @@ class DrawnExperts(KnownValues):
         for size, number in zip(tensor.shape, shape, strict=True):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 suppose_size(size, number)
+                self._sizes.append(size)
 
     def _unbind(self, tensor: Any, dim: int = 0) -> tuple[Tensor, ...] | None:
         """Return the rows of a tensor of drawn experts whose number is unknown, such as of the
@@ -188,13 +222,14 @@ class DrawnExperts(KnownValues):
     def _replace_numbers(self, index: Any) -> Any:
         """Replace an integer constant as the only index by a number or slice, so that the element
         that it selects can be recognized."""
-        if not isinstance(index, Tensor) or index.dtype is torch.bool or index.numel() != 1:
+        if not isinstance(index, Tensor) or index.dtype is torch.bool or index.ndim > 1:
             return index
-        if index not in self._recorded_calls or index.ndim > 1:
+        # A comparison of a symbolic size would be a branch.
+        if any(isinstance(size, torch.SymInt) or size != 1 for size in index.shape):
             return index
         try:
             call = self._find_recorded_call(index)
-            if call.is_drawn:
+            if not isinstance(call, RecordedCall) or call.is_drawn:
                 return index
             (number,) = _list_numbers(call)
         except UnknownValueError:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwright.core.capture.known_values import RecordedCall, UnknownValueError
+from shardwright.core.capture.naming import current_line
 from shardwright.core.torch_internals import pytree
 
 Preference = Callable[[int, int, int], Tensor]
@@ -121,6 +124,20 @@ def count_tokens(count: int, tokens: int, experts: int, top_k: int) -> Tensor:
     return order
 
 
+@dataclass(frozen=True)
+class Condition:
+    """A condition of a branch that depends on drawn experts.
+
+    Args:
+        call: computes the condition; None for a number that is computed from drawn numbers, of
+            which conditions are not followed.
+        line: the user's line that reads it.
+    """
+
+    call: RecordedCall | None
+    line: str
+
+
 class DrawnNumber(int):
     """A number that depends on drawn experts; comparisons of it are recorded.
 
@@ -130,18 +147,20 @@ class DrawnNumber(int):
         conditions: list to which conditions are added.
     """
 
-    def __new__(cls, value: int, call: RecordedCall, conditions: list[RecordedCall]) -> DrawnNumber:
+    def __new__(cls, value: int, call: RecordedCall, conditions: list[Condition]) -> DrawnNumber:
         return super().__new__(cls, value)
 
-    def __init__(self, value: int, call: RecordedCall, conditions: list[RecordedCall]) -> None:
+    def __init__(self, value: int, call: RecordedCall, conditions: list[Condition]) -> None:
         self._call, self._conditions = call, conditions
 
     def _record(self, compare: Callable[..., Any], *others: Any) -> Any:
         if not all(isinstance(other, (int, float)) for other in others):
             return NotImplemented
         calls = [each._call if isinstance(each, DrawnNumber) else each for each in others]
-        self._conditions.append(RecordedCall(compare, ((self._call, *calls), {})))
-        return compare(int(self), *(int(o) if isinstance(o, DrawnNumber) else o for o in others))
+        call = RecordedCall(compare, ((self._call, *calls), {}))
+        self._conditions.append(Condition(call, current_line()))
+        plain = (int.__int__(o) if isinstance(o, DrawnNumber) else o for o in others)
+        return compare(int.__int__(self), *plain)
 
     def __bool__(self) -> bool:
         return bool(self._record(bool))
@@ -167,27 +186,51 @@ class DrawnNumber(int):
     __hash__ = int.__hash__
 
 
+_ARITHMETIC = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
+    *("mod", "rmod", "divmod", "rdivmod", "pow", "rpow", "and", "rand", "or", "ror", "xor", "rxor"),
+    *("lshift", "rlshift", "rshift", "rrshift", "neg", "pos", "abs", "invert", "int", "float"),
+)
+
+
+def _record_arithmetic(name: str) -> Callable[..., Any]:
+    method = getattr(int, name)
+
+    def compute(self: DrawnNumber, *others: Any) -> Any:
+        self._conditions.append(Condition(None, current_line()))
+        return method(self, *others)
+
+    return compute
+
+
+for _name in _ARITHMETIC:
+    setattr(DrawnNumber, f"__{_name}__", _record_arithmetic(f"__{_name}__"))
+
+
 MOST_EXPERTS = 512
 """Largest number of experts for which conditions are tried, with one draw for each expert."""
 
 
-def skip_missing_experts(conditions: Sequence[RecordedCall]) -> bool:
-    """Whether each condition is constant, or depends only on whether one expert has tokens."""
-    by_choice: dict[int, tuple[RecordedCall, list[RecordedCall]]] = {}
+def find_other_condition(conditions: Sequence[Condition]) -> Condition | None:
+    """Return the first condition that depends on more than whether one expert has tokens; None if
+    there is none."""
+    by_choice: dict[int, tuple[RecordedCall, list[Condition]]] = {}
     for condition in conditions:
-        choices = {id(choice): choice for choice in _list_choices(condition)}
+        calls = [] if condition.call is None else _list_choices(condition.call)
+        choices = {id(choice): choice for choice in calls}
         if len(choices) != 1:
-            return False
+            return condition
         ((key, choice),) = choices.items()
         by_choice.setdefault(key, (choice, []))[1].append(condition)
     draws: dict[Any, Tensor] = {}
-    return all(_skip_missing(*group, draws) for group in by_choice.values())
+    others = (_find_other_condition(*group, draws) for group in by_choice.values())
+    return next((condition for condition in others if condition is not None), None)
 
 
-def _skip_missing(
-    choice: RecordedCall, conditions: Sequence[RecordedCall], draws: dict[Any, Tensor]
-) -> bool:
-    """Whether conditions depend only on whether an expert of one choice has tokens.
+def _find_other_condition(
+    choice: RecordedCall, conditions: Sequence[Condition], draws: dict[Any, Tensor]
+) -> Condition | None:
+    """Return the first condition that depends on more than whether one expert has tokens.
 
     Args:
         choice: chooses experts by drawn scores.
@@ -197,20 +240,21 @@ def _skip_missing(
     _, sizes, dim, *_ = _get_scores(choice).arguments[0]
     experts = sizes[dim]
     if experts > MOST_EXPERTS:
-        return False
+        return conditions[0]
     values, missing = [], []
     for preference in _list_preferences(prod(sizes) // experts, experts):
         trial = _Trial(preference, draws)
         try:
-            values.append([bool(trial.compute(condition)) for condition in conditions])
+            values.append([bool(trial.compute(each.call)) for each in conditions if each.call])
             ids = trial.compute(choice).flatten()
         except UnknownValueError:
-            return False
+            return conditions[0]
         missing.append(torch.bincount(ids, minlength=experts) == 0)
     # `[draws, conditions]`; the first draw gives tokens to all experts.
     differs = torch.tensor(values) != torch.tensor(values[0])
     skips = (torch.stack(missing)[:, None] == differs[:, :, None]).all(0).any(1)
-    return bool((skips | ~differs.any(0)).all())
+    is_other = ~skips & differs.any(0)
+    return next(compress(conditions, is_other.tolist()), None)
 
 
 @cache

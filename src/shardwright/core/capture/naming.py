@@ -14,7 +14,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -202,11 +202,18 @@ class LocatedError(CaptureError):
     """Return a CaptureError whose message begins with the user's line."""
 
 
+def find_user_frame() -> FrameType | None:
+    """Return the innermost frame of user code on the call stack; None if user code is not
+    running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
 def current_line() -> str:
     """Return the innermost user line on the call stack; `""` if user code is not running."""
-    frame = sys._getframe(1)
-    while frame is not None and not _is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = find_user_frame()
     return _format_line(frame.f_code.co_filename, frame.f_lineno) if frame else ""
 
 

@@ -9,7 +9,6 @@ what they would compute from the selected rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -21,7 +20,6 @@ from shardwright.core.capture.added_rows import find_added_rows
 from shardwright.core.capture.fx_nodes import (
     ORIGIN,
     insert,
-    is_functional,
     is_tensor,
     node_arguments,
     node_shape,
@@ -32,7 +30,9 @@ from shardwright.core.capture.row_counts import (
     SYMBOLS,
     RowCounts,
     RowMask,
+    checks_size,
     count_refusal,
+    erase_unread_sizes,
     expression_of,
     has_symbols,
 )
@@ -83,7 +83,7 @@ def pad_selected_rows(graph: fx.Graph) -> None:
     Raises:
         CaptureError: if an operator needs the number of selected rows as a Python number.
     """
-    _erase_unread(graph)
+    erase_unread_sizes(graph)
     selections = (*_NONZERO, *_READS)
     if any(
         # Of `x[index]`, only reads by masks have symbolic sizes.
@@ -97,27 +97,6 @@ def pad_selected_rows(graph: fx.Graph) -> None:
             if node.op == "call_function" and not is_erased(node):
                 padding.run(node)
         padding.erase_sizes()
-
-
-def _erase_unread(graph: fx.Graph) -> None:
-    """Erase operators whose results depend on values in size and are not read, and checks of
-    sizes."""
-    # In reverse, so that what reads a result is erased before the result.
-    for node in reversed(list(graph.nodes)):
-        value = node.meta.get("val")
-        if node.op != "call_function" or node.users:
-            continue
-        is_part = node.target is operator.getitem or isinstance(value, SYMBOLS)
-        is_operator = isinstance(node.target, OpOverload) and is_functional(node.target)
-        if is_part or _checks_size(node) or (is_operator and has_symbols(value)):
-            graph.erase_node(node)
-
-
-def _checks_size(node: fx.Node) -> bool:
-    """Whether an operator, such as `sym_constrain_range`, only checks symbolic sizes."""
-    return node.meta.get("val") is None and any(
-        isinstance(each.meta.get("val"), SYMBOLS) for each in node.all_input_nodes
-    )
 
 
 class _Padding:
@@ -169,7 +148,7 @@ class _Padding:
         # In reverse, so that what reads a size is erased before the size.
         for node in reversed(list(self.graph.nodes)):
             is_size = isinstance(node.meta.get("val"), SYMBOLS) or node in self.positions
-            if node.op == "call_function" and not node.users and (is_size or _checks_size(node)):
+            if node.op == "call_function" and not node.users and (is_size or checks_size(node)):
                 self.graph.erase_node(node)
 
     # Reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwright.core.capture.fx_nodes import insert
+from shardwright.core.capture.fx_nodes import insert, is_functional
 from shardwright.core.capture.naming import line_of
-from shardwright.core.torch_internals.operators import operator_name, schema_of
+from shardwright.core.torch_internals.operators import OpOverload, operator_name, schema_of
 from shardwright.errors import CaptureError
 
 aten = torch.ops.aten
@@ -148,6 +149,27 @@ class RowCounts:
         if constant_term != 0:
             count = insert(node, aten.add.Scalar, (count, int(constant_term)))
         return count
+
+
+def erase_unread_sizes(graph: fx.Graph) -> None:
+    """Erase operators whose results depend on values in size and are not read, and checks of
+    sizes."""
+    # In reverse, so that what reads a result is erased before the result.
+    for node in reversed(list(graph.nodes)):
+        value = node.meta.get("val")
+        if node.op != "call_function" or node.users:
+            continue
+        is_part = node.target is operator.getitem or isinstance(value, SYMBOLS)
+        is_operator = isinstance(node.target, OpOverload) and is_functional(node.target)
+        if is_part or checks_size(node) or (is_operator and has_symbols(value)):
+            graph.erase_node(node)
+
+
+def checks_size(node: fx.Node) -> bool:
+    """Whether an operator, such as `sym_constrain_range`, only checks symbolic sizes."""
+    return node.meta.get("val") is None and any(
+        isinstance(each.meta.get("val"), SYMBOLS) for each in node.all_input_nodes
+    )
 
 
 def has_symbols(value: Any) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import linecache
 import logging
+import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import FrameType
@@ -31,6 +32,15 @@ TESTS = (torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, Tensor.__bo
 WARNINGS = {"warn", "warning", "warning_once", "warning_advice", "info", "debug", "print"}
 """Names of functions without an effect on the results of a model."""
 
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 LEAVES = ast.Return, ast.Break, ast.Continue
 
@@ -129,12 +139,55 @@ def _find_passing_value(position: _SourcePosition, compared: bool) -> bool | Non
 def _find_guards_of_file(file: str) -> Sequence[tuple[ast.expr, bool]]:
     """Return the value checks of a file: (syntax tree of the condition, bool with which the check
     passes)."""
+    return tuple(_find_guards(_parse_file(file)))
+
+
+@lru_cache(maxsize=64)
+def _parse_file(file: str) -> ast.Module:
+    """Return the syntax tree of a file; an empty one if it cannot be parsed."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return ast.parse("".join(linecache.getlines(file)))
     # The file may have been edited after its import.
     except SyntaxError:
-        return ()
-    return tuple(_find_guards(tree))
+        return ast.Module([], [])
+
+
+def tests_length_for_zero(frame: FrameType | None) -> bool:
+    """Whether a frame executes a call of `len` and only reads whether the result is 0, as in
+    `if len(rows) == 0`."""
+    position = frame and _find_source_position(frame, is_jump=False)
+    if not position:
+        return False
+    for parent in ast.walk(_parse_file(position.file)):
+        for child in ast.iter_child_nodes(parent):
+            if isinstance(child, ast.Call) and _is_length_at(child, position):
+                return _tests_for_zero(parent, child)
+    return False
+
+
+def _is_length_at(call: ast.Call, position: _SourcePosition) -> bool:
+    is_length = isinstance(call.func, ast.Name) and call.func.id == "len"
+    begin, end = (call.lineno, call.col_offset), (call.end_lineno, call.end_col_offset)
+    return is_length and (begin, end) == (
+        (position.line, position.column),
+        (position.end_line, position.end_column),
+    )
+
+
+def _tests_for_zero(parent: ast.AST, call: ast.Call) -> bool:
+    if isinstance(parent, (ast.If, ast.While, ast.IfExp)):
+        return parent.test is call
+    if isinstance(parent, ast.UnaryOp):
+        return isinstance(parent.op, ast.Not)
+    if not isinstance(parent, ast.Compare) or len(parent.ops) > 1:
+        return False
+    is_left, compare = parent.left is call, _COMPARISONS.get(type(parent.ops[0]))
+    other = parent.comparators[0] if is_left else parent.left
+    if compare is None or not isinstance(other, ast.Constant) or not isinstance(other.value, int):
+        return False
+    limit = other.value
+    numbers = (n for n in (1, 2, limit - 1, limit, limit + 1, sys.maxsize) if n > 0)
+    return len({compare(n, limit) if is_left else compare(limit, n) for n in numbers}) == 1
 
 
 def _find_guards(tree: ast.AST) -> Iterator[tuple[ast.expr, bool]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import SymInt, Tensor
 
@@ -43,3 +44,30 @@ def supposed_size(size: int | SymInt) -> int:
         return size
     number = size.node.expr.xreplace(size.node.shape_env.real_tensor_prop_unbacked_vals)
     return int(number) if number.is_Integer else int(size)
+
+
+def depends_on_positive_sizes(size: SymInt) -> bool:
+    """Whether a branch that `suppose_size` decided, in the trace of this size, differs for other
+    sizes above 0."""
+    environment = size.node.shape_env
+    checks = (check for group in environment.deferred_runtime_asserts.values() for check in group)
+    conditions = [check.expr for check in checks if check.msg.startswith(_SUPPOSED)]
+    supposed = environment.real_tensor_prop_unbacked_vals
+    return any(not _holds_above_zero(condition, supposed) for condition in conditions)
+
+
+_SUPPOSED = "propagate_real_tensors"
+"""Start of the message of each check that PyTorch makes of a branch on a supposed size."""
+
+
+def _holds_above_zero(condition: Any, supposed: Mapping[Any, Any]) -> bool:
+    """Whether a condition holds for all sizes above 0, or on a size that is supposed to be 0."""
+    if condition.is_Equality and all(side.is_Symbol for side in condition.args):
+        # Rows that are selected twice by one mask have two symbols.
+        return True
+    symbols = tuple(condition.free_symbols)
+    if len(symbols) != 1:
+        return False
+    numbers = (*range(1, 65), *(1 << power for power in range(7, 40)))
+    is_empty = supposed.get(symbols[0]) == 0
+    return is_empty or all(bool(condition.subs(symbols[0], number)) for number in numbers)
