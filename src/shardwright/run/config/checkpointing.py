@@ -138,4 +138,5 @@ class CheckpointPolicy:
     def saves_at(self, step: int, last_step: int) -> bool:
         """Whether a checkpoint is saved after `step`; always after `last_step`."""
         section = self.train.checkpoint
+        # The last step is saved at any interval: its weights are the result of the run.
         return section is not None and (step % section.every == 0 or step == last_step)

@@ -93,5 +93,6 @@ def foreign_run(content: Any, file: str) -> ForeignRun | None:
         file: name of the file, for error messages.
     """
     matching_formats = (each for each in config_formats() if each.recognizes(content))
+    # No format recognizes a file in Shardwright's own format, which needs no plug-in.
     config_format = next(matching_formats, None)
     return None if config_format is None else config_format.read_run(content, file)

@@ -89,6 +89,7 @@ def _read_graph(folder: Path, key: str) -> Graph | None:
     try:
         _check_only_owner_writes(folder)
         content = path.read_bytes()
+    # Before the first capture neither the folder nor the file exists.
     except FileNotFoundError:
         return None
     graph = loads(content, key)
@@ -112,12 +113,17 @@ def _write_graph(folder: Path, key: str, graph: Graph) -> None:
     """Write the graph file atomically: concurrent readers see the old file or the new one."""
     try:
         content = dumps(graph, key)
+        # Private despite the umask: a folder in which others may write would be ignored when it is
+        # read.
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # In the same folder, since a rename is atomic only within a file system.
+        # In the same folder, since a rename is atomic only within a file system. `delete=False`, as
+        # the temporary name no longer exists after the rename.
         with tempfile.NamedTemporaryFile(dir=folder, suffix=PARTIAL, delete=False) as temporary:
             temporary_path = Path(temporary.name)
             try:
                 temporary.write(content)
+                # Flushed before the rename, or a reader of the final name could see a truncated
+                # file.
                 temporary.flush()
                 temporary_path.replace(folder / f"{key}.graph")
             # A full disk must leave no partial file.
@@ -154,10 +160,12 @@ def _cache_key(description: object) -> str:
 def _package_version(package: str) -> str:
     try:
         return version(package)
+    # `transformers` and `peft` are optional; without one of them, no graph depends on its version.
     except PackageNotFoundError:
         return ""
 
 
+# Cached, because it reads every source file of the package.
 @cache
 def _source_hash() -> str:
     """Return a hash of all source files of this package: a change of one invalidates all graphs."""

@@ -15,6 +15,7 @@ from typing import Any
 
 PACKAGE = Path(__file__).parents[2]
 
+# `ParallelSection` inherits the keys of `FileOptions`, which the second file defines.
 SOURCES = ("run/config/schema.py", "core/planner/options.py")
 """Source files of the section classes, relative to the package."""
 
@@ -92,6 +93,7 @@ def _annotated_keys_of_class(
             names = (
                 child.id for child in ast.walk(field.annotation) if isinstance(child, ast.Name)
             )
+            # Names of section classes end in `Section`; other names are the types of plain values.
             sections = [each for each in names if each.endswith("Section")]
             yield _alias_of_field(field) or field.target.id, sections[0] if sections else None
 

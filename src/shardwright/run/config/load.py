@@ -88,11 +88,13 @@ def _validation_message(details: ErrorDetails) -> str:
     if error_type in ("literal_error", "option_error"):
         valid = details["ctx"]["expected"]
         return f"{key}: expected {valid}, got {_format_value(value)}{_did_you_mean(value, valid)}"
+    # The only pattern of the schema is that of `ImportTarget`.
     if error_type == "string_pattern_mismatch":
         return f"{key}: expected 'module:callable', got {_format_value(value)}"
     if error_type == "value_error":
         # A check of the whole file has no key.
         return f"{key}: {details['ctx']['error']}" if key else str(details["ctx"]["error"])
+    # Pydantic's messages begin with "Input should", but a YAML file has values, not an input.
     return f"{key}: {details['msg'].replace('Input', 'value', 1)}, got {_format_value(value)}"
 
 
@@ -113,12 +115,15 @@ def _valid_key_hint(path: tuple[int | str, ...]) -> str:
 
 
 def _did_you_mean(value: object, valid: str) -> str:
+    # Pydantic quotes the choices of a literal, as in "'stop' or 'skip'".
     close_matches = difflib.get_close_matches(str(value), re.findall(r"'(\w+)'", valid), n=1)
     return f"; did you mean {close_matches[0]}?" if close_matches else ""
 
 
 def _format_value(value: object) -> str:
+    # YAML reads a key without a value as None.
     if value is None:
         return "nothing"
+    # Only types that the value itself may not show: the string '8' looks like the number 8.
     yaml_types = {"str": " (a string)", "dict": " (a mapping)", "list": " (a list)"}
     return f"{short_repr(value)}{yaml_types.get(type(value).__name__, '')}"

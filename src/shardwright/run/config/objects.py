@@ -132,6 +132,7 @@ def _call_with_key_in_errors(
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
+        # The keys of `model.sizes` are themselves the arguments; other models have a key for them.
         arguments_key = f"{key}.arguments" if key == "model" else key
         raise ConfigError(f"{arguments_key}: {error}") from None
     with wrap_errors(key, ConfigError):
@@ -175,6 +176,7 @@ def _recomputed_op_types_by_path(
             "set the key `modules` to paths of modules, for example `modules: [encoder]`"
         )
     types_of_block = _op_types_of_blocks(section, len(blocks))
+    # Checked here, not in the schema, which does not know the number of blocks.
     if (last := max((*types_of_block, *section.whole_blocks), default=0)) >= len(blocks):
         raise ConfigError(
             f"parallel.recompute: the model has no block {last}\n"
@@ -351,6 +353,7 @@ def call_target(key: str, target: str, arguments: Mapping[str, Any], folder: Pat
         function = _import_target(key, target, folder)
         # Raises an error for some built-in classes, which have no signature.
         signature = inspect.signature(function)
+    # Bound first, to distinguish wrong arguments from a TypeError inside the function.
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -377,6 +380,7 @@ def _import_target(key: str, target: str, folder: Path) -> Callable[..., Any]:
             f"{key}: no module {error.name!r} in {folder} or among the installed packages\n"
             "set it to `package.module:callable`, with a module of that folder or of a package"
         ) from None
+    # The path may have several parts, such as a class method: `models:Model.small`.
     for name in attribute.split("."):
         if not hasattr(target_object, name):
             close_matches = difflib.get_close_matches(name, dir(target_object), n=1)

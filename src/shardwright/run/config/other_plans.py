@@ -124,5 +124,6 @@ def _plan_or_error_message(run: Run, name: str, make_plan: partial[Plan]) -> tup
     run.on_progress(name)
     try:
         return name, make_plan()
+    # One alternative without a plan must not prevent the comparison with the others.
     except ShardwrightError as error:
         return name, one_line(error)

@@ -154,6 +154,7 @@ class Run:
         Raises:
             DataError: if the data is missing or damaged.
         """
+        # Both are loaded when they are first read.
         _ = self.batches, self.evaluation
 
     def _load_batches(self, data: DataSection) -> Batches:
@@ -196,6 +197,7 @@ class Run:
             ShardwrightError: if the model cannot be built, captured or planned.
             OSError: if `parallel.save_graphs` cannot be written.
         """
+        # Adjusted first: the batch size of a foreign file may depend on the number of devices.
         run, folder = self.for_devices(devices), self.config.parallel.save_graphs
         if folder is None:
             return run._plan(devices)
@@ -227,6 +229,8 @@ class Run:
             model, graph = self.capture()
             return self, model, graph, self.plan_graph(model, graph, devices)
         candidate = self._search_fastest_candidate(devices)
+        # A candidate has only a graph; the model is built again for the chosen number of
+        # micro-batches.
         run = self._with_num_micro_batches(candidate.pipeline.micro_batches)
         return run, run.annotated_model(), candidate.model.graph, candidate.plan()
 
@@ -270,6 +274,7 @@ class Run:
         def task_of(run: Run, graphs: GraphsBySize | None = None) -> PlanTask:
             model, graph = run.capture(graphs)
             options = run._plan_options(model, devices)
+            # A ranking compares all plans within the memory limit, not only the first that fits.
             options = options if ranking is None else options_to_rank(options)
             return plan_task(options, graph, ranking=ranking)
 
@@ -319,6 +324,7 @@ class Run:
             if parallel.expert is not None:
                 # `layers` assigns blocks to pipeline stages, in `plan_options`.
                 pin_expert(model, **parallel.expert.model_dump(exclude={"layers"}))
+            # With `recompute: auto` the planner chooses what to recompute, by the memory limit.
             if parallel.recompute is not None and not parallel.recomputes_as_needed:
                 mark_recomputed(model, parallel.recompute)
         return model
@@ -355,6 +361,7 @@ class Run:
         )
 
     def _capture_or_load_graph(self, model: nn.Module, batch: Sequence[Tensor]) -> Graph:
+        # The planner accepts float32, which needs no autocast, and bfloat16.
         autocast_dtype = torch.bfloat16 if self.compute_dtype == "bfloat16" else None
 
         def capture_now() -> Graph:
@@ -367,6 +374,7 @@ class Run:
             return capture_now()
         shapes = tuple((tuple(each.shape), each.dtype) for each in batch)
         config = self.config
+        # All settings on which the graph depends. Not the seed: a graph has no parameter values.
         description = (
             config.model.model_dump(),
             shapes,
@@ -389,6 +397,7 @@ class Run:
     def model_to_plan(self) -> nn.Module:
         """Build the model for capture: on the meta device if a language model, else deferred."""
         self.on_progress("build")
+        # The library's models read no values while they are built, so the meta device suffices.
         if self.config.model.is_language_model:
             with torch.device("meta"):
                 return self.model()

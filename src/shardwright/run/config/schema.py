@@ -103,6 +103,7 @@ class DataSection(Section, frozen=True):
     target: ImportTarget | None = None
     arguments: dict[str, Any] = {}
     path: str | None = None
+    # Digits have 8 x 8 pixels and are only enlarged.
     image_size: Annotated[int, Field(ge=8, le=256)] | None = None
     seq_length: Count | None = None
     tokenizer: str | None = None
@@ -124,6 +125,7 @@ class DataSection(Section, frozen=True):
             raise ValueError(
                 f"`name: {self.name}` needs the key `seq_length`, for example `seq_length: 64`"
             )
+        # Without `name` and `target`, the dataset is the digits.
         name = "digits" if self.name is None and self.target is None else self.name
         for key, names in _DATASETS_BY_KEY.items():
             if getattr(self, key) is not None and name not in names:
@@ -202,6 +204,7 @@ class OptimizerSection(Section, frozen=True):
                     f"`name: {self.name}` needs the key `{key}`; set for example `{key}: {example}`"
                 )
         valid_keys = {*optimizer.keys, *optimizer.required}
+        # `weight_decay` is not among these keys, because every optimizer has it.
         for key in ("momentum", "betas", "eps"):
             if key not in valid_keys and getattr(self, key) is not None:
                 names = [n for n, o in OPTIMIZERS.items() if key in (*o.keys, *o.required)]
@@ -210,6 +213,7 @@ class OptimizerSection(Section, frozen=True):
                     f"the key `{key}` has no effect with `name: {self.name}`; remove it, or set"
                     f" {valid}"
                 )
+        # The bounds that PyTorch's Adam checks.
         if self.betas is not None and (len(self.betas) != 2 or max(self.betas) >= 1):
             raise ValueError(
                 f"`betas` must be two numbers below 1, not {self.betas}; set for example"
@@ -296,6 +300,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
     recompute: RecomputeSection | None = None
     save_strategies: str | None = None
 
+    # Before pydantic checks the type, so that the message lists the valid values.
     @field_validator("mode", *requirements(FileOptions), mode="before")
     @classmethod
     def _check_planner_option(cls, value: Any, info: ValidationInfo) -> Any:
@@ -314,6 +319,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
         """Raise ConfigError if the degrees of `expert` do not multiply to `devices`."""
         if self.expert is None or not isinstance(self.stages, int):
             return
+        # Not `expert_parallel`: its devices are among those of data and model parallel.
         degrees = {
             "data_parallel": self.expert.data_parallel,
             "model_parallel": self.expert.model_parallel,
@@ -353,6 +359,7 @@ class CheckpointSection(Section, frozen=True):
     folder: str = "checkpoints"
     every: Count = 100
     keep: Count = 3
+    # `async` is a keyword of Python.
     asynchronous: bool = Field(default=False, alias="async")
 
 
@@ -382,7 +389,7 @@ class TrainSection(Section, frozen=True):
     checkpoint: CheckpointSection | None = None
     resume: bool = False
     load: str | None = None
-    # PyTorch counts the nanoseconds of a timeout in 64 bits.
+    # PyTorch counts the nanoseconds of a timeout in 64 bits. 10 minutes is its default for NCCL.
     timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] = 600.0
     non_finite: Literal["stop", "skip"] = "stop"
 
@@ -413,6 +420,7 @@ class Config(Section, frozen=True):
             if not getattr(evaluation, key):
                 raise ValueError(f"`train.evaluation` has no data; set its key `{key}`")
             try:
+                # Built only to run the checks of its section.
                 _ = self.evaluation_data
             except ValidationError as error:
                 raise ValueError(f"train.evaluation: {_first_error_message(error)}") from None
@@ -435,6 +443,7 @@ class Config(Section, frozen=True):
                 "`parallel.expert` needs a language model; remove it, or set `model.name`"
             )
         recompute = self.parallel.recompute
+        # Without `modules`, blocks are recomputed by index, which only language models have.
         names_blocks = recompute is not None and not recompute.auto and recompute.modules is None
         if names_blocks and not self.model.is_language_model:
             raise ValueError(

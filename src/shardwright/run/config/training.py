@@ -167,6 +167,7 @@ class RankTraining:
         on_start(start)
 
         def step_done(record: StepRecord) -> None:
+            # Collective: all ranks count the same steps, so all end the profile after the same one.
             if step_profile is not None and step_profile.step_done():
                 self._report_measurements(step_profile)
             on_step(self._add_throughput(record))
@@ -177,6 +178,7 @@ class RankTraining:
         def after_step(position: Position) -> bool:
             nonlocal end
             end, stops = position, stop is not None and stop.requested()
+            # After a signal to stop, a checkpoint is saved at once, whatever the interval.
             saves = checkpoints is not None and (stops or policy.saves_at(position.step, last_step))
             # Reads all parameters, so only where NaN would outlive the run: in a checkpoint or in
             # the final weights.
@@ -187,6 +189,7 @@ class RankTraining:
             return stops
 
         devices = net.execution.devices
+        # A single device has no communication to wait for.
         waits = devices.waits.enable(devices.device) if devices.is_distributed else nullcontext()
         with stop or nullcontext(), self._profile_context() as step_profile, waits:
             train(

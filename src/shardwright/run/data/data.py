@@ -91,6 +91,7 @@ class Batches:
         """
         # SeedSequence mixes both numbers: `seed + epoch` would repeat the orders of another seed.
         seed = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1)[0])
+        # A generator of the CPU, so that the order is equal on all device types.
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self.samples, generator=generator)
         # Language models have the tokens themselves as labels: read the same file only once.
@@ -109,6 +110,7 @@ class Batches:
     def position_after(self, position: Position) -> Position:
         """Return the position of the batch after the batch at `position`."""
         step, end = position.step + 1, self.first_sample(position) + self.batch_size
+        # The next batch would be incomplete and is dropped, so the epoch ends here.
         if end + self.batch_size > self.samples:
             return Position(step, position.epoch + 1, 0, 0)
         return Position(step, position.epoch, position.batch + 1, end)
@@ -186,6 +188,7 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
             f"{images_path} has {len(pixels)} images, but {labels_path} has {len(labels)} labels\n"
             "use the images and labels of the same dataset"
         )
+    # Scaled to 0…1, for which the published mean and standard deviation are given.
     images = torch.from_numpy(pixels).unsqueeze(1).to(torch.float32) / 255.0
     return (images - MNIST_MEAN) / MNIST_STD, torch.from_numpy(labels).to(torch.int64)
 
@@ -311,6 +314,7 @@ def packed_text(
     tokens: list[int] = []
     for document in _read_text_documents(path):
         tokens += encode(document) + end_of_text
+    # Tokens after the last full sequence are dropped, because sequences are not padded.
     samples = len(tokens) // seq_length
     if samples == 0:
         raise DataError(

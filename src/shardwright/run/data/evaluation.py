@@ -36,9 +36,11 @@ class Evaluation:
         if step % self.every:
             return None
         net.eval()
+        # The order of epoch 0 each time, so that `max_batches` selects the same samples.
         losses = [
             float(net(*(tensor.to(device) for tensor in batch)))
             for batch in islice(self.batches.epoch(0), self.max_batches)
         ]
         net.train()
+        # Batches have equal sizes, so the mean over batches is the mean over samples.
         return sum(losses) / len(losses)

@@ -57,6 +57,7 @@ class PadToMultiple:
                     f" {', '.join(map(repr, samples[0]))}\n"
                     "return the same fields for every sample, or remove the field from `values`"
                 )
+            # Samples of `datasets` have lists of numbers as fields.
             columns[name] = [torch.as_tensor(value) for value in columns[name]]
         longest = max((len(value) for name in self.values for value in columns[name]), default=0)
         length = -(-longest // self.multiple) * self.multiple

@@ -152,6 +152,7 @@ def token_sequences(
     else:
         files = [path]
         if path.is_dir():
+            # Sorted, because the order of `iterdir` may differ between nodes.
             files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy"))
         if not files or not files[0].is_file():
             contains = "the folder contains no .bin or .npy file"
@@ -162,7 +163,8 @@ def token_sequences(
             )
         tokens = tuple(_open_token_file(file, dtype) for file in files)
     sequences = TokenSequences(tokens, seq_length, vocab_size)
-    # The same object for both, so that a batch reads the file only once.
+    # The same object for both, so that a batch reads the file only once. A label may be -100, which
+    # no vocabulary has, so labels are not checked.
     return sequences, TokenSequences(labels, seq_length) if labels else sequences
 
 
@@ -217,6 +219,7 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
     """
     try:
         if file.suffix == ".npy":
+            # A pickled array could run code.
             array: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
             if array.dtype.kind not in "iu" or not array.flags.c_contiguous:
                 raise DataError(
@@ -239,11 +242,12 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
         raise DataError(
             f"{file}: not a token file: {error}\nuse a `.npy` or `.bin` file of token ids"
         ) from None
-    # Little-endian uint32 tokens read as uint16 have their upper halves at odd positions. Those are
-    # below 4 for vocabularies of up to 262,144 tokens.
-    # Of the first 4,096 values, without reading more of the file.
+    # Little-endian uint32 tokens read as uint16 have their upper halves at odd positions, below 4
+    # for vocabularies of up to 262,144 tokens. Tested on 4,096 values, without reading more of the
+    # file.
     upper_halves = array[1:4096:2]
     is_default = dtype is None and offset == 0 and token_dtype == "uint16"
+    # At least 9 values, as a few may be below 4 by chance.
     if is_default and len(upper_halves) > 8 and upper_halves.max() < 4:
         raise DataError(
             f"{file}: looks like uint32 tokens, because every second uint16 value is below 4\n"

@@ -34,6 +34,7 @@ from shardwright.run.launch.rank_processes import (
 )
 from shardwright.run.launch.rendezvous_store import private_folder, serve_store
 
+# From schedulers, Ctrl-C, a closed terminal, and Ctrl-\.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -72,6 +73,8 @@ def launch(
         _collect_stop_signals() as stop_signals,
     ):
         for restart in range(max_restarts + 1):
+            # Before the first start too: `launch_elastic` starts each attempt by a call of this
+            # function.
             logs.archive_attempt()
             if restart > 0:
                 on_restart(restart)
@@ -192,6 +195,8 @@ def launch_elastic(
     remaining_devices, restarts = devices, 0
     while True:
         try:
+            # Without restarts, which are counted here, as the next attempt may have another
+            # command.
             launch(command, devices, logs, timeout=timeout, locks=locks)
             return
         except RankFailedError as error:

@@ -54,6 +54,7 @@ class LogFolder:
         """
         # The step log stays where it is: a failure on the way must not lose it.
         steps_to_keep = self.steps(0) if keep_steps else None
+        # Of all ranks, as the earlier run may have had more than this one.
         for rank_folder in self.run.glob("rank.[0-9]*"):
             for entry in rank_folder.iterdir():
                 # `rmtree` refuses symbolic links.
@@ -86,7 +87,10 @@ class LogFolder:
             rank: rank whose logs are renamed; None for all ranks.
         """
         for folder in self.run.glob("rank.[0-9]*") if rank is None else [self.rank(rank)]:
+            # Counted by `stdout`, which every attempt has; `error.json` exists only after an
+            # exception.
             attempt = len(list(folder.glob("stdout.attempt-*")))
+            # Not the step log, to which the next attempt appends.
             for name in ("stdout", "stderr", "error.json"):
                 if (folder / name).exists():
                     (folder / name).rename(folder / f"{name}.attempt-{attempt}")

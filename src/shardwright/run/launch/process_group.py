@@ -29,6 +29,7 @@ from shardwright.core.runtime.collective_errors import naming_redistributions
 from shardwright.errors import CommunicationError, ConfigError
 from shardwright.run.launch.rendezvous_store import open_private_store, serve_tcp_store
 
+# PyTorch's default for NCCL.
 TIMEOUT = timedelta(minutes=10)
 
 DeviceChoice = Literal["auto", "cpu"]
@@ -111,6 +112,7 @@ def process_group(
         # Device types are compared before the group is created: otherwise ranks with different
         # backends would wait for each other in its initialization.
         device_type = device_type_or_error(world, device)
+        # A rank without a device takes part in the comparison, so that all ranks raise the error.
         hardware = (
             None if device_type.startswith("none") else hardware_of(local_device(world, device))
         )

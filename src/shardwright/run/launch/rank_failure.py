@@ -141,6 +141,7 @@ class RankEnd:
     @property
     def is_root_cause(self) -> bool:
         """Whether the rank lost its device or raised an error that no other rank caused."""
+        # An exit status without an exception does not tell whether another rank caused the failure.
         return self.is_lost or (self.error is not None and self.failed_by_itself)
 
     def __str__(self) -> str:
@@ -154,6 +155,7 @@ class RankEnd:
             summary, _, _ = self.error.message.partition("\n")
             return f"rank {self.rank}: {summary}"
         if self.error is not None:
+            # Its traceback follows in the message of `first_failure`.
             return f"rank {self.rank} failed"
         if self.signals:
             return f"{name} did not answer the other ranks"

@@ -31,6 +31,7 @@ RUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 @contextmanager
 def private_folder() -> Iterator[Path]:
     """Context with a new folder for store files, which other users of the machine cannot open."""
+    # `TemporaryDirectory` gives only the owner access (mode 0700).
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         yield Path(folder)
 
@@ -51,6 +52,7 @@ def open_private_store(environment: Mapping[str, str] = os.environ) -> Store | N
     # A launcher that a rank has started, such as torchrun, passes on the variable of the rank.
     if path.name == "" or path.name != environment.get(RUN_VARIABLE):
         return None
+    # -1 stands for a number of users that is not fixed.
     return FileStore(str(path), -1)
 
 
@@ -61,8 +63,10 @@ def serve_store() -> Iterator[int]:
     Yields:
         The port of the store.
     """
+    # 5 minutes is the default of `TCPStore`.
     store = serve_tcp_store(LOOPBACK, 0, timedelta(minutes=5), shared=False)
     yield store.port
+    # The server of a `TCPStore` ends with the object.
     del store
 
 

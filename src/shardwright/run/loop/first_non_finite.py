@@ -30,6 +30,7 @@ NON_FINITE: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def non_finite_value(tensor: Tensor) -> str | None:
     """Return "nan", "inf" or "-inf", the first of these in `tensor`; None if `tensor` is finite."""
+    # Tensors of a rehearsal on the meta device have no values.
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return None
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -94,6 +95,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
 def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name for messages, tensor) of each sample of the batch, then of each parameter."""
     for index, tensor in enumerate(batch):
+        # A scalar counts as one row.
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):
             yield f"the batch itself: row {row} of input {index}", values
     yield from ((f"parameter {name}", p) for name, p in net.named_parameters())

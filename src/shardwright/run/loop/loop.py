@@ -58,6 +58,7 @@ def train(
             `stop`, or if parameters are not finite; names the step and the operator.
     """
     net.train()
+    # `islice` rejects a negative number, as of a checkpoint beyond `max_steps`.
     remaining = None if max_steps is None else max(0, max_steps - start.step)
     guard = NonFiniteGuard(net, optimizer, non_finite)
     waits = net.execution.devices.waits if isinstance(net, ParallelModule) else WaitTimer()
@@ -136,6 +137,7 @@ class MeanAbsoluteError(nn.Module):
     """Mean of |output - target|, with the target reshaped to the output's shape."""
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        # `l1_loss` would broadcast a target [n] against an output [n, 1] to [n, n].
         return nn.functional.l1_loss(output, target.to(output.dtype).view(output.shape))
 
 

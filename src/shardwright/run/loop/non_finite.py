@@ -50,6 +50,7 @@ class NonFiniteGuard:
 
     def save_state(self) -> None:
         """Save the state that forward and backward change; must be called before each step."""
+        # Copies, because `forward` updates these tensors in place.
         self._saved_tensors = {
             n: t.detach().clone() for n, t in _tensors_changed_by_forward(self.net).items()
         }
@@ -77,6 +78,7 @@ class NonFiniteGuard:
         problem = f"{where}: the loss is {loss:g}, the gradient norm {norm:g}"
         if self.policy == "skip":
             check_finite_state(self.net, self.optimizer, where)
+            # All ranks skip the same step; one of them says so.
             if not dist.is_initialized() or dist.get_rank() == 0:
                 log.warning("%s; the step is skipped", problem)
             return
@@ -114,6 +116,7 @@ def check_finite_state(net: nn.Module, optimizer: torch.optim.Optimizer, where: 
     for index, (name, tensor) in enumerate(_training_state(net, optimizer)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
+            # The state has no order in time; across ranks, the lowest index decides.
             order, finding = index, f"{name} contains {value}"
             break
     problem = earliest_finding(net, order, finding)
@@ -150,7 +153,9 @@ def _training_state(
 def _tensors_changed_by_forward(net: nn.Module) -> dict[str, Tensor]:
     """Return the buffers and parameters that `forward` may update in place, by name."""
     if not isinstance(net, ParallelModule):
+        # Without a captured graph, only buffers may be known to change, as those of batch norm.
         return dict(net.named_buffers())
     state = dict(net.named_parameters()) | dict(net.named_buffers())
     names = (value.name for value, _ in net.execution.partitioned.graph.updates)
+    # A pipeline stage has only the tensors of its own chunks.
     return {name: state[name] for name in names if state.get(name) is not None}

@@ -102,6 +102,7 @@ class _FollowedFile:
     def read(self) -> None:
         """Call `on_line` with each line appended to the file, and to a file that replaced it."""
         for file in self._unread_files():
+            # A read may end within a line, or within a character of several bytes.
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
             for line in lines:
                 self._on_line(line.decode(errors="replace"))

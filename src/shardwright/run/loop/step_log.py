@@ -84,6 +84,7 @@ class StepRecord:
             ) from None
 
 
+# Cached, because pydantic compiles the schema of an adapter when it is created.
 @cache
 def _step_record_adapter() -> TypeAdapter[StepRecord]:
     return TypeAdapter(StepRecord)
@@ -103,6 +104,7 @@ def open_step_log(path: Path, start: Position) -> TextIO:
         for number, line in enumerate(complete, start=1)
     ]
     earlier = [line for line, s in steps if (s.epoch, s.step) < (start.epoch, start.batch)]
+    # Atomically, so that a crash here cannot lose the log.
     write_text(path, "".join(earlier))
     # Line by line, so that a crash loses no finished step.
     return path.open("a", buffering=1)

@@ -37,8 +37,10 @@ class StepProfile:
         trace = str(folder / TRACE_FILE)
         self._profile = profile(
             activities=supported_activities(),  # type: ignore[no-untyped-call]
+            # PyTorch discards the warm-up step, in which starting the tracer takes time.
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
             on_trace_ready=lambda done: done.export_chrome_trace(trace),
+            # The peak memory of a CPU is computed from these events.
             profile_memory=True,
         )
 
@@ -111,6 +113,7 @@ def gather_measured(measured: MeasuredRank) -> tuple[MeasuredRank, ...]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return (measured,)
+    # As a dict, because values are sent as JSON.
     gathered = values_of_ranks(asdict(measured))
     ranks = TypeAdapter(tuple[MeasuredRank, ...]).validate_python(gathered)
     return ranks if dist.get_rank() == 0 else ()

@@ -27,6 +27,7 @@ ATTENTION = re.compile(r"aten::\w*(scaled_dot_product|flash_attention|efficient_
 MATRIX_PRODUCT = re.compile(r"aten::(\w*mm|\w*conv\w*|linear|matmul|mv|addmv|dot)")
 
 MATRIX, ATTENTION_KIND, OTHER, RECOMPUTED, UPDATE = COMPUTATION
+# Not `OTHER`: a composite operator without a category of its own may contain matrix products.
 INHERITED_KINDS = (MATRIX, ATTENTION_KIND, RECOMPUTED, UPDATE, EXPOSED_COMMUNICATION)
 """Categories that an event passes on to the events nested in it."""
 
@@ -80,6 +81,7 @@ class StepSummary:
             summary._add_event(
                 event, context, microseconds / 1e6 / steps, 1 / steps, is_accelerated
             )
+        # Replaces the sum over host events: kernels of communication overlap those of computation.
         if is_accelerated:
             kernels = [e for e in events if not (_is_host_event(e) or e.is_user_annotation)]
             summary.seconds_of[EXPOSED_COMMUNICATION] = _exposed_microseconds(kernels) / 1e6 / steps
@@ -110,6 +112,7 @@ class StepSummary:
             self.seconds_of[WAITING] -= seconds
         if context.collective is not None:
             self.totals[context.collective][2] += self_seconds
+        # Only a send has bytes and is counted; a wait adds its time to the same collective.
         send = SEND.fullmatch(event.name)
         if send is not None and context.collective is not None:
             self.totals[context.collective][0] += weight
@@ -154,6 +157,7 @@ def _events_with_contexts(host: Sequence[Any]) -> Iterator[tuple[Any, _EventCont
 def _context_of_event(event: Any, parent: _EventContext) -> _EventContext:
     """Return the context of an event whose enclosing event has the context `parent`."""
     name = event.name
+    # Before categories are inherited: communication during recomputation is communication.
     match = SEND.fullmatch(name) or WAIT.fullmatch(name)
     if match is not None:
         return _EventContext(

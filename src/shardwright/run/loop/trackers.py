@@ -41,6 +41,7 @@ def open_trackers(
     with ExitStack() as stack:
         tracks: list[Track] = []
         if "tensorboard" in names:
+            # Imported here, because each tracker is an optional dependency.
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
