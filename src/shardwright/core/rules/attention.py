@@ -58,6 +58,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
     arguments = call_arguments(op)
     query, key, mask = arguments["query"], arguments["key"], arguments["attn_mask"]
     ndim = len(query.shape)
+    # Batch and heads are named from the left, so tensors of other ranks would not align.
     if {len(value.shape) for value in (key, arguments["value"])} != {ndim}:
         return None
     causal = arguments["is_causal"]
@@ -86,6 +87,8 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
         (output,),
         capacity=capacity,
         main=MainFactors({name: letters[name] for name in output if name is not None}, weight=None),
+        # Without a causal mask and without a ring, a shard of queries is an ordinary call of the
+        # operator.
         kernel=_build_attention_kernel if causal or keys else None,
         reductions=_query_swaps_for_balance if (causal and queries) or keys else no_reductions,
         random=arguments["dropout_p"] > 0,
@@ -95,6 +98,7 @@ def scaled_dot_product_attention(op: Op) -> ShardingRule | None:
 
 
 def _build_attention_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    # First, since the ring also handles queries that `s` shards within its blocks.
     if local.shard_counts.get("ring", 1) > 1:
         return ring_kernel(op, local)
     return (

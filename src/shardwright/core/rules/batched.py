@@ -34,8 +34,10 @@ LINEAR_ALGEBRA = {
         *("linalg_matrix_exp", "linalg_matrix_power", "linalg_qr", "linalg_slogdet", "qr", "svd"),
         *("linalg_svd", "_linalg_svd", "linalg_svdvals", "matrix_exp", "pinverse"),
     ),
+    # The tolerances `atol` and `rtol` are one number per matrix.
     (2, 0, 0): ("linalg_pinv",),
     (2, 1): ("linalg_householder_product", "lu_unpack"),
+    # Pivots and Householder coefficients are one vector per matrix.
     (2, 1, 2): ("linalg_lu_solve", "ormqr"),
     (2, 2): ("cholesky_solve", "linalg_solve_triangular", "triangular_solve"),
     (2, 2, 1): ("lu_solve",),
@@ -60,6 +62,7 @@ def _make_batched_rule_builder(*item_ranks: int) -> RuleMaker:
         if min(ranks) < 0 or any(len(v.shape) < len(batch) for v in op.outputs):
             return None
         inputs = [
+            # Aligned on the right, as batch dimensions are broadcast.
             (*batch[len(batch) - rank :], *(None,) * n)
             for rank, n in zip(ranks, counts, strict=True)
         ]
@@ -72,9 +75,11 @@ def _make_batched_rule_builder(*item_ranks: int) -> RuleMaker:
 for _item_ranks, _operators in LINEAR_ALGEBRA.items():
     rule_for(*overloads(*_operators))(_make_batched_rule_builder(*_item_ranks))
 for _spatial_dims in (2, 3):
+    # The second input is one random vector per channel, which places the windows.
     rule_for(*overloads(f"fractional_max_pool{_spatial_dims}d"))(
         _make_batched_rule_builder(_spatial_dims, 1)
     )
+    # Indices are positions in the image of their channel, so that a channel stays whole.
     rule_for(*overloads(f"max_unpool{_spatial_dims}d"))(
         _make_batched_rule_builder(_spatial_dims, _spatial_dims)
     )
@@ -87,6 +92,7 @@ def solve(op: Op) -> ShardingRule | None:
     The right-hand side is a batch of vectors if its shape is `left.shape[:-1]`, as in torch.
     """
     matrix, rhs = (value.shape for value in op.inputs)
+    # `torch.linalg.solve` prefers vectors where both readings of the shape are possible.
     return _make_batched_rule_builder(2, 1 if len(rhs) == 1 or rhs == matrix[:-1] else 2)(op)
 
 
@@ -102,6 +108,7 @@ def sample_grid(op: Op) -> ShardingRule:
     """Grid sampling, `b c _ _, b s t _ -> b c s t`: a sampling point may read any pixel, so pixels
     cannot be sharded."""
     space = ("s", "t", "u")[: len(op.output.shape) - 2]
+    # The last dimension of the grid holds the coordinates of a sampling point.
     image, grid = ("b", "c", *(None,) * len(space)), ("b", *space, None)
     return sharding_rule(op, (image, grid), (("b", "c", *space),))
 
@@ -112,6 +119,7 @@ def affine_grid(op: Op) -> ShardingRule:
     one grid."""
 
     def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+        # `size` starts with the number of matrices of the full batch.
         return WithArguments(op, size=[local.output_shapes[0][0], *argument(op, "size")[1:]])
 
     outputs = (("b", *(None,) * (len(op.output.shape) - 1)),)

@@ -53,6 +53,7 @@ def masked_attention_rule(op: Op) -> ShardingRule:
     Inputs of the mask with a row per query are sharded like the queries.
     """
     keys: Dims = ("b", "h", None, None)
+    # Aligned on the right, as an input of the mask may lack batch and heads.
     vectors = [_QUERIES[4 - len(value.shape) :] for value in op.inputs[3:]]
     causal = call_arguments(op)["causal"]
     swaps = _query_swaps_for_balance if causal else no_reductions
@@ -153,6 +154,7 @@ def _key_value_transfers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduc
     if heads > 1:
         heads //= shard_counts.get("h", 1)
     return tuple(
+        # `varying`: the next device's gradients of these keys return the same way and are added.
         Reduction(("s",), PREVIOUS, (batch, heads, rows, size), key.dtype, varying=True)
         for rows in halo_rows_by_shard(op, shard_counts.get("s", 1))
     )

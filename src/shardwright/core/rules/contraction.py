@@ -52,6 +52,7 @@ def matmul(op: Op) -> ShardingRule:
     """Matrix product, `b s k, k j -> b s j`, or `b s i k, b s k j -> b s i j`: batch dimensions are
     broadcast."""
     first, second = (len(value.shape) for value in op.inputs)
+    # `i`, `j` and `k` are rows, columns and the contracted dimension.
     leading = tuple(name for name in NAMES if name not in "ijk")
     # A matrix on the right is a weight that all leading dimensions share, as in `linear`; a batch
     # on the right is activations, as in attention scores.
@@ -64,6 +65,7 @@ def matmul(op: Op) -> ShardingRule:
         )
     batch: Dims = leading[: max(first, second) - 2]
     rows = ("i",) if first > 1 else ()
+    # Batch dimensions are broadcast, so the shorter operand takes the last ones; a vector has none.
     lhs = (*batch[len(batch) - max(first - 2, 0) :], *rows, "k")
     rhs = (*batch[len(batch) - (second - 2) :], "k", "j")
     return _as_main_product_rule(
@@ -83,6 +85,8 @@ def addmm_rule(op: Op) -> ShardingRule:
     out = (*batch, "i", *columns)
     added = aligned_to_output(op, out)[0]
     inputs = (added, (*batch, "i", "k"), (*batch, "k", *columns))
+    # Input 0 is the added tensor, so the product is that of inputs 1 and 2; a batched one
+    # multiplies activations.
     return _as_main_product_rule(
         sharding_rule(op, inputs, (out,)), weight=None if batch else 2, first=1
     )
@@ -147,6 +151,7 @@ def _build_contraction_rule(
     unused = iter(NAMES)
     lhs, rhs = ([next(unused) for _ in value.shape] for value in op.inputs)
     for i, j in zip(first, second, strict=True):
+        # A contracted pair of dimensions is one factor.
         rhs[j] = lhs[i]
     summed = set(lhs) & set(rhs)
     out = tuple(name for name in (*lhs, *rhs) if name not in summed)
@@ -160,10 +165,13 @@ def einsum(op: Op) -> ShardingRule | None:
     """Einsum, whose equation is the rule; returns None if an operand repeats a label, as in
     `ii`."""
     terms, out = _einsum_labels(op)
+    # A mesh axis cannot shard two dimensions of one tensor.
     if any(len(set(term)) < len(term) for term in (*terms, out)):
         return None
     reduced = {label for term in terms for label in term if label not in out}
     rule = sharding_rule(op, terms, (out,), reduced=(label for label in reduced if label))
+    # I, J and K describe a product of two operands; an einsum of others follows the cuts of its
+    # neighbors.
     if len(terms) != 2:
         return rule
     # A label of both operands and the result is a batch dimension: neither operand is a weight.
@@ -192,6 +200,7 @@ def grouped_mm(op: Op) -> ShardingRule | None:
 def _build_grouped_mm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     """Build the local kernel of `grouped_mm` sharded by rows, which clips `offs`, the ends of the
     groups, to the rows of this device."""
+    # With sharded `k` or `j` every device has all rows, and so the same groups.
     if local.shard_counts.get("b", 1) == 1:
         return op.target
     rows = local.output_shapes[0][0]

@@ -49,6 +49,7 @@ def gradient_of_convolution(op: Op) -> ShardingRule | None:
     Returns None if the operator also computes the gradient of a parameter.
     """
     arguments = call_arguments(op)
+    # Whether the gradients of input, weight and bias are computed.
     if tuple(arguments["output_mask"]) != (True, False, False):
         return None
     space: Dims = (None,) * (len(op.output.shape) - 2)
@@ -77,6 +78,7 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
     kernel_size = weight.shape[2:]
     num_dims = len(kernel_size)
     k, j = ("g", "g") if groups > 1 else ("k" if arguments["bias"] is None else None, "j")
+    # An image without a batch has channels and space only.
     batch: Dims = ("b",)[: len(op.output.shape) - num_dims - 1]
     halos: InputHalos | OutputHalos
     if transposed:
@@ -95,6 +97,8 @@ def _build_convolution_rule(op: Op, transposed: bool) -> ShardingRule:
         dims = (*batch, k, *spatial_factors(windows))
         halos = InputHalos(windows, dims, pads_all=pads_all, replace=_local_num_groups_argument)
         filters = (j, k)
+    # Spatial dimensions count as rows (`I`) below: like the batch, they are dimensions of input and
+    # output, but not of the weight.
     space, labels = spatial_factors(windows), {"b": "I", j: "J", k: "K"}
     # The weight of a grouped convolution has the input channels of one group only.
     if groups > 1:

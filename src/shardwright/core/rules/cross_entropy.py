@@ -35,6 +35,7 @@ from shardwright.core.rules.notation import (
 )
 from shardwright.core.rules.rule import Dims, LocalSharding, Reduction, ShardingRule, rule_for
 
+# The value of `reduction` in ATen's losses without a reduction.
 NONE = 0
 
 
@@ -46,6 +47,7 @@ def cross_entropy_rule(op: Op) -> ShardingRule:
     all-reduced inside the kernel.
     """
     arguments = call_arguments(op)
+    # `v` names the classes.
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["logits"].shape) - 1]
     target = (*rows, "v") if _has_probability_targets(op) else rows
     dims: dict[str, Dims] = {"logits": (*rows, "v"), "target": target, "weight": ("v",)}
@@ -130,6 +132,7 @@ def _build_sharded_classes_kernel(op: Op, local: LocalSharding) -> Callable[...,
         if probabilities:
             # By the global number of rows: there is no `ignore_index` for probabilities.
             return (losses.sum() / prod(logits.shape[:-1])).to(logits.dtype)
+        # PyTorch divides a weighted mean by the weights of the targets, also with label smoothing.
         counted = weights[1].detach() if weights else torch.ones_like(losses)
         count = counted.masked_fill(ignored, 0).sum()
         mean = losses.sum() / (reduce_count[0](count) if reduce_count else count)
@@ -153,6 +156,7 @@ def _local_sums_for_class_indices(
     weight, smoothing = arguments["weight"], arguments["label_smoothing"]
     target = arguments["target"].long()
     elsewhere = other_shard_mask(target, first, scores.shape[-1], classes)
+    # An ignored target, by default -100, need not be a class.
     elsewhere = elsewhere | (target == arguments["ignore_index"])
     # Any valid row, since the result is masked: `gather` would fail on one out of range.
     row = (target - first).masked_fill(elsewhere, 0)

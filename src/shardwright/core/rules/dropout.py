@@ -23,6 +23,7 @@ from shardwright.core.rules.rule import Dims, ShardingRule, rule_for
 @rule_for(*overloads("dropout", "native_dropout", "alpha_dropout"))
 def dropout(op: Op) -> ShardingRule:
     """Dropout, `b s -> b s`: every dimension can be sharded."""
+    # Without an effect nothing is drawn, and the program needs no seed.
     return _build_elementwise_random_rule(op, factor_names(op.output), is_active_dropout(op))
 
 

@@ -35,6 +35,7 @@ def embedding(op: Op) -> ShardingRule:
     indices and rows on one device: then only the features can be sharded.
     """
     arguments = call_arguments(op)
+    # `v` and `e` are the rows and the features of the table.
     indices = factor_names(arguments["indices"], exclude="ve")
     if arguments["sparse"] or arguments["scale_grad_by_freq"]:
         replicated: Dims = (None,) * len(indices)
@@ -50,6 +51,7 @@ def embedding(op: Op) -> ShardingRule:
         (("v", "e"), indices),
         ((*indices, "e"),),
         reduced="v",
+        # The table is the first input.
         main=MainFactors(letters, weight=0),
         kernel=_build_embedding_kernel,
     )
@@ -79,6 +81,7 @@ def _build_embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         row = (indices - first).masked_fill(elsewhere, 0)
         rows = aten.embedding.default(arguments["weight"], row)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        # ATen passes -1 for a table without a padding row.
         if padding < 0:
             return rows
         # `padding_idx` is a global row, so it cannot be passed to the local lookup. Detach the row
@@ -88,6 +91,7 @@ def _build_embedding_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
     return run
 
 
+# ATen's modes of `embedding_bag`: 0 is the sum, 1 the mean, 2 the maximum.
 MAXIMUM = 2
 
 
@@ -102,6 +106,7 @@ def embedding_bag_rule(op: Op) -> ShardingRule:
     arguments = call_arguments(op)
     scaled = arguments["scale_grad_by_freq"]
     bags = "b" if arguments["offsets"] is None and not scaled else None
+    # Maxima over shards of the rows do not add up to the maximum over all rows.
     rows = None if scaled or arguments["mode"] == MAXIMUM else "v"
     indices = (bags, None)[: len(arguments["indices"].shape)]
     dims: dict[str, Dims] = {

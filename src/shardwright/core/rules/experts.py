@@ -49,6 +49,7 @@ def experts_rule(op: Op) -> ShardingRule:
         ((*tokens, None),),
         reduced="e i",
         kernel=_build_experts_kernel,
+        # Input 3, `gate_up`, is the larger of the two weights.
         main=MainFactors({**dict.fromkeys(map(str, tokens), "I"), "e": "E", "i": "K"}, weight=3),
     )
 

@@ -107,6 +107,8 @@ class ShardCombination:
         x, factors = op.inputs[0], _sharded_factors_of_dims(dims, shard_counts)
         if not factors:
             return ()
+        # Builders name the input by `factor_names` without exclusions, so dimension i has the
+        # factor `NAMES[i]`.
         rows = [
             1 if dim in dims else size // shard_counts.get(NAMES[dim], 1)
             for dim, size in enumerate(x.shape)
@@ -114,6 +116,8 @@ class ShardCombination:
         count = prod(shard_counts[factor] for factor in factors)
         values = Reduction(
             *(factors, GATHER, (count, self.num_values, *rows), self._statistics_dtype(op)),
+            # From a sharded output each device has one term of the gradient of the statistics; from
+            # equal outputs each has all of it.
             varying=self.keeps_dims,
             # Indices and truth values have no gradient.
             differentiable=x.differentiable and op.outputs[0].dtype.is_floating_point,
@@ -128,6 +132,7 @@ class ShardCombination:
             return self.statistic_dtype
         dtype = call_arguments(op).get("dtype") or op.inputs[0].dtype
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        # PyTorch accumulates integers in the dtype of the result: int64 in a product of int8.
         return op.outputs[0].dtype if is_integer else accumulation_dtype(dtype)
 
     def _build_gathering_kernel(
@@ -173,6 +178,7 @@ class ShardCombination:
         values = local.reduce[0](torch.stack(tuple(statistics[: self.num_values])).unsqueeze(0))
         gathered = list(values.unbind(1))
         if self.num_indices:
+            # In a collective of their own: a floating dtype would round large indices.
             indices = local.reduce[1](
                 torch.stack(tuple(statistics[self.num_values :])).unsqueeze(0)
             )

@@ -58,6 +58,7 @@ def group_norm_with_moments(op: Op) -> ShardingRule:
     def kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
         batch, channels, *_ = local.output_shapes[0]
         group = groups // local.shard_counts.get("c", 1)
+        # `HxW`, the number of pixels, stays that of the call, as space is not sharded.
         return WithArguments(op, N=batch, C=channels, group=group)
 
     return sharding_rule(
@@ -80,11 +81,14 @@ def _moment_all_gathers(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduct
     shape = (prod(shard_counts[factor] for factor in sharded), 2, batch, groups)
     dtype = accumulation_dtype(x.dtype)
     return (
+        # `varying`: each device normalizes its own shard by the moments, so their gradient is a sum
+        # over devices.
         Reduction(sharded, GATHER, shape, dtype, varying=True, differentiable=x.differentiable),
     )
 
 
 def _build_group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
+    # Channels are sharded between groups, so a shard has whole groups.
     groups = call_arguments(op)["num_groups"] // local.shard_counts.get("c", 1)
     if not local.reduce:
         return WithArguments(op, num_groups=groups)
@@ -94,12 +98,14 @@ def _build_group_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
         x = arguments["input"]
+        # Sums over many pixels lose digits in 16 bits, and overflow in float16.
         flat = x.to(accumulation_dtype(x.dtype)).reshape(x.shape[0], groups, -1)
         mean = flat.mean(-1)
         # Deviations from the local mean, as E[x²] - E[x]² would cancel; `combine_moments` corrects
         # it.
         squares = (flat - mean.unsqueeze(-1)).square().sum(-1)
         means, squares = gather(torch.stack((mean, squares)).unsqueeze(0)).unbind(1)
+        # Elements per group of one shard; all shards have equally many.
         size = flat.shape[-1]
         mean, squares = combine_moments(means, squares, size)
         scale = torch.rsqrt(squares / (size * means.shape[0]) + arguments["eps"])

@@ -97,6 +97,8 @@ class IndexedDims:
             if local.shard_counts.get(factor, 1) > 1:
                 total = op.inputs[0].shape[dim]
                 size = total // local.shard_counts[factor]
+                # `x[i]` counts negative indices from the end; `gather`, `scatter` and `index_add`
+                # refuse them.
                 blocks[dim] = _LocalBlock(
                     local.index(factor) * size, size, total, wraps=self.is_list
                 )
@@ -119,6 +121,7 @@ class IndexedDims:
             self._replace_index_of_dim(arguments, dim, index.masked_fill(is_elsewhere, 0))
             elsewhere = is_elsewhere if elsewhere is None else elsewhere | is_elsewhere
         assert elsewhere is not None
+        # Broadcasting aligns on the right, so the dimensions behind those of the indices are added.
         mask = elsewhere.reshape((*elsewhere.shape, *(1,) * self.trailing))
         out: Tensor = target(**arguments)
         return out.masked_fill(mask, 0)
@@ -134,7 +137,8 @@ class IndexedDims:
         self._replace_index_of_dim(arguments, dim, index)
         name = next(iter(arguments))
         x = arguments[name]
-        # Ones: `scatter_reduce` of products divides by the rows in its backward pass.
+        # One more row, which indices of other devices write, and which is dropped. Its elements are
+        # ones, as `scatter_reduce` of products divides by them in its backward pass.
         arguments[name] = torch.cat([x, torch.ones_like(x.narrow(dim, 0, 1))], dim)
         out: Tensor = target(**arguments)
         return out.narrow(dim, 0, block.size)

@@ -54,6 +54,7 @@ def stack(op: Op) -> ShardingRule:
 def split_rule(op: Op) -> ShardingRule:
     """Split, `b _ -> b _, b _`: all but the split dimension can be sharded."""
     dims = unsharded_at(factor_names(op.inputs[0]), argument(op, "dim"))
+    # `narrow` may get its start as a tensor.
     others = [(None,) * len(value.shape) for value in op.inputs[1:]]
     return sharding_rule(op, (dims, *others), (dims,) * len(op.outputs))
 
@@ -119,6 +120,7 @@ def meshgrid(op: Op) -> ShardingRule:
     axes = list(range(len(dims)))
     if argument(op, "indexing", "ij") == "xy" and len(axes) > 1:
         axes[:2] = 1, 0
+    # `meshgrid` takes scalars for vectors of one element.
     inputs = [(dims[axis],)[: len(v.shape)] for axis, v in zip(axes, op.inputs, strict=True)]
     return sharding_rule(op, inputs, (dims,) * len(op.outputs))
 
@@ -166,6 +168,7 @@ def scatter(op: Op) -> ShardingRule:
     # Only the first elements of a source longer than its index are added.
     lengths = {value.shape[dim] for value in others if value.shape}
     added = ("e",) if _is_additive_write(op) and len(lengths) == 1 else ()
+    # Without addition the rows are replicated, since any of them may go to any shard.
     rows = (*dims[:dim], *(added or (None,)), *dims[dim + 1 :])
     inputs = [rows if len(value.shape) == len(dims) else () for value in others]
     kernel = IndexedDims("index", {dim: "v"}, added=added).write_kernel()
@@ -189,6 +192,8 @@ def index_select(op: Op) -> ShardingRule:
     if not dims:
         return sharding_rule(op, ((), (None,) * len(indices.shape)), ((),))
     dim = argument(op, "dim") % len(dims)
+    # The output has the indices in place of the indexed dimension, under the name of that
+    # dimension; the input calls it `v`.
     index_dims = (dims[dim],)[: len(indices.shape)]
     # A scalar index leaves one row, which cannot be sharded.
     out = dims if index_dims else unsharded_at(dims, dim)
@@ -233,6 +238,7 @@ def index(op: Op) -> ShardingRule | None:
         return None
     _, at, result = dims
     indices = [at[len(at) - len(value.shape) :] for value in op.inputs[1:]]
+    # The dimensions of the result behind those of the indices, which may stand in its middle.
     trailing = len(result) - len(at) - (result.index(at[0]) if at else 0)
     indexed = IndexedDims("indices", _factors_of_indexed_dims(op), is_list=True, trailing=trailing)
     return _build_indexed_read_rule(op, (factor_names(op.inputs[0]), *indices), result, indexed)
@@ -255,6 +261,7 @@ def index_put(op: Op) -> ShardingRule | None:
         at[len(at) - len(value.shape) :] if added else (None,) * len(value.shape)
         for value in indices
     ]
+    # The kernel of writes appends a row to one sharded dimension only.
     first = dict([next(iter(_factors_of_indexed_dims(op).items()))])
     source = tuple(first.get(dim, name) for dim, name in enumerate(source))
     return sharding_rule(
@@ -315,6 +322,7 @@ def _tensor_indexing_factors(op: Op) -> tuple[Dims, Dims, Dims] | None:
     if not indexed or any(value.dtype in (torch.bool, torch.uint8) for value in index_values):
         return None
     source = unsharded_at(factor_names(x), *indexed)
+    # The dimensions of the indices are factors of their own.
     unused = [name for name in NAMES if name not in factor_names(x)]
     at: Dims = tuple(unused[: max(len(value.shape) for value in index_values)])
     first, last = indexed[0], indexed[-1]

@@ -75,6 +75,7 @@ class ResizedDim:
         """
         if self.antialias:
             return self._antialias_rows_and_weights(j)
+        # Without `align_corners` a row covers [j, j + 1], and its center is mapped.
         position = j * self.step if self.from_corners else (j + 0.5) * self.step - 0.5
         if not self.cubic:
             # As in PyTorch, which clamps positions except for cubic interpolation.
@@ -94,10 +95,13 @@ class ResizedDim:
         # Shrinking widens the filter to all rows that a resized row replaces; enlarging does not
         # narrow it.
         scale = max(self.step, 1.0)
+        # A cubic filter reaches 2 rows to each side, a linear one 1.
         support = (2.0 if self.cubic else 1.0) * scale
         center = (j + 0.5) * self.step
         first = (center - support + 0.5).long().clamp(min=0)
         end = (center + support + 0.5).long().clamp(max=self.size)
+        # `interp_size` of PyTorch's antialiasing: the filter, 2 `support` wide, covers at most this
+        # many rows.
         rows = first + torch.arange(2 * ceil(support) + 1, device=j.device).unsqueeze(1)
         x = ((rows - center + 0.5) / scale).abs()
         weights = _cubic_weight(x, -0.5) if self.cubic else (1 - x).clamp(min=0)
@@ -142,6 +146,7 @@ class ResizedDim:
 
     def resize(self, x: Tensor, index: Any, shards: int) -> Tensor:
         """Return the resized rows of shard `index`, given its rows with their halo."""
+        # Indices and positions are global, and only the rows read are relative to the halo.
         number = self.count // shards
         j = (torch.arange(number, device=x.device) + index * number).to(x.dtype)
         rows, weights = self.rows_and_weights(j)
@@ -237,6 +242,8 @@ def _build_resize_kernel(
         scale if n == 1 else 1.0
         for scale, (_, n) in zip(_scale_arguments(op, len(axes)), sharded, strict=True)
     ]
+    # The overload that takes the output size together with a scale per dimension, whichever of them
+    # the call itself passes.
     native = getattr(torch.ops.aten, op.short_name).default
     output_size = list(local.output_shapes[0][-len(axes) :])
 
@@ -267,6 +274,7 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
             for factor, old, new in zip(
                 SPACE, x.shape[count:], op.output.shape[count:], strict=False
             )
+            # Each original row becomes new / old rows of its own shard.
             if new % old == 0
         }
         space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])

@@ -37,6 +37,7 @@ def local_map_rule(op: Op) -> ShardingRule:
         (*declared.output_dims, *buffers),
         reduced=factors,
         kernel=_build_local_map_kernel,
+        # Parameters and buffers follow the declared inputs.
         main=MainFactors(
             dict.fromkeys(factors, "I"), weight=len(declared.inputs) if state else None
         ),
@@ -63,6 +64,7 @@ def _build_local_map_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
 
     pairs = zip(declared.output_dims, declared.partial, strict=True)
     divisors = [num_terms(dims) if partial == "mean" else 1 for dims, partial in pairs]
+    # Updated buffers have no sharded dimension, so every shard contributes.
     divisors += [num_terms(())] * len(call.changed)
     # Integers, such as a count of batches, cannot be divided: the first shard's are the result.
     first = sum(local.index(factor) for factor, count in counts.items() if count > 1)

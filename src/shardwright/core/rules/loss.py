@@ -35,6 +35,7 @@ from shardwright.core.rules.rule import (
     rule_for,
 )
 
+# The value of `reduction` in ATen's losses; 0 is none, 1 the mean.
 SUM = 2
 
 
@@ -84,6 +85,7 @@ def _build_loss_rule(
         kernel, reductions: builder of the local computation, and function that returns its
             collectives.
     """
+    # 0 is no reduction.
     output = () if call_arguments(op)["reduction"] else rows
     reduced = () if output else [str(name) for name in rows]
     return sharding_rule(
@@ -95,6 +97,7 @@ def _build_loss_rule(
 def cosine_embedding_loss(op: Op) -> ShardingRule:
     """Cosine embedding loss, `b _, b _, b -> b`: samples can be sharded; features, over which the
     cosine sums, cannot."""
+    # The targets tell whether there is a batch.
     rows: Dims = ("b",)[: len(op.inputs[-1].shape)]
     pairs = tuple((*rows, None) for _ in op.inputs[:2])
     return _build_loss_rule(op, (*pairs, rows), rows, mean_loss_kernel)
@@ -116,6 +119,7 @@ def nll_loss(op: Op) -> ShardingRule:
     be sharded; a mean counts the valid targets of all devices."""
     arguments = call_arguments(op)
     rows: Dims = tuple(name for name in NAMES if name != "v")[: len(arguments["target"].shape)]
+    # Classes are the second dimension or, without a batch, the only one.
     scores = (*rows[:1], None, *rows[1:])
     inputs = input_factors(op, {"self": scores, "target": rows, "weight": (None,)})
     return _build_loss_rule(op, inputs, rows, _build_nll_kernel, target_count_reduction)
@@ -129,6 +133,7 @@ def target_count_reduction(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
     if call_arguments(op)["reduction"] != MEAN or not sharded:
         return ()
     dtype = accumulation_dtype(op.output.dtype)
+    # Targets and class weights are not trained.
     return (Reduction(sharded, "sum", (), dtype, differentiable=False),)
 
 
@@ -157,6 +162,8 @@ def target_mean_kernel(op: Op, reduce_count: Reduce) -> TwoPhaseKernel:
         return reduce_count.start(valid.sum(dtype=dtype))
 
     def mean(count: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A sum, as the local mean would divide by the number of local targets, which differs
+        # between devices.
         arguments = {**bind(args, kwargs), "reduction": SUM}
         arguments[scores] = arguments[scores].to(dtype)
         if arguments["weight"] is not None:

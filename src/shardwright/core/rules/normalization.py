@@ -36,6 +36,7 @@ def feature_norm(op: Op) -> ShardingRule:
     combination, dims = combination_of(op), factor_names(op.output)
     assert combination is not None
     count = len(call_arguments(op)["normalized_shape"])
+    # Weight and bias have the normalized dimensions, the last ones.
     weights = dims[-count:]
     inputs = input_factors(op, {"input": dims, "weight": weights, "bias": weights})
     return combination.rule(op, inputs, (dims,), tuple(range(len(dims) - count, len(dims))))
@@ -62,6 +63,7 @@ def weight_norm(op: Op) -> ShardingRule:
     sharded."""
     weight, norms = op.inputs
     slice_dim = call_arguments(op)["dim"]
+    # Each slice along `dim` is scaled to its own norm, over all other dimensions.
     dims = tuple(name if d == slice_dim else None for d, name in enumerate(factor_names(weight)))
     return sharding_rule(op, (dims, dims[: len(norms.shape)]), (dims,))
 
@@ -148,6 +150,7 @@ def _batch_norm_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Red
         varying=True,
         differentiable=x.differentiable,
     )
+    # The sum, and then the squared deviations from the mean that results from it.
     return (reduction, reduction)
 
 
@@ -157,6 +160,7 @@ def _build_batch_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]
     reduce_sum, reduce_squares = local.reduce
     shape = op.inputs[0].shape
     count = prod(shape) // shape[1]
+    # All but the channels, dimension 1.
     pooled_dims = (0, *range(2, len(shape)))
     channel = (1, -1, *(1,) * (len(shape) - 2))
 
@@ -182,6 +186,7 @@ def _build_batch_norm_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]
         # As in PyTorch: the batch is normalized by the biased variance, and the running one is
         # unbiased.
         unbiased = variance.detach() * (count / (count - 1))
+        # Running statistics are buffers, without a gradient.
         new_mean = _update_running_average(arguments["running_mean"], mean.detach(), momentum)
         return y, new_mean, _update_running_average(arguments["running_var"], unbiased, momentum)
 
@@ -195,6 +200,7 @@ def training_instance_norm(op: Op) -> ShardingRule:
 
     If the batch dimension is sharded, the kernel all-reduces the running statistics.
     """
+    # Statistics are per instance, over all of its pixels.
     dims: Dims = ("b", "c", *(None,) * (len(op.output.shape) - 2))
     return sharding_rule(
         op,
@@ -248,6 +254,8 @@ def softmax(op: Op) -> ShardingRule:
 def safe_softmax(op: Op) -> ShardingRule:
     """Softmax of rows that may be masked in full, `b s _ -> b s _`: all but the normalized
     dimension can be sharded."""
+    # Statistics of shards would give NaN for a row that is masked in full, where this operator
+    # gives 0.
     dims = unsharded_at(factor_names(op.output), argument(op, "dim"))
     return sharding_rule(op, (dims,), (dims,))
 

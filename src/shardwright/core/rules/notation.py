@@ -159,6 +159,7 @@ def factor_names(value: Value, exclude: str = "") -> Dims:
 
 def unsharded_at(dims: Dims, *positions: int) -> Dims:
     """Return `dims` with None (never sharded) at `positions`, which may be negative."""
+    # PyTorch accepts dimensions 0 and -1 of a scalar, which has no dimension to exclude.
     excluded = {position % len(dims) for position in positions} if dims else set()
     return tuple(None if i in excluded else name for i, name in enumerate(dims))
 
@@ -192,6 +193,7 @@ def overloads(*operators: str) -> tuple[Any, ...]:
         for name in packet.overloads():
             overload = getattr(packet, name)
             schema = schema_of(overload)
+            # Packets also hold TorchScript's overloads for Python numbers, such as `aten.add.int`.
             makes_tensors = any("Tensor" in str(returned.type) for returned in schema.returns)
             if makes_tensors and not schema.is_mutable and "Dimname" not in str(schema):
                 functional.append(overload)
@@ -200,6 +202,8 @@ def overloads(*operators: str) -> tuple[Any, ...]:
 
 def _parse_tensors(notation: str) -> list[list[str]]:
     """Split the inputs or the outputs of a notation into tensors, and each tensor into tokens."""
+    # Without the condition an empty side, as in `-> b s` of `zeros`, would be one tensor without
+    # dimensions.
     entries = [entry.strip() for entry in notation.split(",")] if notation.strip() else []
     return [[] if entry == "()" else entry.split() for entry in entries]
 
@@ -225,6 +229,7 @@ def schema_parameters(target: OpTarget) -> dict[str, Any]:
     parameter without default."""
     if isinstance(target, OpOverload):
         schema = schema_of(target).arguments
+        # The None is never read, as a call passes every parameter that has no default.
         return {a.name: a.default_value if a.has_default_value() else None for a in schema}
     parameters = inspect.signature(target).parameters.values()
     return {p.name: None if p.default is p.empty else p.default for p in parameters}
@@ -275,8 +280,8 @@ class WithArguments:
     def __init__(self, op: Op, **replacements: Any) -> None:
         self.replacements = replacements
         names = list(schema_parameters(op.target))
-        # By position where the call passes the argument by position, as kernels get the call's own
-        # arguments.
+        # Each replacement is passed as the call passes the argument, by position or by name:
+        # kernels get the `args` and `kwargs` of the call.
         by_index = {names.index(name): value for name, value in replacements.items()}
         self._target = op.target
         self._positional = {i: value for i, value in by_index.items() if i < len(op.args)}

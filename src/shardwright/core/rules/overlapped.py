@@ -66,6 +66,7 @@ class OutputHalos:
                 (window.num_rows_after(shards), PREVIOUS),
             )
             exchanges += halo_exchanges(op.output, window, shape, rows)
+            # This exchange has added the halo of its dimension, which later ones do not send.
             shape[window.dim] = window.size // shards
         return tuple(exchanges)
 

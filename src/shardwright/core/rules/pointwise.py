@@ -71,6 +71,7 @@ def prelu(op: Op) -> ShardingRule:
     # `_prelu_kernel` receives a weight that is already reshaped to broadcast.
     if len(weight.shape) == len(x.shape):
         return sharding_rule(op, (dims, dims), (dims,))
+    # A single weight is broadcast to all channels.
     channel = dims[1:2] if weight.numel > 1 else (None,) * len(weight.shape)
     return sharding_rule(op, (dims, channel), (dims,))
 

@@ -29,6 +29,7 @@ from shardwright.core.rules.windowed import (
 )
 
 POOLS = ("max_pool{}d", "avg_pool{}d")
+# They return the positions of the maxima in the full image, which a shard does not know.
 REPLICATED_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
 AVERAGES = {2: ("_adaptive_avg_pool2d",), 3: ("_adaptive_avg_pool3d",)}
 
@@ -92,6 +93,8 @@ def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]
         return False
     counted = [_averaged_row_range(arguments, window) for window in windows]
     return any(
+        # The first window may begin in padding that does not count, the last may end beyond the
+        # padding (`ceil_mode`).
         window.first_row(0, 1) < first or window.num_rows(1) - window.padding > end
         for window, (first, end) in zip(windows, counted, strict=True)
     )
@@ -100,6 +103,7 @@ def _has_varying_divisor(arguments: Mapping[str, Any], windows: Sequence[Window]
 def _arguments_for_full_windows(op: Op, local: LocalSharding) -> dict[str, Any]:
     if all(local.shard_counts.get(factor, 1) == 1 for factor in SPACE):
         return {}
+    # The kernel has padded the image to whole windows, all of whose rows count.
     return {"ceil_mode": False, "count_include_pad": True}
 
 
@@ -119,6 +123,8 @@ def _build_divisor_correction(
         for window, first, (low, high) in bounds:
             trailing = (1,) * (out.ndim - 1 - window.dim)
             begins = torch.arange(out.shape[window.dim], device=out.device) * window.stride + first
+            # PyTorch divides by the rows within the image, or within image and padding with
+            # `count_include_pad`.
             counted = (begins + window.extent).clamp(max=high) - begins.clamp(min=low)
             out = out * (window.extent / counted).to(out.dtype).view(-1, *trailing)
         return out

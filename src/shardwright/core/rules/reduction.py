@@ -70,6 +70,8 @@ def combined_reduction(op: Op) -> ShardingRule:
     combination, dims = combination_of(op), factor_names(op.inputs[0])
     if combination is None:
         return _build_unsharded_reduction_rule(op, dims)
+    # `max` along a dimension returns values and indices, `var_mean` variance and mean, of one
+    # shape.
     outputs = (_factors_of_output(op, dims),) * len(op.outputs)
     return combination.rule(op, (dims,), outputs, _reduced_dims(op))
 
@@ -117,6 +119,7 @@ def rotation(op: Op) -> ShardingRule:
 def renorm(op: Op) -> ShardingRule:
     """Renormalization of slices, `_ s _ -> _ s _`: only the dimension whose slices are scaled can
     be sharded."""
+    # Each slice along `dim` has its own norm, over all other dimensions.
     slice_dim = argument(op, "dim") % len(op.output.shape)
     dims = tuple(name if i == slice_dim else None for i, name in enumerate(factor_names(op.output)))
     return sharding_rule(op, (dims,), (dims,))
@@ -153,6 +156,7 @@ def histogram(op: Op) -> ShardingRule:
 def cosine_similarity(op: Op) -> ShardingRule:
     """Cosine similarity, `b s _, b s _ -> b s`: all but the features can be sharded; the two inputs
     are broadcast."""
+    # `dim` counts in the broadcast shape of the inputs, of which the output lacks the features.
     dim, ndim = argument(op, "dim"), len(op.output.shape) + 1
     dims = factor_names(op.output)
     dims = (*dims[: dim % ndim], None, *dims[dim % ndim :])
@@ -181,6 +185,7 @@ def _factors_of_reduced_dims(op: Op) -> tuple[str, ...]:
 def _factors_of_output(op: Op, dims: Dims) -> Dims:
     """Return the factors of the output, given the factors `dims` of the input, in which reduced
     dimensions are removed or, with `keepdim`, set to None."""
+    # Operators without `keepdim`, such as `count_nonzero`, remove the dimensions.
     if argument(op, "keepdim", False):
         return unsharded_at(dims, *_reduced_dims(op))
     return _remove_dims(dims, set(_reduced_dims(op)))

@@ -125,6 +125,7 @@ def _describe_output_difference(
 
         # The default arguments bind the current values of the loop.
         def shard(tensor: Tensor, rank: int = rank, layouts: Any = layouts) -> Tensor:
+            # Contiguous, as local shards are when a program runs.
             return tensor[next(layouts).slices(rank, tuple(tensor.shape))].contiguous()
 
         args = pytree.tree_map_only(Tensor, shard, example)

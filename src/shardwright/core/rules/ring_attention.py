@@ -70,6 +70,7 @@ def ring_reductions(op: Op, shard_counts: Mapping[str, int]) -> tuple[Reduction,
         shape = query[0] // shard_counts.get("b", 1), heads, rows, size
         return Reduction(("ring",), exchange, shape, op.output.dtype, varying=True)
 
+    # A single key-value head is replicated over the shards of `h`.
     heads = [n // shard_counts.get("h", 1) if n > 1 else 1 for n in (query[1], key[1])]
     ring = reduction(RING, heads[1], key[2] // devices, pair_size)
     swapped = _num_swapped_rows(arguments, devices, shard_counts.get("s", 1))
@@ -181,8 +182,11 @@ class _AttentionRing:
             queries, keys: numbers of queries and of keys on a device.
         """
         own_blocks = self.index, self.devices - 1 - self.index
+        # The device at which the current keys started.
         origin = (self.index - step) % self.devices
         key_blocks = origin, self.devices - 1 - origin
+        # `s` subdivides the queries of a ring's device, so blocks of queries are counted over both
+        # factors.
         query_blocks = [self.num_splits * n + self.split_index for n in own_blocks]
         for rows, start in _consecutive_row_ranges(query_blocks, queries, self.swapped[0]):
             for key_rows, first in _consecutive_row_ranges(key_blocks, keys, self.swapped[1]):
@@ -243,10 +247,13 @@ class _RingAttention(torch.autograd.Function):
                 attended = partial_attention(query[..., rows, :], key, value, diagonal, ring.scale)
                 merged.add(rows, *attended)
         out, lse = merged.out.to(query.dtype), merged.lse
+        # Without the received keys, which travel again in the backward pass: memory does not grow
+        # with the ring.
         ctx.save_for_backward(query, pairs, out, lse)
         return out
 
     @staticmethod
+    # Transfers and in-place sums are outside of autograd, so a second derivative must be an error.
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (query, pairs, out, lse), ring = ctx.saved_tensors, ctx.ring

@@ -50,6 +50,7 @@ class MainFactors:
     exclusive: tuple[tuple[str, str], ...] = ()
 
 
+# Values of `Reduction.operation`, which the runtime binds to process groups (`bound_reduction`).
 MIRROR, PREVIOUS, NEXT, RING, GATHER = "mirror", "previous", "next", "ring", "gather"
 
 
@@ -94,11 +95,14 @@ class Reduction:
         """Name, in `COLLECTIVES`, of the collective of the forward pass."""
         if self.operation == GATHER:
             return "all_gather"
+        # A ring counts as its single exchanges, whose number `num_collectives` returns.
         return "permute" if self.operation in (MIRROR, PREVIOUS, NEXT, RING) else "all_reduce"
 
     @property
     def backward_collective(self) -> str:
         """Name, in `COLLECTIVES`, of the collective of the backward pass."""
+        # The gradient of a permutation is the inverse permutation, which sends equally many bytes;
+        # that of an all-reduce with a varying result is an all-reduce.
         return "reduce_scatter" if self.operation == GATHER else self.collective
 
     def num_collectives(self, group_size: int, differentiable: bool) -> tuple[int, int]:
@@ -158,6 +162,7 @@ class TwoPhaseKernel:
     finish: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In the order of `Op.inputs`, which flattens the arguments in the same way.
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         return self.finish(self.start(*(inputs[i] for i in self.reads)), *args, **kwargs)
 
@@ -227,6 +232,7 @@ class ShardingRule:
     random: bool = False
     joined: Mapping[str, str] = field(default_factory=dict)
     factors: tuple[str, ...] = field(init=False)
+    # A cache of `layouts`, so it takes no part in comparisons of rules.
     _layouts: dict[object, OperatorLayouts] = field(
         init=False, compare=False, repr=False, default_factory=dict
     )
@@ -272,6 +278,7 @@ class ShardingRule:
     def indivisible_factor(self, mesh: DeviceMatrix, cuts: Cuts) -> str | None:
         """Return the first inner factor in `joined` whose capacity is not divisible by the product
         of the shard counts of this factor and its outer factors; None if all are divisible."""
+        # The capacity of a factor that is alone on its dimension already bounds its own cuts.
         for factor in self.joined.values():
             shards = prod(mesh.size(cuts.get(f, ())) for f in self.factors_of_dim(factor))
             if self.capacity[factor] % shards:
@@ -293,6 +300,7 @@ class ShardingRule:
         return self._layouts[key]
 
     def _compute_layouts(self, mesh: DeviceMatrix, cuts: Cuts) -> OperatorLayouts:
+        # The inverse of `cuts` is unique, since an axis shards at most one factor of an operator.
         cut_axes = {axis: factor for factor, axes in cuts.items() for axis in axes}
         factor = self.indivisible_factor(mesh, cuts)
         if factor is not None:
@@ -333,6 +341,7 @@ class ShardingRule:
     ) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the local outputs of `op`, given the shard count of each factor."""
         return tuple(
+            # No factor is called "", so a dimension that cannot be sharded keeps its size.
             tuple(n // shard_counts.get(f or "", 1) for n, f in zip(value.shape, dims, strict=True))
             for value, dims in zip(op.outputs, self.outputs, strict=True)
         )
@@ -360,6 +369,8 @@ def depends_on_position(op: Op, rule: ShardingRule, factor: str) -> bool:
 
 
 RuleMaker = Callable[[Op], ShardingRule | None]
+# By operator, class of callable objects, or name (`rule_for`); a rule is built per call, as shapes
+# and arguments decide which dimensions can be sharded.
 _RULES: dict[Any, RuleMaker] = {}
 
 

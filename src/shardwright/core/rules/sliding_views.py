@@ -29,6 +29,7 @@ def unfold(op: Op) -> ShardingRule:
     borders."""
     x, dims = op.inputs[0], factor_names(op.inputs[0])
     if not x.shape:
+        # PyTorch unfolds a scalar to a vector.
         return sharding_rule(op, ((),), ((None,),))
     dim = argument(op, "dimension") % len(dims)
     window = _window_of_dim(op, dim, argument(op, "size"), argument(op, "step"), 0)
@@ -60,6 +61,7 @@ def constant_padding(op: Op) -> ShardingRule:
                 pads[first : first + 2] = 0, 0
         return {"pad": pads}
 
+    # `pad` has None for 0.
     value = argument(op, "value") or 0
     return _build_sliding_window_rule(
         op, InputHalos(tuple(windows), dims, value, replace=unpadded), (dims,)
@@ -85,6 +87,7 @@ def roll(op: Op) -> ShardingRule:
     shifts = argument(op, "shifts")
     if not shifted:
         return _build_rule_without_dims(op, range(len(dims)))
+    # `dims` may list a dimension several times, whose shifts add up.
     total = dict.fromkeys((dim % len(dims) for dim in shifted), 0)
     for dim, shift in zip(shifted, shifts, strict=True):
         total[dim % len(dims)] += shift

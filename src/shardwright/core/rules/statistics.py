@@ -17,6 +17,7 @@ from shardwright.core.rules.notation import call_arguments
 
 
 def _multiply_over_dims(x: Tensor, dims: Sequence[int]) -> Tensor:
+    # `prod` takes a single dimension.
     for dim in dims:
         x = x.prod(dim, keepdim=True)
     return x
@@ -62,6 +63,7 @@ def _combine_exp_sums(gathered: Statistics) -> tuple[Tensor, Tensor]:
     """Return the maximum m of the elements of all shards, and the sum of exp(x - m)."""
     peaks, sums = gathered[0].detach(), gathered[1]
     maximum = peaks.amax(0)
+    # The sum of each shard is rescaled from its own maximum to that of all shards.
     return maximum, (sums * (peaks - maximum).exp()).sum(0)
 
 
@@ -77,6 +79,7 @@ def _compute_local_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
 
 def _compute_local_log_softmax(shard: InputShard, gathered: Statistics) -> Tensor:
     maximum, total = _combine_exp_sums(gathered)
+    # Not the logarithm of the softmax, which is -inf where the softmax underflows.
     return shard.x - maximum - total.log()
 
 
@@ -162,6 +165,7 @@ def extreme_combination(*, largest: bool, shared_by_nans: bool = False) -> Shard
 
     def local(shard: InputShard) -> Statistics:
         if shared_by_nans:
+            # Not `amax`, whose backward pass compares by `==`, by which no element equals a NaN.
             value = shard.x.max() if largest else shard.x.min()
             value = value.reshape([1] * shard.x.ndim)
         else:
@@ -233,6 +237,7 @@ def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[i
     """Return global indices of elements along the flattened `dims`, given their local indices."""
     result = torch.zeros_like(index)
     stride = 1
+    # From the last dimension on, which varies fastest in a flat index.
     for dim, size, offset in reversed(list(zip(shard.dims, sizes, shard.offsets, strict=True))):
         result = result + (index % size + offset) * stride
         index = index.div(size, rounding_mode="floor")
@@ -246,6 +251,8 @@ def _convert_to_global_index(shard: InputShard, index: Tensor, sizes: Sequence[i
 def _replace_later_shards(shard: InputShard, gathered: Tensor, neutral: float) -> Tensor:
     """Return the gathered statistics with those of this shard and of later shards replaced by the
     neutral element `neutral`."""
+    # A mask instead of a slice: with many simulated ranks `shard_index` is a `SymInt`, whose value
+    # differs from rank to rank.
     numbers = torch.arange(shard.num_shards, device=gathered.device)
     is_later = (numbers >= shard.shard_index).view(-1, *(1,) * (gathered.ndim - 1))
     return gathered.masked_fill(is_later, neutral)

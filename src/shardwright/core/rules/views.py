@@ -48,6 +48,7 @@ def reshape_to_local_shape(op: Op) -> ShardingRule:
 def _build_reshape_rule(op: Op, **options: Any) -> ShardingRule:
     """Build the rule of a reshape; `options` are fields of `ShardingRule`."""
     source, target, capacity = reshape_segments(op.inputs[0].shape, op.output.shape)
+    # The second tensor of `view_as` and `reshape_as` has the new shape.
     shape_inputs = [target for _ in op.inputs[1:]]
     return sharding_rule(op, (source, *shape_inputs), (target,), capacity=capacity, **options)
 
@@ -68,6 +69,8 @@ def reshape_segments(
     Returns:
         The factors of `source`, the factors of `target`, and the capacity of each factor.
     """
+    # Dimensions without a factor are not shardable: those of size 1, and the later ones of a
+    # segment.
     source_factors: list[str | None] = [None] * len(source)
     target_factors: list[str | None] = [None] * len(target)
     capacity: dict[str, int] = {}
@@ -143,6 +146,7 @@ def repeat_rule(op: Op) -> ShardingRule:
     of repetitions, each of the full tensor."""
     dims = factor_names(op.output)
     (x,) = aligned_to_output(op, dims)
+    # Dimensions that the repetition adds in front have size 1 before it.
     sizes = (*(1,) * (len(dims) - len(x)), *op.inputs[0].shape)
     repetitions = {
         name: new // old

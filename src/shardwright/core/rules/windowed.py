@@ -42,6 +42,7 @@ def largest_shard_count(size: int, is_valid: Callable[[int], bool]) -> int:
     small = [n for n in range(1, isqrt(size) + 1) if size % n == 0]
     divisors = {*small, *(size // n for n in small)}
     valid = {n for n in divisors if n == 1 or is_valid(n)}
+    # Every divisor of a capacity is a possible number of shards, so all of them must be valid.
     return max((n for n in valid if all(m in valid for m in divisors if n % m == 0)), default=1)
 
 
@@ -154,6 +155,7 @@ def spatial_windows(
     # An empty stride of a pooling means the size of the kernel.
     strides = expand_per_dim(arguments["stride"] or kernel_size, num_dims)
     dilations = expand_per_dim(arguments.get("dilation", 1), num_dims)
+    # A dilated kernel reads every d-th row.
     extents = [d * (size - 1) + 1 for d, size in zip(dilations, kernel_size, strict=True)]
     padding, first = arguments["padding"], len(image) - num_dims
     if isinstance(padding, str):
@@ -215,6 +217,7 @@ def halo_exchanges(
     for num_rows, operation in halos:
         if num_rows:
             halo = (*shape[: window.dim], num_rows, *shape[window.dim + 1 :])
+            # `varying`: a neighbor's gradient of the rows it has read is sent back and added.
             yield Reduction(
                 *((window.factor,), operation, halo, value.dtype),
                 varying=True,
@@ -289,6 +292,7 @@ class InputHalos:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             arguments = bind(args, kwargs) | replaced
+            # The image is the first argument of all these operators, under different names.
             name = next(iter(arguments))
             for border in borders:
                 arguments[name] = border.extend(arguments[name])
@@ -318,6 +322,7 @@ class InputHalos:
         # The exchange of halos has already padded.
         if isinstance(padding, str):
             return {"padding": "valid"}
+        # Dimensions that are not sharded are padded by the operator unless the kernel pads all.
         padded = self.windows if self.pads_all else sharded
         paddings = expand_per_dim(padding, len(self.windows))
         first = len(self.dims) - len(self.windows)
@@ -343,6 +348,7 @@ class _UnshardedPadding:
         before, after = self.window.num_rows_before(1), self.window.num_rows_after(1)
         trailing = (0, 0) * (x.ndim - 1 - self.window.dim)
         padded = functional.pad(x, (*trailing, before, after), value=self.value)
+        # With a stride above 1, windows may leave out the last rows.
         return padded.narrow(self.window.dim, 0, self.window.num_rows(1))
 
 
@@ -380,6 +386,7 @@ class HaloExchange:
             rows = self.from_next(x.narrow(dim, 0, after))
             blocks.append(self._pad_rows_at_outer_border(rows, shards - 1))
         extended = torch.cat(blocks, dim) if len(blocks) > 1 else x
+        # Every row with its halo is read; otherwise windows shift against rows from shard to shard.
         if before + size + after == window.num_rows(shards):
             return extended
         start = window.halo_start(self.index, shards)
