@@ -140,6 +140,7 @@ def step_seconds_bound(
     for op in graph.ops:
         work = work_of(op)
         flops = work.forward_flops + work.backward_flops
+        # Without sizes, `rate` is that of large products, which keeps the result a lower bound.
         if flops:
             seconds += (
                 flops / data / model / device.rate(work.dtype, (), work.category == "attention")

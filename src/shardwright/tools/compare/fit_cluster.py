@@ -145,6 +145,7 @@ def fit_cluster(
         # Plans the run, and caches the plan, so that each evaluation of the fit only predicts.
         each.seconds(cluster)
     figures = figures_of(cluster)
+    # Logarithms keep figures positive, and make equal relative changes equal steps.
     initial_logs = np.array([log(figure.value_in(cluster)) for figure in figures])
     log_spread = np.array([figure.log_spread for figure in figures])
     weight = PRIOR_WEIGHT if len(planned) >= len(figures) else PRIOR_WEIGHT_FEW_RUNS

@@ -93,6 +93,7 @@ class MeasuredComparison:
 
     def run(self, prefix: str) -> MeasuredPlan:
         """Return the first measured plan with an alternative whose name starts with `prefix`."""
+        # A prefix, because names end with degrees or stages, as in `auto, 2 stages`.
         return next(run for run in self.runs if any(each.startswith(prefix) for each in run.names))
 
 
@@ -105,6 +106,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _tie_averaged_ranks(values: Sequence[float]) -> list[float]:
+    # The first rank of a tie, plus half the distance to its last.
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
@@ -200,12 +202,15 @@ def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
     degrees, expert = comparison.expert()
     yield alternative_name(EXPERT, degrees), expert
     automatic = comparison.automatic()
+    # Unlike the other plans, the automatic one chooses its number of stages.
     stages = automatic.pipeline.stages
     yield AUTO if stages == 1 else f"{AUTO}, {stages} stages", automatic
+    # Two corners of the grid have names of their own.
     data, tensor = (comparison.devices, 1, 1), (1, comparison.devices, 1)
     for degrees in comparison.grid():
         name = {data: DATA_PARALLEL, tensor: TENSOR_PARALLEL}.get(degrees, OF_GRID)
         yield alternative_name(name, degrees), comparison.megatron_plan(degrees)
+    # Not a point of the grid, whose plans have the ZeRO level of the configuration.
     if comparison.is_divisible_by(data):
         sharded = comparison.megatron_plan(data, hsdp={"level": "level3", "threshold": 0})
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded

@@ -65,6 +65,7 @@ def compare_predicted(
     num_devices = run.foreign.devices if devices is None else devices
     loaded_cluster = load_cluster(cluster)
     limit = run.foreign.memory_limit
+    # The memory of the cluster `local` is that of the machine, which all processes share.
     if limit is None and loaded_cluster.name != LOCAL:
         limit = int(loaded_cluster.device.memory)
     comparison = GridComparison(run, loaded_cluster, num_devices, limit)
@@ -143,6 +144,7 @@ class GridComparison:
         """Return the configuration's degrees of parallelism, and the plan with these degrees."""
         parallel = self.run.config.parallel
         assert parallel.expert is not None
+        # A configuration with `expert` cannot have `stages: auto`.
         expert, stages = parallel.expert, int(parallel.stages)
         degrees = expert.data_parallel, expert.model_parallel, stages
         plan = self.megatron_plan(
@@ -169,6 +171,7 @@ class GridComparison:
             degrees: step_seconds_bound(self.graph, self.cluster, degrees, micro_batches)
             for degrees in self.grid()
         }
+        # The expert's plan competes as well, even where its degrees are no point of the grid.
         best, too_large = replace(expert, kind=GRID), list[Alternative]()
         # Planning takes seconds, and the dry run for the memory takes longer, so points of the grid
         # are tried in order of their lower bounds, until no bound is below the best step time.
@@ -252,6 +255,7 @@ class GridComparison:
             self.net,
             data_parallel=data,
             model_parallel=model,
+            # Sequence parallelism sends as much and needs less memory (Korthikanti et al., 2022).
             seq_parallel=model > 1 if seq_parallel is None else seq_parallel,
             vocab_emb_dp=vocab_emb_dp,
         )
@@ -287,6 +291,7 @@ class GridComparison:
     def _predict_alternative(self, name: str, degrees: GridPoint | None, plan: Plan) -> Alternative:
         assert plan.step is not None
         phase = name if degrees is None else "·".join(map(str, degrees))
+        # Before the memory, for which a dry run takes seconds.
         self.run.on_progress(f"{phase}: memory")
         peak_bytes = plan.memory.peak
         return Alternative(

@@ -81,7 +81,8 @@ class PlannedRun:
 
     def seconds(self, cluster: Cluster | None = None) -> float:
         """Predict the seconds of a step, by default on the cluster of the run."""
-        # `blocking`, because published frameworks did not start redistributions early.
+        # `blocking`, because published frameworks did not start redistributions early; and they
+        # recompute whole segments, not only up to the last result that the backward pass needs.
         return predict(
             self.candidate.partitioned,
             cluster or self.cluster,
@@ -171,6 +172,7 @@ class PlannedRun:
         # Further arguments may alternate different blocks.
         if layers > CAPTURED_BLOCKS and not self.run.hf:
             net, graph, blocks = self._capture_with_layers(CAPTURED_BLOCKS)
+            # None if blocks differ; then all of them are captured.
             if (extended := with_more_blocks(graph, blocks, layers)) is not None:
                 parent = blocks[0].rpartition(".")[0]
                 return net, extended, [f"{parent}.{index}" for index in range(layers)]

@@ -137,6 +137,7 @@ def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, st
         row = validate_row(ConfigurationRow, content, f"{file}: mindformers[{index}]")
         try:
             runs.append(_read_configured_run(row, Path(file).parent))
+        # A row whose file is missing or not supported is reported; the others are compared.
         except ConfigError as error:
             left_out[row.file] = one_line(error)
     return runs, left_out
@@ -175,6 +176,7 @@ def planned_runs(
 
 
 def _is_run_on_cluster(run: PublishedRun | ConfiguredRun, cluster: Cluster) -> bool:
+    # Both names select a run: its hardware, and the variant with the figures of its framework.
     return cluster.name in (run.hardware, _load_cluster_of_run(run).name)
 
 
@@ -211,6 +213,7 @@ def _existing_config_paths(name: str, folder: Path) -> Iterator[Path]:
     """Yield the existing paths of a configuration file, in order of preference."""
     if (folder / name).is_file():
         yield folder / name
+    # Sorted, because the order of `rglob` depends on the file system.
     subfolder_files = sorted((folder / "mindformers").rglob("*.yaml"))
     yield from (path for path in subfolder_files if path.name == name)
     yield from (path for path in subfolder_files if path.name.endswith(f"__{name}"))

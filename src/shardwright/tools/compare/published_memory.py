@@ -82,6 +82,7 @@ def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
     graph = chunk.graph
     readers: dict[Value, list[Op]] = {}
     for op in graph.ops:
+        # An operator that reads a value twice is one reader.
         for value in set(op.inputs):
             readers.setdefault(value, []).append(op)
     for op in graph.ops:
@@ -101,6 +102,7 @@ def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
     rule = rule_of(op)
     assert rule is not None
     counts = rule.shard_counts(chunk.mesh, chunk.decisions.cuts.get(op.name, {}))
+    # One copy of a token for each of its experts.
     num_copies: int = arguments["ids"].numel
     return 2.0 * num_copies * inner * op.output.itemsize / prod(counts.values())
 
@@ -115,6 +117,7 @@ def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
     gathered = {}
     for op in chunk.graph.ops:
         if op.target is aten.linear.default:
+            # The layer reads the result of the last step of the route.
             for transfer in chunk.communication.routes[op.name, 0][-1:]:
                 # By identity, since layers that share an all-gather save its result once.
                 gathered[id(transfer)] = transfer
@@ -137,6 +140,7 @@ def local_output_bytes(op: Op, mesh: DeviceMatrix, cuts: Mapping[str, Cuts]) -> 
     rule = rule_of(op)
     assert rule is not None
     shard_counts = rule.shard_counts(mesh, cuts.get(op.name, {}))
+    # A dimension without a factor is not sharded.
     output_counts = (shard_counts[factor] for factor in rule.outputs[0] if factor is not None)
     return op.output.numel * op.output.itemsize / prod(output_counts)
 
@@ -153,6 +157,7 @@ def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: So
                 for name, category, size in stage.largest
                 if (name, category) == (op.name, ACTIVATIONS)
             )
+            # Nothing is saved if memory peaks elsewhere than in the loss.
             if saved := sum(entries):
                 layout = chunk.communication.input_layouts[op.name][0]
                 logits = prod(layout.shard_shape(op.inputs[0].shape))

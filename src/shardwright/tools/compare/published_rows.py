@@ -39,6 +39,7 @@ Hardware = Annotated[str, AfterValidator(lambda name: name.partition(" (")[0])]
 """Name of a cluster; a remark in parentheses after the name is dropped."""
 
 
+# Written out, because type checkers need literal values.
 Schedule = Literal[
     "1f1b",
     "gpipe",
@@ -237,6 +238,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
         return (
             self.attention == "explicit"
             or self.kernel in EXPLICIT_KERNELS
+            # Sources name publications by their arXiv ids.
             or any(source in self.source for source in EXPLICIT_ATTENTION_SOURCES)
         )
 
@@ -371,6 +373,7 @@ def read_rows(file: str | Path, key: str) -> list[Any]:
     content = parse_json(read_text(file, ConfigError), str(file), ConfigError)
     lists = content if isinstance(content, dict) else {"rows": content}
     rows_by_key = {name: lists.get(name, []) for name in LIST_KEYS}
+    # A file may have either list, or both.
     if not all(isinstance(rows, list) for rows in rows_by_key.values()) or not any(
         rows_by_key.values()
     ):
@@ -402,6 +405,7 @@ def validate_row(row_type: type[Row], row: Any, location: str) -> Row:
         key = ".".join(str(entry) for entry in details["loc"])
         if details["type"] == "missing":
             raise ConfigError(f"{location}: the key `{key}` is missing\nadd it") from None
+        # Pydantic puts this prefix before messages of validators.
         problem = details["msg"].removeprefix("Value error, ")
         got = f"{key}: {problem}, not {short_repr(details['input'])}" if key else problem
         raise ConfigError(f"{location}: {got}") from None

@@ -60,6 +60,7 @@ has bfloat16 logits (`fp32_upcast: false`): logits, log-probabilities, gradient.
 Gradients are reduced after the last micro-batch (`defer_fsdp_grad_sync`), until when parameters are
 not resharded (`reshard_after_forward: false`)."""
 
+# `automodel` comes before `nemo`, a word that names of NeMo Automodel contain too.
 SOFTWARE: Mapping[str, Software] = {
     "automodel": AUTOMODEL,
     "megatron-bridge": MEGATRON_CORE,

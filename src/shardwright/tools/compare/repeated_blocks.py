@@ -41,14 +41,17 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     if steps is None:
         return None
     parent = blocks[1].rpartition(".")[0]
+    # Without the values that the middle block reads of the first one.
     middle_values = [value for value in steps if value not in previous]
     copies: list[Op] = []
     new_values: list[Mapping[Value, Value]] = []
+    # From a value of the middle block to its counterpart in the latest block.
     latest: Mapping[Value, Value] = {value: value for value in middle_values}
     # Blocks 0 and 1 stay; block 2 becomes the last one.
     for index in range(2, number - 1):
         rename = _make_path_renamer(blocks[1], f"{parent}.{index}")
         copy = {value: replace(value, name=rename(value.name)) for value in middle_values}
+        # Outputs of the first block stand for those of the latest one, which the copy reads.
         chained = {before: latest[after] for before, after in previous.items() if after in latest}
         copies += [_copy_op(op, {**copy, **chained}, rename) for op in middle]
         new_values.append(copy)
@@ -58,7 +61,8 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         steps[value]: replace(steps[value], name=rename(steps[value].name))
         for value in middle_values
     }
-    # The last block reads the outputs of the last copy instead of those of the second block.
+    # The last block reads the outputs of the last copy instead of those of the second block. The
+    # tail also has the operators after it, such as the output layer.
     tail_values = {**latest, **last_block_values}
     tail = graph.ops[graph.ops.index(last[0]) :]
     head = graph.ops[: graph.ops.index(last[0])]
@@ -123,6 +127,7 @@ def _corresponding_values(
             # A value that all blocks read, such as rotary angles.
             elif value is counterpart and value not in counterparts:
                 continue
+            # A value that a block computes must have been paired before it is read.
             elif value in graph.producer and counterparts.get(value) is not counterpart:
                 return None
             counterparts[value] = counterpart

@@ -64,6 +64,7 @@ def shardings(processes: int) -> tuple[SmallSharding, ...]:
         for tensor in range(1, MAX_TENSOR_PARALLEL + 1)
         if processes % (stages * tensor) == 0
     ]
+    # The combination with the most stages and, of those, the largest tensor-parallel degree.
     last = combinations[-1]
     return (
         SmallSharding(1),

@@ -77,6 +77,7 @@ class Tuning:
         """
 
         def sort_key(trial: Trial) -> tuple[float, float]:
+            # Negative, as the smallest key is the best.
             cost = -trial.num_sharded_ops if trial.seconds is None else trial.seconds
             return cost, trial.mem_coeff
 
@@ -109,10 +110,13 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         report = nested_progress(run.on_progress, f"mem_coeff {each:g}", index, len(mem_coeffs))
         changes = {"mem_coeff": each, **UNLIMITED, "on_progress": report}
         plans.append(run.plan_graph(model, graph, devices, **changes))
+        # Memory is measured by a dry run.
         report("memory")
         peaks.append(plans[-1].memory.peak)
     cuts = [_shard_counts(plan, main_ops) for plan in plans]
+    # Plans count as equal if their stages and the shards of their main operators are.
     decisions = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
+    # Numbered in order of first occurrence.
     distinct_decisions = [
         decision for index, decision in enumerate(decisions) if decision not in decisions[:index]
     ]

@@ -65,6 +65,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     batches = cycle(run.batches.epoch(0))
     steps = []
     for name, file in order.plans.items():
+        # The file of a plan does not contain its graph.
         plan = replace(Plan.load(file), graph=graph)
         try:
             step = _make_training_step(run, plan, next(batches), device)
@@ -121,6 +122,7 @@ def _seconds_on_slowest_rank(step: Callable[[], object]) -> float:
     return float(seconds)
 
 
+# `record` writes an exception to the file from which the launcher reads it.
 @record
 def run_worker(request: str, result: str) -> None:
     """Measure the `MeasureOrder` in file `request`; rank 0 writes the seconds to file `result`."""
@@ -128,6 +130,7 @@ def run_worker(request: str, result: str) -> None:
     world = World.from_environment()
     with process_group(world) as device:
         seconds = measure(order, world, device)
+        # The same on all ranks, as the maximum is taken over them.
         if world.rank == 0:
             Path(result).write_text(json.dumps(seconds), encoding="utf-8")
 
@@ -151,6 +154,7 @@ def tiny_run(run: Run, devices: int) -> Run:
     large = Dimensions(**sizes)
     tiny = large.tiny()
     stages = _largest_divisor(int(parallel.stages), tiny.num_layers, devices)
+    # Tensor parallelism shards heads, of which keys and values have the fewest.
     model = _largest_divisor(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
     data, rows = devices // stages // model, BATCH_SIZE // MICRO_BATCHES
     if rows % data:
@@ -176,10 +180,12 @@ def tiny_run(run: Run, devices: int) -> Run:
                     "recompute": _scale_recomputed_blocks(
                         parallel.recompute, large.num_layers, tiny.num_layers
                     ),
+                    # Those of the accelerator for which the configuration is written.
                     "compute_dtype": None,
                     "memory_limit": None,
                 }
             ),
+            # The weights to load are those of the large model.
             "train": run.config.train.model_copy(update={"dtype": "float32", "load": None}),
         }
     )

@@ -30,6 +30,7 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     # Kernels of several streams may add up to more than the step.
     seconds_of[BETWEEN_OPERATORS] = max(0.0, seconds - sum(seconds_of.values()))
     predicted_kinds = _predicted_seconds_by_category(plan)
+    # 1.0 in place of 0, by which the bars would be divided.
     longest = max(seconds, sum(predicted_kinds.values())) or 1.0
     predicted_rows = [("predicted", predicted_kinds)] if predicted_kinds else []
     rows = tuple(
@@ -40,6 +41,8 @@ def kinds_chart(plan: PlanData, measured: Measured) -> Chart:
     table = [_comparison_cells("step", step, seconds)]
     for category in KINDS:
         if seconds_of[category] or predicted_kinds.get(category):
+            # The Python between operators is not predicted; a prediction without a category has no
+            # such part.
             predicted = (
                 None
                 if not predicted_kinds or category == BETWEEN_OPERATORS
@@ -68,6 +71,7 @@ def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
             sum(map(rank.component_seconds.get, COMPUTATION, [0.0] * 5)) for rank in stages[stage]
         )
 
+    # Predictions describe the stage that computes longest, as the others wait for it.
     stage = max(stages, key=computation_seconds)
     return stage, stages[stage]
 
@@ -118,6 +122,7 @@ def collectives_chart(plan: PlanData, measured: Measured) -> Chart:
     axes."""
     has_stages = plan.pipeline.stages > 1
     table = []
+    # One device's collectives differ between stages, but not within one.
     for stage, predicted in enumerate(measured.predicted):
         ranks = [rank for rank in measured.ranks if rank.stage == stage]
         for key, (predicted_total, mean_total) in _pair_collective_totals(predicted, ranks).items():
@@ -174,6 +179,7 @@ def _collective_cells(
             if value is None:
                 yield ""
             elif quantity == "count":
+                # A mean over ranks need not be an integer.
                 yield f"{value:,.4g}"
             else:
                 yield bytes_text(round(value)) if quantity == "bytes" else seconds_text(value)
@@ -184,6 +190,7 @@ def ranks_chart(plan: PlanData, measured: Measured) -> Chart:
     stages = {} if plan.known_memory is None else {s.stage: s for s in plan.known_memory.stages}
     ranks = sorted(measured.ranks, key=lambda rank: -rank.peak_bytes)[:MAX_RANKS]
     table = []
+    # Chosen by memory, but listed in order of ranks.
     for rank in sorted(ranks, key=lambda rank: rank.rank):
         predicted = stages[rank.stage].peak if rank.stage in stages else None
         ratio = f"{rank.peak_bytes / predicted:.2f}" if predicted else ""

@@ -30,6 +30,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
     plans = [each for each in plans_by_name.values() if isinstance(each, PlanData)]
     maxima = (
         max((each.step_time or 0.0 for each in plans), default=0.0),
+        # With the limits, whose lines must lie within the chart.
         max(max(_peak_bytes(each), each.memory_limit or 0) for each in plans),
         max(each.bytes for each in plans),
     )
@@ -50,6 +51,7 @@ def _peak_bytes(plan: PlanData) -> int:
 def _plan_stacks(
     plan: PlanData, max_seconds: float, max_memory: int, max_sent: int
 ) -> Iterator[Stack]:
+    # Without a cluster, plans have no step time.
     if plan.step_time is not None and max_seconds:
         yield _single_bar_stack("step", seconds_text(plan.step_time), plan.step_time / max_seconds)
     peak_bytes, limit = _peak_bytes(plan), plan.memory_limit

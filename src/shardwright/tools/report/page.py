@@ -277,6 +277,7 @@ def page_html(page: Page) -> str:
     environment = Environment(
         loader=PackageLoader("shardwright.tools.report", "."),
         autoescape=True,  # Names of modules may contain any characters.
+        # A misspelled field raises an error instead of rendering as nothing.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

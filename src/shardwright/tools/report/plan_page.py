@@ -118,6 +118,7 @@ def _mesh_axes(plan: PlanData) -> Iterator[Axis]:
 
 
 def _key_figures(plan: PlanData) -> Iterator[Headline]:
+    # Pipeline stages are not an axis of the mesh, which is that of one stage.
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
     mesh = [f"{axis.name} {axis.size}" for axis in _mesh_axes(plan)]
     yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
@@ -126,6 +127,7 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
         yield Headline("Step", "not predicted", "name a cluster to predict seconds")
     else:
         yield Headline("Step", seconds_text(step.seconds), f"predicted on {step.cluster}")
+        # A step of 0 s, without any cost, has no throughput.
         if plan.global_batch is not None and step.seconds:
             # As if a step took `devices` times as long.
             note = f"{throughput_text(plan, step.seconds * plan.devices)} of one device"
@@ -208,6 +210,7 @@ def _step_time_chart(plan: PlanData) -> Chart:
 
 
 def _measured_charts(plan: PlanData, measured: Measured) -> Iterator[Chart]:
+    # A model may have plans for several numbers of devices.
     if measured.fingerprint != plan.fingerprint or len(measured.ranks) != plan.devices:
         raise PlanError(
             "the profile and the plan have different models or numbers of ranks\n"
@@ -246,6 +249,7 @@ def _memory_chart(plan: PlanData) -> Chart:
         )
     # All stages and the limit on one scale.
     width = max(memory.peak, limit or 0) or 1
+    # The categories that any stage uses, for one legend and one header of the table.
     used = [name for name in StageMemory.NAMES if any(getattr(s, name) for s in memory.stages)]
     rows, table = [], []
     for stage in memory.stages:
@@ -353,6 +357,7 @@ def _stages_chart(plan: PlanData) -> Chart:
     # Dictionaries as sets that keep the order of the model.
     blocks: dict[int, dict[str, None]] = {}
     for row in filter(is_notable, plan.operators):
+        # Up to the first index: `layers.3` of `layers.3.mlp.up`.
         block = re.match(r"(.*?\.\d+)(?:\.|$)", row.name)
         blocks.setdefault(row.stage, {})[block[1] if block else row.name] = None
     table = [(f"stage {stage}", ", ".join(fold_names(blocks[stage]))) for stage in sorted(blocks)]
@@ -363,8 +368,9 @@ def _communication_chart(plan: PlanData) -> Chart:
     """Return the table of communication volume by type of collective and mesh axes, and between
     stages."""
     sent: dict[str, list[int]] = {}
+    # Equal operators of repeated blocks count as often as they occur.
     rows = [(fold.count, fold.row.redistributions) for fold in fold_rows(plan.operators)]
-    # What the plan returns is redistributed once.
+    # The outputs of the plan are redistributed once.
     for fold_count, redistributions in (*rows, (1, plan.returned)):
         for each in redistributions:
             # Without dimensions and operations, so that a row has all steps of its kind over these
@@ -373,7 +379,9 @@ def _communication_chart(plan: PlanData) -> Chart:
             entry = sent.setdefault(", then ".join(steps), [0, 0, 0])
             sizes = (1, each.forward_bytes, each.backward_bytes)
             entry[:] = [total + fold_count * size for total, size in zip(entry, sizes, strict=True)]
+    # Most bytes first, because only the first rows are shown.
     ranked = sorted(sent.items(), key=lambda entry: -sum(entry[1][1:]))
+    # Steps that send nothing, such as slices, are not listed.
     ranked = [entry for entry in ranked if sum(entry[1][1:])]
     table = [
         (steps, f"{count:,}", bytes_text(forward), bytes_text(backward))
@@ -408,6 +416,7 @@ def _other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> 
 def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
     """Return the row of a plan; for a plan that does not exist, empty cells and the reason."""
     if isinstance(plan, str):
+        # The reason is in the last column, that of the parallelism.
         return ("", "", "", "", "", "", plan)
     step, memory, page_step = plan.step_time, plan.known_memory, page_plan.step_time
     size = "" if memory is None else bytes_text(memory.peak)

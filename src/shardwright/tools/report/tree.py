@@ -23,6 +23,7 @@ _OperatorInModules = tuple[list[str], Operator]
 
 def page_tree(plan: PlanData) -> tuple[tuple[Branch | Operator, ...], tuple[Picture, ...]]:
     """Return the top-level modules and operators of a plan, and pictures of all its layouts."""
+    # From a layout to the index of its picture: insertion order is the order of `Page.pictures`.
     pictures: dict[TensorLayout, int] = {}
     operators_in_modules: list[_OperatorInModules] = []
     for fold in fold_rows(plan.operators):
@@ -48,6 +49,7 @@ def _module_children(
             yield members[0][1]
             continue
         child_path = f"{path}.{name}".lstrip(".")
+        # A module's group has at least one operator, so the module has a child.
         first, *others = _module_children(members, child_path)
         if isinstance(first, Branch) and not others:
             yield replace(first, name=f"{name}.{first.name}")
@@ -59,6 +61,7 @@ def _page_operator(
     plan: PlanData, fold: Fold, name: str, pictures: dict[TensorLayout, int]
 ) -> Operator:
     row, count = fold.row, fold.count
+    # The operators of a fold are equal, so the reason of the first one holds for all.
     why, reason = cut_origin(plan, fold.members[0])
     return Operator(
         name=name,
@@ -66,6 +69,7 @@ def _page_operator(
         operator=row.operator,
         count=count,
         shapes=shapes_text(row),
+        # The page colors axes by their index in the mesh.
         cuts=tuple((factor, tuple(map(plan.mesh.axis, axes))) for factor, axes in row.cuts.items()),
         bytes=count * row.bytes,
         seconds=count * row.seconds,
