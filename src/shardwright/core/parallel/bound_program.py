@@ -73,12 +73,17 @@ class BoundProgram:
                 tensor = scale_gradient(tensor, 1 / self.local_outputs[value.name])
             elif isinstance(value, Value):
                 layout = flow.returned_layout(value)
+                # An output that a Python object stores has no name by which an error could refer to
+                # it.
                 watch_output = partial(watch, name=name) if watch is not None and name else None
                 if layout.sharded or layout.partial:
                     # `as_dtensor` reads only the global shape of this tensor.
                     like = torch.empty(value.shape, device="meta")
                     tensor = as_dtensor(tensor, like, layout, self.devices)
                     tensor = as_output_tensor(tensor, watch_output)
+                # A replicated output is an ordinary tensor, whose gradient is watched from the
+                # start; that of a sharded one only once the output is gathered
+                # (`OutputTensor.full_tensor`).
                 elif watch_output is not None:
                     watch_output(tensor)
             result.append(tensor)

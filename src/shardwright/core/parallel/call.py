@@ -99,6 +99,7 @@ class PlannedCall:
         """Return, for each leaf of a call with structure `spec`, the index of the leaf at the same
         path in the planned call; None for a leaf that the planned call did not pass."""
         if spec not in self._planned_indices:
+            # Classes that the user has registered may lack keys, of which the paths consist.
             pytree.register_keys(spec)
             self._planned_indices[spec] = [
                 self._planned_index.get(path) for path in self._list_argument_paths(spec)

@@ -44,6 +44,7 @@ class CallLeaves:
         result = []
         for leaf, index in zip(leaves, planned_indices, strict=True):
             if isinstance(leaf, Tensor):
+                # Of a leaf that the planned call did not pass, every rank passes the full tensor.
                 axes = () if index is None else self._get_local_batch_axes(inputs[index])
                 count = self.devices.matrix.size(chain(*axes))
                 # The inverse of the factor at local outputs (`BoundProgram.wrap_outputs`).
@@ -83,6 +84,7 @@ class CallLeaves:
         return tuple(None if index is None else dims[index] for index in planned_indices)
 
 
+# The types of leaves of most calls; an object of another type may contain tensors.
 _COMMON = (Tensor, bool, int, float, str, type(None))
 
 
@@ -102,6 +104,7 @@ def full_leaves(call: Any) -> tuple[list[Any], pytree.TreeSpec]:
         try:
             check_argument("an argument of the model", leaf)
         except CaptureError as error:
+            # The rule is that of captures, but a call whose program is cached may break it too.
             raise PlanError(str(error)) from None
         # Leaves that are no tensors are part of the key of the program.
         if not isinstance(leaf, Hashable):

@@ -119,6 +119,7 @@ class Execution(Recapture):
         self._guard = BatchGuard(devices, graph, partitioned.decisions.arrivals)
         self._watch_gradient: WatchGradient | None = None
         if partitioned.decisions.arrivals:
+            # Only with local batches can ranks compute different losses, each from its own samples.
             self._watch_gradient = GradientGuard(devices).watch
         self._leaves = CallLeaves(partitioned, devices)
         leaves = tuple(argument_key(leaf) for leaf in graph.inputs)
@@ -177,6 +178,7 @@ class Execution(Recapture):
         # Before capture, which is local: ranks with different calls would run different programs,
         # and wait for each other in their collectives.
         self._guard.begin(call_key, inputs, planned_indices)
+        # The guards and the captured Python expect the ordinary tensors of the capture.
         call = pytree.tree_unflatten(leaves, spec) if has_dtensors(call) else call
         self._reachable.update()
         state_key = self._reachable.key(specialization)
@@ -188,6 +190,7 @@ class Execution(Recapture):
             gradients = torch.is_grad_enabled()
             with torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 captured = self._capture_specialization(*pytree.tree_unflatten(global_leaves, spec))
+                # After the capture, so that a capture that fails evicts no program.
                 self._evict_least_recently_used(self._forwards)
                 self._forwards[key] = self._compile_program(self._bind_program(captured))
         bound = _get_as_most_recently_used(self._forwards, key)

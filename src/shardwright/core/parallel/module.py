@@ -292,6 +292,7 @@ def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[P
         "__qualname__": user_class.__qualname__,
         "__doc__": user_class.__doc__,
     }
+    # `__call__` too, at which Dynamo begins to trace a module.
     calls = {"forward": forward, "__call__": _exclude_from_compile(user_class.__call__)}
     for name in INITIALIZERS:
         if callable(getattr(user_class, name, None)):
@@ -299,6 +300,7 @@ def _derive_class(module: nn.Module, user_forward: Callable[..., Any]) -> type[P
     for name in DECODERS:
         if callable(getattr(user_class, name, None)):
             calls[name] = _wrap_decoder_errors(name, getattr(user_class, name))
+    # The user's class last: `whole` and `__deepcopy__` find it as `__bases__[-1]`.
     return type(user_class.__name__, (ParallelModule, user_class), {**names, **calls})
 
 
@@ -331,6 +333,7 @@ def _wrap_decoder_errors(name: str, decode: Callable[..., Any]) -> Callable[...,
         try:
             return decode(self, *args, **kwargs)
         except (CaptureError, MixedTensorsError) as error:
+            # Without the second line of the error, the remedy for a call of the model itself.
             reason = str(error).partition("\n")[0]
             raise PlanError(
                 f"`{name}` calls the planned {type(self).__name__} in a way that cannot be planned:"

@@ -44,6 +44,8 @@ class ModuleTensors:
 
     def read(self) -> tuple[Mapping[str, Tensor], dict[str, Tensor]]:
         """Return the parameters, and the local tensors of buffers by name."""
+        # Local shards, as frozen parameters that `forward` updates are buffers of the graph, but
+        # DTensors.
         return self.parameters, {n: detached_local(getattr(m, leaf)) for n, m, leaf in self.buffers}
 
     def write(self, changed: Mapping[str, Tensor]) -> None:
@@ -57,4 +59,5 @@ class ModuleTensors:
                     buffers[name] if name in buffers else detached_local(self.parameters[name])
                     for name in changed
                 ]
+                # In place, so that other references to the buffers see the new values.
                 copy_all_(tensors, list(changed.values()))

@@ -132,6 +132,7 @@ class PipelineExecution(Execution):
 
     def _cache_planned_program(self) -> None:
         key = (*self._planned_specialization, self.partitioned.pipeline.micro_batches)
+        # Only as a step: a call without gradients runs the forward passes of the same stages.
         self._train_steps[key] = self._bind_train_step(self.partitioned)
 
     def _make_train_step(self, partitioned: Partitioned) -> RankStages:
@@ -184,6 +185,7 @@ class PipelineExecution(Execution):
         axes = stages.partitioned.local_outputs.get(value.name)
         if axes is None:
             return output
+        # Every rank has the output for the global batch, so its slice needs no communication.
         layout = TensorLayout(self.devices.matrix, axes)
         return output[layout.slices(self.devices.rank, tuple(output.shape))]
 
@@ -247,6 +249,7 @@ class PipelineExecution(Execution):
     ) -> Tensor:
         axes = chunk.decisions.departures.get(value.name, ((),) * len(value.shape))
         layout = TensorLayout(chunk.mesh, axes)
+        # Partial sums are reduced before a value is returned, so this is the full tensor.
         if not layout.sharded:
             return tensor
         like = torch.empty(value.shape, device="meta")

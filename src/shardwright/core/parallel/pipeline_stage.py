@@ -139,9 +139,8 @@ class StageModule(nn.Module):
         sent = [
             _detach_unless_trained(value, outputs_by_value[value]) for value in self.chunk.leaving
         ]
-        # PyTorch's split backward pass walks from results to inputs of the stage; see
-        # `stage_boundary`.
-        # Only a split backward pass needs a path from results to inputs.
+        # Only a split backward pass, which walks from results to inputs of the stage, needs a path
+        # between the two, for which one input suffices (`stage_boundary`).
         anchors = [
             tensor for tensor in inputs if tensor.requires_grad and self.chunk.splits_backward
         ]

@@ -86,9 +86,12 @@ class PythonCalls:
             key = (*specialization, number) if number else specialization
             if key not in programs:
                 break
+            # A program without captured Python has no guards: `specialization` alone selects it.
             python = programs[key].python
             if python is None or self.guards_hold(python, call):
                 return key
+            # The last program is compared below: what changed before it was captured is recorded
+            # already.
             failed = python
         if failed is not None:
             self._record_changed_numbers(failed, number, call)
@@ -102,6 +105,7 @@ class PythonCalls:
             PlanError: if there are already `MAX_PROGRAMS` programs.
         """
         guard = failed.guards.first_failing_guard(self._module, *call).strip()
+        # Otherwise a value that differs in every call would capture the model in every call.
         if num_programs == MAX_PROGRAMS:
             raise PlanError(
                 f"`forward` of {type(self._module).__name__} depends on Python state that differs"
@@ -122,6 +126,7 @@ class PythonCalls:
         Raises:
             CaptureError: if the model cannot be captured.
         """
+        # Dynamo would trace into the executor, and guard on its caches.
         state = {name: value for name, value in vars(self._module).items() if name != "execution"}
         module = alias_module(self._module, type(self._module), state)
         captured = CapturedCall.of(module, *call, autocast, self._planned)
@@ -131,6 +136,7 @@ class PythonCalls:
             except CaptureError:
                 if not self._changing_numbers:
                     raise
+            # Dynamo, and the user's code that it runs, may raise any error.
             except Exception as error:
                 if not self._changing_numbers:
                     raise _make_capture_error(error, type(module).__name__) from error
@@ -150,6 +156,7 @@ class PythonCalls:
     def results(self, graph: Graph, outputs: Sequence[Any]) -> ProgramResults:
         """Return the outputs of a graph and the model's buffers; outputs stored in Python objects
         are full tensors."""
+        # Outputs beyond those of `forward` are stored in Python objects.
         first = graph.out_spec.num_leaves
         # Copies, as a program returns a parameter itself for `parameter.detach().clone()`.
         stored = [_gather_unless_differentiable(tensor, copies=True) for tensor in outputs[first:]]
@@ -172,6 +179,7 @@ def _gather_unless_differentiable(tensor: Tensor, copies: bool = False) -> Tenso
 
 
 def _make_capture_error(error: Exception, model: str) -> CaptureError:
+    # Messages of Dynamo go on with the user's stack and hints over many lines.
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return CaptureError(
         f"`forward` of {model} cannot be captured in its current Python state: {first}"

@@ -82,6 +82,7 @@ class SetByForward:
         leaves = pytree.tree_leaves((args, kwargs))
         next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse_assignment()
 
+    # Python looks special methods up in the class, and would not call `__getattr__`.
     __bool__ = __float__ = __int__ = __index__ = __len__ = __iter__ = __call__ = _refuse_assignment
     __getitem__ = __setitem__ = __contains__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = (
         _refuse_assignment
@@ -140,6 +141,7 @@ class PythonState:
             (
                 path,
                 position,
+                # A copy: a handle of the user removes its hook from the original model only.
                 dict(of_model),
                 forward_hooks(result._by_path[path] if path else hooked_module)[position],
             )
@@ -166,6 +168,7 @@ class PythonState:
     def watch(self, attributes: Attributes) -> None:
         """Watch further `attributes`, which a later capture reads or sets."""
         for path, name, captured in attributes:
+            # Fingerprints of all hooks and classes, which `key` compares module by module instead.
             if name in OF_MODULES:
                 continue
             if captured == SET:
@@ -232,6 +235,7 @@ class PythonState:
         for path, name in of_modules:
             attributes, other = self._by_path[path].__dict__, copies[path].__dict__
             if name not in attributes:
+                # The user has deleted it since planning.
                 other.pop(name, None)
             # The template has parameters of its own, on the meta device.
             elif not any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(attributes[name])):
@@ -271,6 +275,8 @@ class PythonState:
     def _refuse_replaced_forwards(self) -> None:
         """Raise an error if `forward` was set on a submodule, other than by
         `explain_calls_of_parts`."""
+        # Without the root, whose `forward` is that of the planned class; in the order of
+        # `_submodules`.
         paths = [path for path in self._by_path if path]
         for path, submodule, planned in zip(paths, self._submodules, self._forwards, strict=True):
             now = _forward_of(submodule)
@@ -310,6 +316,7 @@ class PythonState:
             if name not in names:
                 self._missing[0].append(names)
                 self._missing[1].append(name)
+                # Not on the instance, so perhaps in its class, where a later assignment changes it.
                 of_class[type(self._by_path.get(path)), name] = value
                 continue
             by_module.setdefault(path, []).append(name)
@@ -427,6 +434,7 @@ def _make_class_attribute_check(owner: type, name: str, before: Any) -> Callable
 def _make_content_check(value: Any) -> Callable[[], bool]:
     arrays = (Tensor, np.ndarray)
     inside = vars(value).values() if hasattr(value, "__dict__") else ()
+    # Only without arrays: their `==` is elementwise, so `content` compares them below.
     if inside and not isinstance(value, arrays) and not any(isinstance(x, arrays) for x in inside):
         copies = {
             name: attribute.copy() if isinstance(attribute, (list, dict, set)) else attribute

@@ -78,8 +78,10 @@ class ReachablePython:
         self._captured[specialization] = self.version, graph
         for oldest in list(self._captured)[:-MAX_CACHED_GRAPHS]:
             del self._captured[oldest]
+        # The last graph is of the same state, so a difference would say nothing about the state.
         if version == self.version:
             return
+        # For the warning below, which is logged once.
         was_ignored = self._ignores_further_changes
         # One difference suffices: `forward` reads the state, so later changes are never ignored.
         self._is_read |= not are_equal(before, graph)
@@ -100,6 +102,7 @@ class ReachablePython:
         """Increment `version` if the watched Python state has changed since the last call."""
         if self.is_guarded or self._ignores_further_changes:
             return
+        # The first change suffices for a new version, which is the state of all objects.
         change = next(self._state.changes(_is_same_tensor), None)
         if change is None:
             return

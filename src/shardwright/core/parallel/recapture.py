@@ -88,6 +88,7 @@ class Recapture:
         # The guards of the plan's Python cover all state that its call has read.
         self._reachable.is_guarded = graph.python is not None
         self._planned_call = PlannedCall(template.forward, graph)
+        # As `_make_module_state_key`: no parameter frozen since planning, no autocast region.
         self._planned_state = self._state.key(), (), (None, torch.get_default_dtype())
         self._captures = Captures(graph, (self._planned_state, 0))
         self._filled: dict[str, str] = {}
@@ -177,6 +178,8 @@ class Recapture:
             template.get_parameter(name).requires_grad_(parameter.requires_grad)
         leaves, spec = pytree.tree_flatten((args, kwargs))
 
+        # Only a comparison with the graph of a larger batch shows which constants depend on its
+        # size.
         def captured(count: int) -> Graph:
             batch = pytree.tree_unflatten(empty_full_batch(leaves, count, batch_dims), spec)
             of_args, of_kwargs = batch
@@ -186,6 +189,7 @@ class Recapture:
 
         graph = self._capture_with_or_without_guards(call)
         pipeline = replace(planned.pipeline, micro_batches=micro_batches)
+        # A sum of the micro-batches' losses needs no value of the global batch.
         if pipeline.averages_micro_batches:
             graph = with_whole_batch(graph, micro_batches, captured, pipeline.batch_norm)
             check_loss_of_batch(graph, micro_batches)

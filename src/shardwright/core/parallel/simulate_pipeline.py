@@ -89,6 +89,7 @@ class _ChunkSequence:
         weight = loss_weight(self.partitioned)
         for module in self.modules:
             with self._count_communication_bytes(module.chunk, 0):
+                # Starts the gathers of parameters that are gathered once per step.
                 module.begin_step(step, inputs)
         # The order of passes changes no value and no byte; only their times.
         runs = [self._run_forward_of_all_chunks(number) for number in range(count)]
@@ -122,6 +123,7 @@ class _ChunkSequence:
         starts: tuple[Tensor, ...] = (loss,)
         gradients: tuple[Tensor | None, ...] = (None,)
         for module, run in zip(reversed(self.modules), reversed(runs), strict=True):
+            # Integer and frozen tensors that cross the boundary have no backward pass.
             roots = [(t, g) for t, g in zip(starts, gradients, strict=True) if t.requires_grad]
             if roots:
                 with self._count_communication_bytes(module.chunk, 1):
@@ -134,6 +136,7 @@ class _ChunkSequence:
                 torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
                 for t in run.received
             )
+            # Chunk 0 is the last of this loop, so its index -1 is not used.
             starts = runs[module.chunk.number - 1].outputs
 
     def _sum_gradients(self) -> dict[str, Tensor]:
@@ -143,6 +146,7 @@ class _ChunkSequence:
             with self._count_communication_bytes(module.chunk, 1):
                 gradients = module.unsharded.end_step()
             for name, gradient in gradients.items():
+                # Chunks of one stage, and several stages, may share a parameter.
                 total[name] = total[name] + gradient if name in total else gradient
         for name, stages in self.partitioned.stages_of_parameters.items():
             if name in total and len(stages) > 1:

@@ -125,6 +125,7 @@ class Ranks:
         """Shard a full tensor over the ranks; return one `LocalTensor` with all shards."""
 
         def block(rank: int) -> Tensor:
+            # Cloned, so that an in-place change on one rank does not reach the other ranks.
             return tensor.detach()[layout.slices(rank, tuple(tensor.shape))].clone()
 
         return block(0) if self.mode is None else self.mode.rank_map(block)
@@ -162,6 +163,8 @@ class Ranks:
     def assemble(self, tensor: Tensor, layout: TensorLayout, shape: tuple[int, ...]) -> Tensor:
         """Assemble the full tensor of `shape` from `tensor`, which holds the shards of all ranks in
         `layout`; partial sums are added up."""
+        # The blocks are ordinary tensors of single ranks, on which the mode would run once per
+        # rank.
         with _without_local_tensor_mode(self.mode):
             blocks = tensors_by_rank(tensor) or {0: tensor}
             count = self.partitioned.mesh.num_devices
@@ -331,6 +334,7 @@ def assemble_shards(
             copies[key] = blocks[rank]
             # Added, as blocks of a partial sum are terms of the same slice.
             full[layout.slices(rank, shape)] += blocks[rank]
+        # `max` of an empty tensor raises.
         elif blocks[rank].numel():
             block, first_copy = blocks[rank], copies[key]
             # As double, since bool has no subtraction and unsigned integers wrap around.
@@ -349,6 +353,7 @@ def rank_at(layout: DeviceMatrix, coordinates: tuple[int, ...]) -> int:
     """Return the rank at `coordinates` of a device matrix."""
     index = 0
     for coordinate, size in zip(coordinates, layout.device_matrix, strict=True):
+        # Row-major: the last axis varies fastest.
         index = index * size + coordinate
     return layout.ranks[index]
 

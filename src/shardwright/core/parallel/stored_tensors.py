@@ -82,6 +82,7 @@ class StoragePlan:
             is_parameter: whether `full` is a parameter; buffers are replicated.
         """
         if name in self.other_stage_names:
+            # No program of this stage reads it; the caller puts None in its place.
             return full.new_empty(0)
         # The user allocates it later by `to_empty`.
         if full.is_meta and self.devices.device.type != "meta":
@@ -176,6 +177,7 @@ def store_in_place(module: nn.Module, plan: StoragePlan) -> None:
         elif isinstance(original, nn.Parameter):
             stored = parameters[name] = plan.parameter(name, shard, original)
         references.replace(original, stored)
+    # After all tensors, as one attribute may list several, such as `_flat_weights`.
     references.finish(module)
     materialize_attributes(module)
     mark_planned(parameters, origins)
@@ -290,6 +292,8 @@ def _pop_unreplaced_tensors(
             if tensor.device == device:
                 del tensors[name]
         elif plan.devices.mesh is None and device.type != "meta":
+            # Such a parameter becomes an `UninitializedTensor`, since its initialization is
+            # recorded with that of the other stages.
             if tensor.is_meta and plan.devices.stages > 1:
                 continue
             if not tensor.is_meta and tensor.device != device:

@@ -53,6 +53,7 @@ class StepInputs:
 
     def changed(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the entries of `buffers` that the step has replaced by new tensors."""
+        # By identity: a program returns a new tensor for each buffer that it updates.
         return {name: t for name, t in buffers.items() if t is not self.buffers.get(name)}
 
 
@@ -118,6 +119,8 @@ def check_loss_of_batch(graph: Graph, micro_batches: int) -> None:
     if graph.loss is None:
         return
     loss_of(graph)
+    # `whole_batch` is the reason why the loss cannot be split, whose wording selects the advice:
+    # from the most specific one to the last, which fits all.
     reasons = (NORMALIZES_ALL, AVERAGES_ALL)
     if isinstance(graph.whole_batch, str) and graph.whole_batch.endswith(reasons):
         raise MixedSamplesError(
@@ -191,6 +194,7 @@ class GradientAccumulation:
         self._whole_batch = GlobalBatchValues(partitioned, devices)
         self._waits = devices.waits
         self._weight = loss_weight(partitioned)
+        # The first position, as a model may return its loss several times.
         self._loss_index = next(i for i, value in enumerate(graph.outputs) if value is loss)
 
     def compile(self, compiler: Callable[[Program], Program]) -> None:
@@ -224,6 +228,8 @@ class GradientAccumulation:
             # Frees other outputs, such as logits, before the backward pass.
             del outputs
             if loss.requires_grad:
+                # The weight as the gradient of the loss: a product would have to wait for the
+                # pending loss.
                 loss.backward(torch.full_like(loss, self._weight))  # type: ignore[no-untyped-call]
             pending_losses.append(loss.detach())
             state.update((b.name, t) for (b, _), t in zip(buffer_updates, updates, strict=True))

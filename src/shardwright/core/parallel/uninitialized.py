@@ -81,7 +81,10 @@ class Initialization:
         self._devices = devices
         # A deferred tensor by which functions on records find this record.
         self._recorded_tensor = deferred_like(torch.empty(0), self.pending.record)
+        # Whether this rank has drawn numbers by itself, so that its generator may differ from the
+        # others'.
         self._replayed_alone = False
+        # Depth of nested initializers, such as an `init_weights` that calls `reset_parameters`.
         self._depth = 0
         self._placeholders: list[Placeholder] = []
 
@@ -187,6 +190,7 @@ class Initialization:
         tensors = _uninitialized_parameters(module)
         if self._devices.is_distributed:
             if only_this_rank:
+                # Without recorded tensors a replay draws no numbers.
                 self._replayed_alone |= any(t.full is not None for t in tensors.values())
             else:
                 self._check_ranks_recorded_equally()
@@ -201,6 +205,8 @@ class Initialization:
                 tensor.store(value)
             elif name not in elsewhere:
                 return value.to(self._devices.device, copy=True)
+            # `values_of` keeps each result, but a shard has its part of the value already, and a
+            # placeholder needs none.
             return value.new_empty(0)
 
         values = values_of(full_tensors, keep)  # type: ignore[arg-type]
@@ -211,6 +217,7 @@ class Initialization:
                     tensor.make_ordinary()
                 elif name not in elsewhere:
                     tensor.set_value(value)
+            # Only then: a later initializer may still write to the tensors of other stages.
             if complete:
                 self._remove_placeholders()
         # Buffers that the initialization has assigned are deferred; each rank computes them in
@@ -250,6 +257,8 @@ class Initialization:
             for tensor in _uninitialized_parameters(module).values():
                 tensor.allocate_memory()
             for parameter in module.parameters():
+                # On one device the parameters are ordinary tensors, which stay on the meta device
+                # until here.
                 if parameter.is_meta:
                     memory = torch.empty_like(parameter, device=device)
                     mark_uninitialized(memory)
@@ -282,6 +291,8 @@ class Initialization:
             tensor = tensors.get(name)
             if tensor is None or tensor.is_meta:
                 continue
+            # Shards are marked as they are allocated (`with_memory`), and placeholders have no
+            # memory.
             if not isinstance(tensor, DTensor | UninitializedTensor):
                 mark_uninitialized(tensor)
 
@@ -347,8 +358,8 @@ def tie_parameters_like(module: nn.Module, template: nn.Module) -> None:
 
     `nn.Module.to_empty` replaces ordinary parameters one by one, which unties them.
     """
+    # From the id of the template's tensor to the registry and name of its first use in `module`.
     first: dict[int, tuple[dict[str, Any], str]] = {}
-    # From the template's tensor to the place of its first name in `module`.
     for path, planned in template.named_modules():
         registered = own_parameters(module.get_submodule(path))
         for leaf, tensor in own_parameters(planned).items():
@@ -367,6 +378,8 @@ def _remove_placeholders_from_state(
 
 
 def _is_uninitialized(tensor: Tensor) -> bool:
+    # A shard without recorded values may still have values in its memory, which an
+    # `UninitializedTensor` does not have.
     if isinstance(tensor, UninitializedTensor) or (
         isinstance(tensor, UninitializedShard) and tensor.is_initialized()
     ):

@@ -76,6 +76,7 @@ class Uninitialized(Tensor):
     """Function that registers the hooks of this parameter on the initialized parameter that
     replaces it."""
 
+    # `Deferred` looks for this attribute, and leaves operators on both classes to this class.
     records_in_its_place = True
 
     @classmethod
@@ -93,6 +94,7 @@ class Uninitialized(Tensor):
         if function is aten.empty_like.default and device is not None and device.type != "meta":
             tensors[0].pending.check_device(device)
             return tensors[0].with_memory(device)
+        # `to` and `half` would give a tensor of another device or dtype than the program expects.
         if function is aten._to_copy.default:
             raise PlanError(
                 "a planned model cannot be converted or moved before it is initialized\n"
@@ -153,6 +155,7 @@ class UninitializedShard(Uninitialized, DTensor):
         """Return this rank's shard with its recorded values, or uninitialized if no values are
         recorded."""
         self.make_ordinary_with_value()
+        # Not this method: the class of the object is now `DTensor`.
         return self.to_local(**kwargs)
 
     def full_tensor(self, **kwargs: Any) -> Tensor:
@@ -180,6 +183,8 @@ class UninitializedShard(Uninitialized, DTensor):
         # A parameter with hooks is already a leaf of autograd, and cannot be swapped.
         if isinstance(self, nn.Parameter) and not has_hooks(self):
             same = with_spec(local_tensor(self), spec_of(self))
+            # An in-place step of an optimizer must also count for the local shard that autograd has
+            # saved.
             counting = share_version_counter(same).requires_grad_(self.requires_grad)
             # `swap_tensors` also swaps the attributes.
             vars(counting).update(vars(self))
@@ -190,6 +195,7 @@ class UninitializedShard(Uninitialized, DTensor):
         """Make this shard an ordinary DTensor with recorded values, or with uninitialized
         memory."""
         if local_tensor(self).is_meta:
+            # Swapped, so that the parameter stays the object to which optimizers refer.
             new = nn.Parameter(self.with_memory(self.pending.device), self.requires_grad)
             torch.utils.swap_tensors(self, new)  # type: ignore[no-untyped-call]
         self.make_ordinary_with_value()
@@ -233,6 +239,7 @@ class UninitializedTensor(Uninitialized, Tensor):
 
     @classmethod
     def of(cls, like: Tensor, pending: PendingInit) -> UninitializedTensor:
+        # With the strides, so that the allocated memory has the layout of the user's parameter.
         on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
         return as_subclass(cls, on_meta)._attach_initialization(pending, None)
 
@@ -288,6 +295,7 @@ def _substitute_meta(substituted: dict[int, Tensor], tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Uninitialized):
         return tensor
     ordinary = tensor.on_meta()
+    # The id is unique as long as the call of the operator refers to all its meta tensors.
     substituted[id(ordinary)] = tensor
     return ordinary
 
@@ -304,6 +312,7 @@ def _substitute_deferred(substituted: dict[int, Tensor], tensor: Tensor) -> Tens
         assert tensor.full is not None
         substituted[id(tensor.full)] = tensor
         return tensor.full
+    # Results of operators on uninitialized tensors are deferred already.
     if isinstance(tensor, Deferred):
         return tensor
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

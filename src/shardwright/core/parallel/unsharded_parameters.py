@@ -162,6 +162,8 @@ class UnshardedParameters:
                     tensors = bound.finish_gather(self._pending_gathers.pop(number))
                 else:
                     tensors = bound.unsharded(self._detach_local_shards(bound))
+            # Gradients accumulate in `grad`, which has the dtype of its leaf: with another stored
+            # dtype the accumulators are the leaves.
             leaves = bound.bucket.reduces_once and bound.dtype == bound.stored_dtype
             self._gathered[number] = [
                 # Other gathered tensors are no leaves: the program passes their gradients to its

@@ -92,6 +92,7 @@ def whole(
                 "copies of its parameters\ncall `optimizer.step()` outside `sw.whole`"
             )
     for name, parameter in net.named_parameters():
+        # Other ranks have no values, so a write on rank 0 could reach only its own shard.
         if rank0_only and version(parameters[name]) != versions[name]:
             raise PlanError(
                 f"parameter {name!r} was written inside `sw.whole(net, rank0_only=True)`, where "

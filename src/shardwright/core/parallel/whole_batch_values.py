@@ -50,6 +50,7 @@ class GlobalBatchValues:
         self._num_micro_batches = partitioned.pipeline.micro_batches
         whole_batch = batch_reduction(partitioned.graph)
         names = whole_batch.names if read is None else {value.name for value in read}
+        # All ranks of a stage read the same buffers, so all of them or none run its gathers.
         self._prologue = whole_batch.prologue if names & whole_batch.names else None
         self._values = whole_batch.values
         self._inputs = () if self._prologue is None else _find_prologue_inputs(self._prologue)
@@ -88,6 +89,7 @@ class GlobalBatchValues:
         tensors |= {v: _get_full_buffer(v, buffers) for v in graph.buffers}
         # As mixed precision casts inputs and buffers before operators read them.
         tensors = {v: t if v.outer_dtype is None else t.to(v.dtype) for v, t in tensors.items()}
+        # Constants of a graph are on the device of the capture.
         tensors |= {v: t.to(device) for v, t in graph.constants.items()}
         for op in graph.ops:
             tensors.update(zip(op.outputs, run(op, tensors, device), strict=True))
@@ -151,6 +153,7 @@ def micro_batches_of_ranks(
 
 def _find_prologue_inputs(prologue: Graph) -> tuple[tuple[int, Value], ...]:
     """Return (index among the leaves of a call, input) of each input that `prologue` reads."""
+    # An output may be an input itself, which no operator reads.
     read = {value for op in prologue.ops for value in op.inputs} | set(prologue.output_values)
     leaves = enumerate(prologue.inputs)
     return tuple((n, leaf) for n, leaf in leaves if isinstance(leaf, Value) and leaf in read)
@@ -196,6 +199,7 @@ def prologue_bytes(partitioned: Partitioned, stage: int) -> int:
     """
     mesh, total = partitioned.mesh, 0
     read = {v.name for chunk in partitioned.chunks_of(stage) for v in chunk.graph.buffers}
+    # Stages that read none of the values do not run the prologue.
     if read.isdisjoint(batch_reduction(partitioned.graph).names):
         return 0
     for cut, value in _find_sharded_prologue_inputs(partitioned):
