@@ -24,6 +24,7 @@ def strategies_with_equal_counts(
         devices: number of devices.
     """
     requested: dict[str, list[int]] = {}
+    # Not strict: a `local_map` has no entries for its parameters and buffers.
     for entry, dims in zip(inputs, rule.inputs, strict=False):
         if isinstance(entry, tuple):
             for count, factor in zip(entry, dims, strict=False):
@@ -31,6 +32,7 @@ def strategies_with_equal_counts(
                     # The largest divisor of the requested count that is a valid count.
                     valid_count = gcd(count, rule.capacity[factor], devices)
                     requested.setdefault(factor, []).append(valid_count)
+    # In this order, as an error shows the first of them that is valid.
     choices: tuple[Callable[[list[int]], int], ...] = (max, min, lambda counts: gcd(*counts))
     for choose in choices:
         counts = {factor: choose(options) for factor, options in requested.items()}

@@ -64,6 +64,7 @@ def sharded_input_axes(
         StrategyError: if an input cannot be sharded as requested; the message has its shape and
             the valid values.
     """
+    # Before the names, since this also validates them.
     entries = input_entries(graph, strategy)
     if strategy == "full_batch":
         return {}
@@ -99,4 +100,5 @@ def _shard_batch_dim(value: Value, mesh: DeviceMatrix) -> tuple[Axes, ...]:
             f" {value.shape[0]} is not divisible by {devices}\n"
             f"use a multiple of {devices}, or dataset_strategy 'full_batch'"
         )
+    # All axes, the outermost first: device i of a stage has shard i.
     return (tuple(range(len(mesh.device_matrix))), *((),) * (len(value.shape) - 1))

@@ -54,7 +54,10 @@ def load_strategies(net: nn.Module, path: str | Path) -> None:
                 f"{path}: {name}: only modules take a `parameter_plan`, but this is an operator\n"
                 f"move the `parameter_plan` to the entry of the module {owner!r}"
             )
+        # A module may have several entries, for itself, its operators and its calls, but has one
+        # pin.
         entries.setdefault(owner, {})[suffix] = entry
+    # All pins are made before the first is attached, so that an error leaves the model unchanged.
     pins = {
         owner: _make_pin(f"{path}: {owner}", modules[owner], entry)
         for owner, entry in entries.items()
@@ -79,7 +82,9 @@ def _parse_aten_names(suffix: str) -> tuple[str, ...] | None:
     """Return the ATen names in `suffix`, the part of an operator's name after its module path, such
     as `.add_1` or `@2`; None if an operator name is unknown."""
     pieces = [piece for piece in _CALL_SUFFIX.sub("", suffix).split(".") if piece]
+    # `add_1` is the second `add` of its module.
     names = tuple(re.sub(r"_\d+$", "", piece) for piece in pieces)
+    # The operator that adds the bias of a layer is called `bias`.
     return names if all(name == "bias" or _is_operator_name(name) for name in names) else None
 
 

@@ -140,6 +140,7 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
     if isinstance(inputs, Mapping):
         entries: Any = {}
         for name, entry in inputs.items():
+            # `{'dp': 0}` maps axes to dimensions, and a mapping of argument names is expected here.
             if not isinstance(name, str) or isinstance(entry, int | Shard | Replicate):
                 raise StrategyError(
                     f"in_strategy {dict(inputs)!r} gives the argument {name!r} the entry"
@@ -152,6 +153,7 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
         entries = _validate_entries("in_strategy", inputs)
     if outputs is not None:
         outputs = _validate_entries("out_strategy", outputs)
+    # Only `plan` gets the sizes of axes, so names become layouts and positions there.
     by_name = isinstance(entries, Mapping)
     if by_name or any(isinstance(each, AxisDims) for each in (*entries, *(outputs or ()))):
         return NamedStrategy(entries, outputs)
@@ -160,6 +162,7 @@ def requested_strategy(inputs: Any, outputs: Any = None) -> PinnedStrategy:
 
 def _validate_entries(option: str, entries: Any) -> tuple[RequestedEntry, ...]:
     if not isinstance(entries, tuple):
+        # Raises an error: without a tuple it is unclear to which tensor an entry belongs.
         check_entries(option, entries)
     # `check_entries` accepts no mappings; `requested_entry` validates them below.
     plain = tuple(None if isinstance(entry, Mapping) else entry for entry in entries)
@@ -187,6 +190,7 @@ def requested_entry(option: str, entry: Any) -> RequestedEntry:
         return entry  # type: ignore[no-any-return]
     dims: list[tuple[str, int | None]] = []
     for axis, placement in entry.items():
+        # `True` is an instance of `int`.
         is_dim = isinstance(placement, int) and not isinstance(placement, bool)
         # Exact types: a subclass of `Shard` may order its shards in another way.
         if not isinstance(axis, str) or not (is_dim or type(placement) in (Shard, Replicate)):
@@ -250,6 +254,8 @@ def check_axis_names(names: Iterable[str], matrix: DeviceMatrix | None) -> None:
     # A size of 1 shards nothing, so its axis may be named or not.
     sizes_of_axes = zip(matrix.alias_names, matrix.device_matrix, strict=True)
     unnamed = [axis for axis, size in sizes_of_axes if size > 1 and axis not in named]
+    # Axes that `axes` lacks are skipped; together with an axis that no pin names they are likely to
+    # be misspelled.
     if absent and unnamed:
         raise StrategyError(
             f"pins name the axes {_quote(absent)}, which are not in axes ({matrix.sizes}), but"
@@ -282,6 +288,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     parameter_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     # In Python, PyTorch calls `self` in the schema of an operator `input`.
     names = ["input" if a.name == "self" else a.name for a in schema_of(overload).arguments]
+    # With defaults, since a call may leave out any optional argument of the operator.
     return inspect.Signature([inspect.Parameter(n, parameter_kind, default=None) for n in names])
 
 
@@ -319,9 +326,11 @@ def argument_names(call: inspect.BoundArguments) -> tuple[str, ...]:
     """Return the argument name of each tensor of a call, in the order of the arguments."""
     names: list[str] = []
     for name, value in call.arguments.items():
+        # Arguments that the function collects in `**kwargs` keep the names of the call.
         is_var_keyword = call.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
         for argument, content in value.items() if is_var_keyword else ((name, value),):
             tensors = [x for x in pytree.tree_leaves(content) if isinstance(x, Tensor)]
+            # An argument with several tensors, such as a list, gives its entry to each of them.
             names += [argument] * len(tensors)
     return tuple(names)
 
@@ -341,6 +350,7 @@ def _order_entries_by_position(
             positions.setdefault(name.removeprefix(prefix), index)
     by_position: list[RequestedEntry] = [None] * len(op.inputs)
     for name, entry in entries.items():
+        # None requests nothing, so its argument need not be an input of the operator.
         if entry is None:
             continue
         if name not in positions:

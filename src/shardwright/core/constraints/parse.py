@@ -50,6 +50,8 @@ class _DimRequest:
         return f"dimension {self.dim} of {tensor}"
 
 
+# Has no message of its own: the message proposes a valid strategy, and the search for one parses
+# strategies whose conflicts must not search in turn.
 class _ConflictError(Exception):
     """Raised if two dimensions request different shardings of one factor.
 
@@ -203,6 +205,7 @@ class StrategyParser:
         # Not strict: `requested_outputs` checks the number of entries.
         for index, (entry, value) in enumerate(zip(entries, values, strict=False)):
             dims = self.rule.outputs[index]
+            # The entries of the inputs already shard such an output.
             if entry is None or input_factors.issuperset(dims):
                 continue
             counts, axes = self._parse_entry(f"output {index}", entry, value.shape)
@@ -246,6 +249,7 @@ class StrategyParser:
         return counts, axes
 
     def _check_dimension(self, request: _DimRequest, factor: str | None) -> None:
+        # A dimension without a factor may be named in an entry, with one shard.
         if request.num_shards == 1:
             return
         location = request.location
@@ -255,6 +259,8 @@ class StrategyParser:
                 " valid number of shards"
             )
         capacity = self.rule.capacity[factor]
+        # Stricter than the size, which is checked already, where a view splits or merges the
+        # dimension.
         if capacity % request.num_shards:
             raise self.error(
                 f"the number of shards of {location} must divide {capacity}: the operator splits "
@@ -277,6 +283,7 @@ class StrategyParser:
         hint = ""
         if self.op.target is aten.linear.default:
             hint = "; the weight of nn.Linear is stored as (out_features, in_features)"
+        # The first candidate that parses; the generator parses no others.
         valid = next(
             (f"\na valid strategy is {s}" for s in self._iterate_valid_strategies(first, second)),
             "",
@@ -323,6 +330,7 @@ class StrategyParser:
     def _check_total_shards(self, requests: Mapping[str, _DimRequest]) -> None:
         """Raise StrategyError unless the product of shard counts divides the number of devices."""
         devices = self.mesh.num_devices
+        # Each factor has axes of its own, so the shard counts of factors multiply.
         total = prod(request.num_shards for request in requests.values())
         counts = {f: r.num_shards for f, r in requests.items() if r.num_shards > 1}
         product = " · ".join(f"{factor} {count}" for factor, count in counts.items())
@@ -331,6 +339,8 @@ class StrategyParser:
                 f"the operator would have {total} shards ({product}), but there are only {devices}"
                 f" devices\nuse shard counts whose product divides {devices}"
             )
+        # Axes of the device matrix are the prime factors of the devices, so shard counts must be
+        # too.
         if devices % total:
             raise self.error(
                 f"the total number of shards, {total} ({product}), does not divide the {devices}"
@@ -363,6 +373,7 @@ class StrategyParser:
 
 
 def _are_compatible_requests(first: _DimRequest, second: _DimRequest) -> bool:
+    # Without two layouts only the numbers of shards can be compared; they do not name axes.
     if first.axes is not None and second.axes is not None:
         return first.axes == second.axes
     return first.num_shards == second.num_shards
@@ -408,6 +419,7 @@ def common_device_matrix(
     """
     named = list(layouts)
     for where, layout in named:
+        # `rank_list` may permute the ranks of the plan, but not contain others.
         if sorted(layout.layout.ranks) != list(range(devices)):
             matrix = layout.device_matrix
             raise LayoutError(

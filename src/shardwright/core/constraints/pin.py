@@ -63,6 +63,8 @@ class Pin(ModuleTag):
         # Modules that capture replaces by one operator are pinned like that operator.
         if self.strategy is None or is_one_operator(module) or is_local_map(module):
             return
+        # A module with submodules is never a single operator, so its boundary is pinned for
+        # certain.
         if any(module.children()):
             module.forward = _wrap_with_pinned_aliases(str(location), module.forward, self.strategy)
         else:
@@ -122,8 +124,11 @@ def tagged_calls(function: Any, tag: Any) -> Any:
         # calls of the same function can be distinguished.
         call_tag = replace(tag)
         with tagging(call_tag):
+            # Only graphs have aliases; in eager code the function is called as it is.
             if isinstance(call_tag, Pin) and call_tag.strategy and torch.compiler.is_exporting():
                 name = getattr(inner, "__name__", "a pinned function")
+                # Positions need no signature, which functions that PyTorch implements in C++ do not
+                # have.
                 by_name = isinstance(call_tag.strategy.inputs, Mapping)
                 call = (
                     _bind_arguments(inner, call_tag.strategy, args, kwargs)
@@ -158,6 +163,7 @@ def _wrap_with_candidate_aliases(where: str, forward: Any, strategy: PinnedStrat
         # The strategy has entries for weights, so it is that of a single operator, by position.
         if call.entries(strategy) is None:
             return forward(*args, **kwargs)
+        # So that the operators of this call, and whether there is only one, are known in the graph.
         with tagging(tag):
             return _call_with_candidate_aliases(where, forward, strategy, tag, call)
 
@@ -188,6 +194,8 @@ class _BoundCall:
 
 def _bind_arguments(function: Any, strategy: PinnedStrategy, args: Any, kwargs: Any) -> _BoundCall:
     if not isinstance(strategy.inputs, Mapping):
+        # Entries are in the order of the signature, so keyword arguments are brought into this
+        # order.
         call = inspect.signature(function).bind(*args, **kwargs)
         return _BoundCall((call.args, call.kwargs), None)
     # `NamedFunction.forward` takes `*args`, so the names are those of the function that it wraps.
@@ -212,6 +220,7 @@ def _call_with_candidate_aliases(
         tag: tag for the operators of this call.
         traced_call: the arguments.
     """
+    # The tag of a pinned function is its pin, while that of a module only marks the call.
     call, names = PinnedCall(tag, [], isinstance(tag, Pin)), traced_call.names
 
     def pin_candidates(
@@ -228,6 +237,7 @@ def _call_with_candidate_aliases(
     args, kwargs = traced_call.arguments
     if entries is None:
         return function(*args, **kwargs)
+    # Names of weights are right for a single operator only; the graph will show whether it is one.
     if isinstance(strategy.inputs, Mapping) and (
         weights := strategy.inputs.keys() - set(names or ())
     ):
@@ -305,6 +315,7 @@ def _pin_tensors(
 
 
 def _make_boundary_pin(entry: RequestedEntry) -> BoundaryPin:
+    # Layouts need the sizes of axes, which `plan` receives.
     if isinstance(entry, AxisDims):
         return BoundaryPin(NamedStrategy((entry,)))
     return BoundaryPin(OperatorStrategy((entry,)))
@@ -342,6 +353,7 @@ def reshard(x: Tensor, layout: UserEntry) -> Tensor:
     True
     """
     entry = requested_entry("layout", layout)
+    # An alias in eager code would be another tensor object than `x`.
     if entry is None or not torch.compiler.is_exporting():
         return x
     return _insert_tagged_alias(x, _make_boundary_pin(entry))

@@ -60,6 +60,7 @@ def recompute(
             f"`recompute` takes a module or a function, not {target!r}\n"
             "pass for example a submodule of the model: sw.recompute(net.layers)"
         )
+    # A string would be taken for the sequence of its letters.
     if isinstance(operators, str) or any(not isinstance(name, str) for name in operators or ()):
         raise StrategyError(
             f"operators={operators!r}: must be a sequence of operator names\n"
@@ -123,6 +124,8 @@ def recompute_of(graph: Graph) -> dict[str, Recompute]:
         if requested.request.op_types is None:
             recomputed[op.name] = Recompute(requested.segment, requested.request.communication)
             members.setdefault(requested.segment, []).append(op)
+        # Without a segment yet: segments form below, from neighbors among all operators of the
+        # request.
         elif local_operator_name(op.target) in requested.request.op_types:
             selected.setdefault(requested.request, []).append(op)
     op_index = _index_operators(graph)
@@ -227,9 +230,12 @@ def _find_innermost_segment(
         modules: the requests for modules, by path.
         functions: the calls of functions to recompute, by id of the request.
     """
+    # By identity: every call has its own copy of the request.
     function = next((functions[id(tag)] for tag in op.tags if id(tag) in functions), None)
-    # The first `depth` module calls enclose the function call; the others are made inside it.
+    # The first `depth` module calls enclose the function call, whose request is the inner one. The
+    # others are made inside it, and the innermost has priority.
     for call in reversed(op.calls[function.depth if function else 0 :]):
+        # `layers.0@2` is the second call of `layers.0`.
         request = modules.get(call.partition("@")[0])
         if request is not None:
             # The path of the model itself is empty.

@@ -68,6 +68,7 @@ def resolve(
             layouts.
     """
     layouts = [(name, layout) for name, s in strategies.items() for layout in s.layouts]
+    # Storage, too, must be expressed by axes of the mesh.
     layouts += [(name, e) for name, e in parameters.items() if isinstance(e, TensorLayout)]
     mesh = common_device_matrix(devices, layouts, group_sizes)
     cuts: dict[str, Cuts] = {}
@@ -78,6 +79,7 @@ def resolve(
         cuts[name] = parser.cuts()
         if (output_axes := requested_outputs(parser, cuts[name])) is not None:
             outputs[name] = output_axes
+    # After all pins, since a bias may be pinned itself.
     for name in strategies:
         bias = graph.by_name.get(f"{name}.bias")
         # Not by name alone, since a submodule may be called `bias` too.
@@ -146,6 +148,7 @@ def _assign_axes_to_dims(
     local_shape, axes_of_dim = list(shape), [list[int]() for _ in shape]
     for axis, size in zip(axes, sizes, strict=True):
         divisible = (dim for dim, local_size in enumerate(local_shape) if local_size % size == 0)
+        # If no dimension is divisible, the parser reports the last one.
         dim = next(divisible, len(local_shape) - 1)
         # Later axes divide the remaining local size.
         local_shape[dim] //= size
@@ -189,7 +192,7 @@ def requested_storage(
     Raises:
         StrategyError: if a parameter cannot be sharded as requested.
     """
-    # Parameters without an entry are stored as operators read them.
+    # Parameters without an entry are stored as operators read them, without communication.
     stored = {name: tuple(axes) for name, axes in read_axes.items()}
     for value in graph.parameters:
         if value.name in parameters:
@@ -259,6 +262,7 @@ def _only_appends_axes(requested: tuple[Axes, ...], computed: TensorLayout) -> b
     """Whether each dimension of the `requested` layout has the axes of the `computed` layout,
     followed only by axes of the partial sum."""
     return all(
+        # A reduce-scatter subdivides the shards of a dimension, so its axes come last.
         axes[: len(computed_axes)] == computed_axes
         and computed.partial.issuperset(axes[len(computed_axes) :])
         for axes, computed_axes in zip(requested, computed.axes, strict=True)
@@ -278,6 +282,7 @@ def _append_axes_of_sum(counts: tuple[int, ...], computed: TensorLayout) -> tupl
     ):
         extra = (
             None
+            # A reduce-scatter can only subdivide the shards that the operator computes.
             if count % computed_count
             else take_outer_axes(count // computed_count, free, computed.layout)
         )
@@ -318,6 +323,7 @@ def _iterate_reduce_scatter_counts(
     """Yield the shard counts after a reduce-scatter of the partial sum, for each dimension that it
     can shard evenly."""
     terms, counts = computed.layout.size(computed.partial), computed.shard_counts
+    # Suggests only to scatter the whole sum onto one dimension.
     for dim, size in enumerate(shape):
         if size % (counts[dim] * terms) == 0:
             yield (*counts[:dim], counts[dim] * terms, *counts[dim + 1 :])
@@ -401,6 +407,7 @@ def _assign_storage_axes(
 def _find_prefix_dividing_count(count: int, axes: Axes, mesh: DeviceMatrix) -> Axes:
     """Return the longest prefix of `axes` whose total size divides `count`."""
     leading: list[int] = []
+    # Axes have prime sizes, so a prefix divides `count` if its sizes are among the prime factors.
     primes = list(prime_factors(gcd(count, mesh.num_devices)))
     for axis in axes:
         if mesh.device_matrix[axis] not in primes:

@@ -101,6 +101,7 @@ def shard(
         strategy = requested_strategy(in_strategy, out_strategy)
         function: Callable[..., Any] = target
         if isinstance(target, nn.Module):
+            # `NamedFunction.forward` accepts any arguments; those of its function have names.
             function = target.function if isinstance(target, NamedFunction) else target.forward
         check_argument_names(target, function, strategy)
     if isinstance(target, nn.Module):
@@ -174,6 +175,7 @@ def pins_of(graph: Graph, axes: DeviceMatrix | None = None) -> Pins:
     check_axis_names(axis_names_of([*(strategy for _, strategy in requested), *stored]), axes)
     strategies: dict[str, OperatorStrategy] = {}
     for op, strategy in requested:
+        # Each operator by itself: positions of arguments and numbers of dimensions differ.
         if isinstance(strategy, NamedStrategy):
             strategy = strategy.operator_strategy(op, graph, axes)
         # Two equal pins of one operator are valid: the module is used twice, or a pinned function
@@ -224,6 +226,7 @@ def _iterate_operator_strategies(graph: Graph) -> Iterator[tuple[Operator, Pinne
     ops_by_name: dict[str, list[Operator]] = {}
     for op in graph.ops:
         name, _, call_number = op.name.rpartition("@")
+        # `net.fc@2`, the second call of `net.fc`, is listed under the name of the module.
         ops_by_name.setdefault(name if call_number.isdigit() else op.name, []).append(op)
     for pin, paths in _find_module_paths(graph).items():
         # An entry for one call, "net.fc@2", takes precedence over one for all calls, "net.fc".
@@ -250,6 +253,8 @@ def _find_main_operators(graph: Graph, path: str) -> list[Operator]:
     inside = [op for op in graph.ops if not path or f"{op.module}.".startswith(f"{path}.")]
     direct = [op for op in inside if op.module == path]
     where = f"module {path!r}" if path else "the model itself"
+    # The boundary of a module with submodules is pinned when it is traced, which a graph from
+    # before the pin lacks.
     if len(direct) < len(inside):
         raise StrategyError(_format_ambiguous_pin(where, inside))
     calls: dict[str, list[Operator]] = {}
@@ -271,6 +276,7 @@ def _iterate_function_strategies(graph: Graph) -> Iterator[tuple[Operator, Pinne
     for pin, source in graph.call_tags:
         if not isinstance(pin, Pin) or pin.strategy is None:
             continue
+        # Pins are compared by identity, so that two calls of one function remain apart.
         ops = [op for op in graph.ops if pin in op.tags]
         if not ops and isinstance(pin, BoundaryPin):
             continue  # Nothing reads the tensor, so the graph has no alias of it.
@@ -335,6 +341,7 @@ def _collect_parameter_entries(graph: Graph, axes: DeviceMatrix | None) -> dict[
                 )
             ndim = len(parameters[graph_name].shape)
             entry = entry_with_layout(f"parameter_plan of {name!r}", requested, ndim, axes)
+            # Two names of a tied parameter may have equal entries.
             if entries.setdefault(graph_name, entry) != entry:
                 raise StrategyError(
                     f"parameter_plan of {path or 'the model'!r}: the parameter {name!r} has two"

@@ -78,6 +78,7 @@ def _encode_entry(entry: Entry) -> Any:
 def _decode_entry(data: Any) -> Entry:
     if isinstance(data, Mapping):
         return TensorLayout.from_dict(data)
+    # JSON reads tuples as lists, and an entry must be a tuple.
     return None if data is None else tuple(data)
 
 
@@ -127,6 +128,7 @@ def check_entry(option: str, entry: Any) -> None:
                 "remove `partial` and `varying`: a strategy can only shard dimensions"
             )
         return
+    # A `Layout` shards a tensor only when it is called with an axis for each dimension.
     if isinstance(entry, Layout):
         raise StrategyError(
             f"{option}: {entry} is a Layout, not a TensorLayout\n"
@@ -139,6 +141,7 @@ def check_entry(option: str, entry: Any) -> None:
             " TensorLayout, or None"
         )
     for count in entry:
+        # `True` is an instance of `int`.
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise StrategyError(
                 f"{option}: {entry!r} contains {count!r}\n"

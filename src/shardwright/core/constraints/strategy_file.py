@@ -53,6 +53,7 @@ def strategies_to_text(strategies: Mapping[str, FileEntry]) -> str:
         f"  {json.dumps(k)}: {json.dumps(_encode_file_entry(entry, names))}"
         for k, entry in strategies.items()
     ]
+    # Lines by hand: `json.dumps` with an indent puts each number on a line of its own.
     layouts = [f"  {json.dumps(n)}: {json.dumps(x.to_dict())}" for x, n in names.items()]
     sections = [f' "version": {VERSION}', _format_json_section("layouts", layouts)]
     return "{\n" + ",\n".join([*sections, _format_json_section("strategies", lines)]) + "\n}\n"
@@ -87,6 +88,7 @@ def _encode_tensor_entry(entry: Entry, names: dict[Layout, str]) -> Any:
     number = len(names) + 1
     name = names.setdefault(entry.layout, "layout" if number == 1 else f"layout{number}")
     dims = ([entry.alias_names[axis] for axis in axes] for axes in entry.axes)
+    # As in a call of the layout: one axis by its name, several as a list.
     return {name: [d if len(d) > 1 else d[0] if d else "None" for d in dims]}
 
 
@@ -209,6 +211,7 @@ def _parse_tensor_entries(
 def _parse_tensor_entry(where: str, data: Any, layouts: Mapping[str, Layout]) -> Entry:
     if data is None:
         return None
+    # Other objects, and axes that are no list, reach the error of an invalid entry below.
     if isinstance(data, dict) and len(data) == 1:
         ((name, dims),) = data.items()
         if name not in layouts:
