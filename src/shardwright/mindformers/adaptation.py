@@ -137,4 +137,5 @@ def _read_unfrozen_patterns(section: Keys) -> list[str]:
             f"{merged[0]!r} matches a merged layer that Shardwright splits into three\n"
             "use separate patterns for wq, wk and wv instead",
         )
+    # Whole words only: `w1` may also be a part of another name.
     return [re.sub(r"\w+", lambda m: names.get(m.group(), m.group()), each) for each in patterns]

@@ -31,6 +31,7 @@ class AllErrors:
 
         An error whose message names an earlier invalid key may be a consequence, and is dropped.
         """
+        # Ends, because each repetition ignores one more key.
         while True:
             try:
                 return reader()
@@ -50,6 +51,7 @@ class AllErrors:
     def _add_error(self, error: ConfigError, key: str | None = None) -> None:
         # Without the error's own key, which would match itself.
         message = str(error).replace(f"{key}: ", "", 1)
+        # Messages name other keys without their sections.
         names = (each.rpartition(".")[2] for each in self._wrong_keys)
         is_consequence = any(re.search(rf"\b{re.escape(name)}\b", message) for name in names)
         if key not in self._wrong_keys and not is_consequence:
@@ -61,6 +63,7 @@ class AllErrors:
         Raises:
             ConfigError: with the messages of all errors, one after the other.
         """
+        # A single error keeps its type and message.
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:

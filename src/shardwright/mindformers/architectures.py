@@ -9,6 +9,7 @@ from shardwright.models.sizes import Positions
 
 _ARCHITECTURES: Mapping[str, tuple[str, Positions, str]] = {
     "LlamaForCausalLM": ("llama", "rotary", "LlamaConfig"),
+    # InternLM is LLaMA with biases, which are read with the sizes.
     "InternLMForCausalLM": ("llama", "rotary", "InternLMConfig"),
     "InternLM2ForCausalLM": ("llama", "rotary", "InternLM2Config"),
     "TelechatForCausalLM": ("telechat", "rotary", "TelechatConfig"),
@@ -16,6 +17,7 @@ _ARCHITECTURES: Mapping[str, tuple[str, Positions, str]] = {
     "ChatGLM2WithPtuning2": ("glm", "rotary", "ChatGLM2Config"),
     "QwenForCausalLM": ("qwen", "rotary", "QwenConfig"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "rotary", "DeepseekV2Config"),
+    # Baichuan 7B is LLaMA; the 13B models have ALiBi, and version 2 a normalized head.
     "Baichuan7BForCausalLM": ("llama", "rotary", "LlamaConfig"),
     "Baichuan13BForCausalLM": ("baichuan1", "alibi", "LlamaConfig"),
     "Baichuan7BV2ForCausalLM": ("baichuan", "rotary", "LlamaConfig"),

@@ -54,6 +54,8 @@ class MindFormersRun(LanguageRun):
             policy,
             load_key="load_checkpoint",
             resume_key="resume_training",
+            # MindFormers' key needs a checkpoint, while `train.resume` begins a new run without
+            # one.
             must_resume=self.training.resume,
         )
 
@@ -73,4 +75,5 @@ def read_run(content: Mapping[str, Any], file: str) -> MindFormersRun:
     Raises:
         ConfigError: if a key is missing, invalid or contradicts another.
     """
+    # This class adds only methods, so its fields are those of `LanguageRun`.
     return MindFormersRun(**vars(language_run(content, file)))

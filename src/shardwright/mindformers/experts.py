@@ -47,6 +47,7 @@ def read_experts(
         )
     family, sizes = _EXPERT_READERS[family](section, config)
     for name, reason in _KEYS_WITHOUT_EFFECT.items():
+        # 0, like a missing key, asks for nothing.
         if section.number(name, 0.0):
             notes.append(f"moe_config.{name} has no effect: {reason}")
     return family, {

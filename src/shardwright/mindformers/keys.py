@@ -74,6 +74,7 @@ class Keys:
         Keys that the new reader reads count as read here.
         """
         content = {**defaults, **self.content}
+        # `replace` passes on the sets of this reader, so that keys read there count here.
         return replace(self, content=content)
 
     def has(self, name: str) -> bool:
@@ -204,6 +205,8 @@ class Keys:
                 yield from self._opened_sections[name].unread()
             elif name not in self._read_names:
                 missing = [key for key in self._read_names if key not in self.content]
+                # Stricter than difflib's default of 0.6, because most unread keys are not
+                # misspelled.
                 close_matches = get_close_matches(str(name), missing, n=1, cutoff=0.85)
                 yield self._full_key(name) + (
                     f" (did you mean {close_matches[0]}?)" if close_matches else ""

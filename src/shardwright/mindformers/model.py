@@ -134,6 +134,7 @@ def _read_dimensions(
     hidden, heads = config.integer("hidden_size"), config.integer(name("num_heads"))
     if config.has(name("intermediate_size")):
         feed_forward = config.integer(name("intermediate_size"))
+    # GPT and PanguAlpha, the models with learned positions, set a multiple of the hidden size.
     elif positions == "learned":
         feed_forward = config.integer("expand_ratio", 4) * hidden
     else:
@@ -182,6 +183,7 @@ def _read_dimensions(
 def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
     """Read arguments of `transformers` configurations: biases, tied weights, RoPE scaling."""
     config_type = config.string("type")
+    # MindFormers' defaults.
     biases = {"InternLMConfig": ("has_bias", True), "InternLM2Config": ("has_bias", False)}
     name, default = (
         ("add_qkv_bias", True) if family == "glm" else biases.get(config_type, ("has_bias", False))
@@ -193,6 +195,7 @@ def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[
         arguments["tie_word_embeddings"] = True
     if rope_scaling := _read_rope_scaling(config):
         arguments["rope_parameters"] = rope_scaling
+    # These families are modules of this package, not of `transformers`.
     if arguments and family in ("baichuan1", "baichuan", "pangualpha"):
         raise config.error(
             "type", f"{family} does not support {', '.join(arguments)}\nremove these keys"
@@ -268,6 +271,7 @@ def read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
     """
     requested = config.string(name, default, valid=list(_DTYPES))
     dtype = _DTYPES[requested]
+    # Only a dtype that the file sets is worth a note.
     if dtype != requested and config.has(name):
         notes.append(
             f"model.model_config.{name} is {_DTYPES[requested]}, which needs no loss scaling"

@@ -83,6 +83,7 @@ class Parallelism:
     @property
     def pipelined(self) -> bool:
         """Whether there are several pipeline stages, or the planner may choose several."""
+        # A stage needs a micro-batch of its own, so one micro-batch means one stage.
         return self.stages > 1 or (bool(self.auto_pipeline) and self.micro_batch_num > 1)
 
     @property
@@ -195,6 +196,7 @@ def _read_pipeline_schedule(config: Keys, keys: Keys, notes: list[str]) -> str:
             "pipeline_interleave",
             "True is not supported with gpipe\nset `pipeline_scheduler: 1f1b`",
         )
+    # `zero_bubble_v` always has two chunks per stage.
     return "interleaved_1f1b" if schedule == "1f1b" else schedule
 
 
@@ -221,6 +223,7 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
         )
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
+    # In KB, with MindSpore's default.
     threshold = config.integer("parallel_optimizer_threshold", 64, minimum=0)
     # Only now, so that the keys of the section count as read.
     if not parallel.flag("enable_parallel_optimizer", False):
@@ -252,7 +255,9 @@ def _override_excluded_options(
                 key = "pipeline_stage" if name == "stages" else name
                 notes.append(f"{key} is {effective}, not {requested}: the mode is {mode}")
         changes = {name: effective for name, (_, effective) in excluded.items()}
+        # Without a note for `data_parallel`: in these modes every device is a replica.
         parallelism = replace(parallelism, data_parallel=1, **changes)  # type: ignore[arg-type]
+    # Only a search that shards operators by itself chooses the stages too.
     if parallelism.auto_pipeline is not None and (
         mode not in SEARCH_MODES or parallelism.shards_by_degrees
     ):

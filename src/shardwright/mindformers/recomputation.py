@@ -107,6 +107,7 @@ def leading_blocks(layers: Sequence[int], stages: int, blocks: StageBlocks) -> l
     return [
         start + index
         for start, size, count in zip(starts, layers, counts, strict=True)
+        # A chunk may have fewer blocks than are requested.
         for index in range(min(size, count))
     ]
 
@@ -125,6 +126,7 @@ def _count_blocks_per_chunk(
         remaining = min(total, sum(layers[chunk] for chunk in of_stage))
         # Ends, as no more than the blocks of the stage remain.
         while remaining:
+            # In turn, so that numbers of recomputed blocks of the chunks differ by at most one.
             for chunk in of_stage:
                 if remaining and counts[chunk] < layers[chunk]:
                     counts[chunk] += 1
@@ -140,6 +142,7 @@ def _read_blocks(section: Keys, name: str, stages: int, chunks: int) -> StageBlo
 def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int) -> StageBlocks:
     """Parse a flag, a list of numbers of blocks by stage, or a list of such lists by chunk."""
     if not isinstance(value, list):
+        # As a section with this one key, so that an error names it.
         return Keys({name: value}, section.path, section.file).flag(name, False)
     rows = value if value and all(isinstance(row, list) for row in value) else [value]
     numbers = [each for row in rows for each in row]

@@ -80,6 +80,7 @@ def language_run(content: Mapping[str, Any], file: str = "config") -> LanguageRu
     layers = errors.read(
         lambda: check_parallelism(keys, parallelism, model.sizes) if model and parallelism else None
     )
+    # After an error, as if there were one stage, so that errors in other sections are reported.
     stages = parallelism.stages if parallelism else 1
     chunks = len(layers) // stages if layers else 1
     batch = errors.read(lambda: read_batch(keys, parallelism, notes) if parallelism else None)
@@ -317,6 +318,7 @@ def _check_tensor_parallel(config: Keys, parallelism: Parallelism, sizes: Dimens
     degree = parallelism.model_parallel
     for name, size in sharded_sizes.items():
         if size % degree:
+            # The degree must divide all sizes, and so their greatest common divisor.
             common = gcd(*sharded_sizes.values())
             raise config.error(
                 "model_parallel",

@@ -103,6 +103,7 @@ def _read_checkpoint_callback(keys: Keys) -> dict[str, Any]:
             monitor = Keys(content, f"callbacks[{index}]", keys.file)
             return {
                 "folder": folder,
+                # MindFormers' defaults.
                 "every": monitor.integer("save_checkpoint_steps", 1),
                 "keep": monitor.integer("keep_checkpoint_max", 5),
                 "async": monitor.flag("async_save", False),
@@ -115,6 +116,7 @@ def _read_optimizer(keys: Keys, notes: list[str]) -> dict[str, Any]:
     section, wrapper = keys.section("optimizer"), keys.section("runner_wrapper")
     section.string("type", "AdamW", valid=_OPTIMIZERS)
     clips = wrapper.flag("use_clip_grad", False)
+    # Also without clipping, so that the key counts as read.
     norm = wrapper.number("max_grad_norm", _DEFAULT_CLIP_NORM, above=0)
     return {
         "name": "adamw",
@@ -144,6 +146,7 @@ def _read_betas(section: Keys) -> list[float]:
         names = ("betas[0]", "betas[1]")
         # With an index in their names, for error messages.
         section = Keys(dict(zip(names, betas, strict=True)), section.path, section.file)
+    # Defaults of Adam (Kingma and Ba, 2015).
     return [
         section.number(name, default, minimum=0, below=1)
         for name, default in zip(names, (0.9, 0.999), strict=True)

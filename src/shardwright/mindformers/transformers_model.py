@@ -64,6 +64,7 @@ _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
 def has_transformers_keys(keys: Keys) -> bool:
     """Whether the model of a file has the keys of a `transformers` configuration."""
     model = keys.section("model")
+    # Older files have `arch`, also with `pretrained_model_dir`.
     if model.section("arch").content:
         return False
     config = model.section("model_config")
@@ -101,6 +102,7 @@ def _read_pretrained_config(keys: Keys, model_config: Keys) -> Mapping[str, Any]
     if not folder:
         return {}
     file = Path(folder) / "config.json"
+    # The folder may be missing on this machine if the file has the sizes itself.
     if not file.exists() and model_config.has("num_hidden_layers"):
         return {}
     if not file.exists():
@@ -187,6 +189,7 @@ def _read_dimensions(
     heads = config.integer("num_attention_heads")
     expert_names = MODEL_TYPES[family][1]
     sizes: dict[str, Any] = {}
+    # Dense families have no arguments for experts.
     for field, name in zip(("num_experts", "experts_per_token"), expert_names, strict=False):
         sizes[field] = config.integer(name)
     # The width of an expert, where it is not that of dense layers.
@@ -213,6 +216,7 @@ def _read_dimensions(
             intermediate_size=config.integer(width),
             vocab_size=config.integer("vocab_size"),
             seq_length=seq_length,
+            # The default of `transformers`.
             norm_eps=config.number("rms_norm_eps", 1e-6, above=0),
             rope_base=_read_rope_base(config),
             hf=hf,
@@ -240,6 +244,7 @@ def _read_rope_scaling(config: Keys) -> dict[str, Any]:
     """Read the scaling of rotary positions as `rope_parameters` of `transformers`."""
     name = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
     section = config.section(name)
+    # `rope_theta` is not scaling; `_read_rope_base` reads it.
     scaling = {key: section.any(key) for key in section.content if key != "rope_theta"}
     # `type` is the older name of `rope_type`.
     if "type" in scaling:

@@ -33,6 +33,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
             **_hsdp_and_recompute_sections(run),
             **_compute_dtype_key(run.model),
             "memory_limit": run.memory_limit,
+            # A missing key is "" in `LanguageRun`, and None in a configuration.
             "save_strategies": run.strategy_file or None,
             "save_graphs": run.graphs_folder or None,
         },
@@ -48,6 +49,7 @@ def _model_section(run: LanguageRun) -> dict[str, Any]:
         "sizes": vars(run.model.sizes),
         "arguments": {"attention": run.model.attention},
     }
+    # Fields of an adaptation are named like the keys of its section.
     for name, adaptation in vars(run.model.adaptation).items():
         if adaptation is not None:
             section[name] = vars(adaptation)
@@ -57,6 +59,7 @@ def _model_section(run: LanguageRun) -> dict[str, Any]:
 def _parallel_section(run: LanguageRun) -> dict[str, Any]:
     parallelism = run.parallelism
     section: dict[str, Any] = {
+        # Degrees are the section `expert`, which needs this mode.
         "mode": "semi_auto" if parallelism.shards_by_degrees else parallelism.mode,
         "strategies": parallelism.strategies or None,
         "mem_coeff": parallelism.mem_coeff,
@@ -117,6 +120,7 @@ def _recompute_section(run: LanguageRun) -> dict[str, Any]:
             "operators": operators,
             "whole_blocks": fully_recomputed,
         }
+    # No block is recomputed partly, so the section needs no `whole_blocks`.
     return section | {"blocks": fully_recomputed}
 
 

@@ -101,6 +101,7 @@ def _attention_for_transformers(
     # None leaves the choice to the module.
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     has_bias, prefixes = options.get("position_bias") is not None, options.get("prefixes")
+    # These need scores or masks that `causal_attention` does not compute.
     if attention_mask is not None or has_bias or not is_causal:
         if prefixes is not None:
             raise ConfigError(

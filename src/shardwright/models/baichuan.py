@@ -41,6 +41,7 @@ class BaichuanAttention(nn.Module):
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
+        # Of heads without the features of ALiBi, which make queries and keys wider.
         scale = self.head_size**-0.5
         if angles is not None:
             query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
@@ -94,6 +95,7 @@ class BaichuanBackbone(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
         angles = None
+        # Computed once for all layers.
         if self.sizes.positions == "rotary":
             positions = input_ids.shape[1]
             angles = rotary(positions, self.sizes.head_size, self.sizes.rope_base, like=x)
@@ -109,6 +111,7 @@ class NormHead(nn.Linear):
         super().__init__(sizes.hidden_size, sizes.vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Normalized in each forward pass, so that gradients pass through the normalization.
         return F.linear(x, F.normalize(self.weight, dim=-1))
 
 

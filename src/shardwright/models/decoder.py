@@ -53,6 +53,7 @@ class Decoder(nn.Module):
         # A cache of keys and values only serves generation.
         options: dict[str, Any] = {"use_cache": False}
         if self.prefix_tuning is not None:
+            # `transformers` passes further options on to the attention function.
             options["prefixes"] = self.prefix_tuning(input_ids.shape[0])
         hidden = self.model(input_ids=input_ids, **options).last_hidden_state
         return next_token_loss(self.lm_head(hidden), labels)
@@ -75,6 +76,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
 
     model_type, expert_arguments = MODEL_TYPES[sizes.family]
     # Checked here, because `transformers` ignores unknown arguments.
+    # `head_dim` is set for every family below.
     valid_arguments = {*AutoConfig.for_model(model_type).to_dict(), "head_dim"}
     if unknown := sorted(set(sizes.hf) - valid_arguments):
         raise ConfigError(
@@ -84,6 +86,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     expert_sizes = (sizes.num_experts, sizes.experts_per_token, sizes.intermediate_size)
     arguments = {
         **_hf_config_arguments(sizes, attention),
+        # Dense families take none of the experts' sizes.
         **dict(zip(expert_arguments, expert_sizes, strict=False)),
     }
     config = AutoConfig.for_model(model_type, **arguments)
@@ -146,6 +149,7 @@ def _fuse_norms(net: nn.Module) -> None:
     RMSNorm of `transformers` consists of eight operators, which save five tensors for the backward
     pass; the fused operator saves one.
     """
+    # A list, because the loop replaces modules.
     norms: list[tuple[str, Any]] = [
         (name, module) for name, module in net.named_modules() if _is_rms_norm(module)
     ]
@@ -155,9 +159,11 @@ def _fuse_norms(net: nn.Module) -> None:
         # On the meta device, as the existing weight takes the place of the new one.
         with torch.device("meta"):
             norm = nn.RMSNorm(weight.shape[0], composed_norm.variance_epsilon)
+        # The tensor of the old norm, so that its values, or its place on the meta device, stay.
         norm.weight = nn.Parameter(weight)
         setattr(net.get_submodule(parent), attribute, norm)
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
+    # By name, as each model of `transformers` has an RMSNorm class of its own.
     return type(module).__name__.endswith("RMSNorm")

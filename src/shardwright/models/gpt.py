@@ -62,6 +62,7 @@ class GPTAttention(nn.Module):
             projected.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for projected in (query, self.k_proj(x), self.v_proj(x))
         )
+        # The function takes a probability and does not know the mode of the module.
         dropout = self.dropout if self.training else 0.0
         # The queries of PanguAlpha's query layer have no batch dimension.
         query = query.expand(key.shape)
@@ -126,6 +127,7 @@ class GPTBackbone(nn.Module):
                 f"the sequence has {positions} positions, but the model only has {limit}\nshorten"
                 " the sequence, or build the model with a larger `seq_length`"
             )
+        # A slice instead of a look-up, because positions are equal in all samples.
         x = self.embed_tokens(input_ids) + self.embed_positions.weight[:positions]
         x = self.dropout(x)
         for layer in self.layers:

@@ -22,6 +22,7 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Compute the mean next-token loss; both arguments are `[batch, positions]`."""
+        # A cache of keys and values only serves generation.
         loss: Tensor = self.net(input_ids=input_ids, labels=labels, use_cache=False).loss
         return loss
 
@@ -56,6 +57,7 @@ def causal_lm(source: str | Path | Mapping[str, Any], attention: Attention) -> n
     config._attn_implementation = _attention_implementation(model_class, config, attention)
     try:
         return CausalLM(model_class(config))
+    # Raised for arguments that contradict each other.
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"hf: cannot build a {config.model_type} model: {_first_line_of_error(error)}\n"

@@ -73,6 +73,7 @@ def adapt(net: nn.Module, lora: LoRA) -> nn.Module:
     )
     try:
         adapted = inject_adapter_in_model(config, net)
+    # `peft` raises ValueError if no module matches.
     except ValueError as error:
         linear = sorted({n.split(".")[-1] for n, m in net.named_modules() if type(m) is nn.Linear})
         raise ConfigError(

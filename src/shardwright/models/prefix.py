@@ -77,6 +77,8 @@ class Prefixes(nn.Module):
         prefixes = self.projection(self.embedding).unflatten(-1, self.shape)
         # Expanded before dropout, so that each sample draws its own mask.
         prefixes = self.dropout(prefixes.expand(batch, *prefixes.shape))
+        # From `[batch, tokens, 2 · layers, heads, size]` to 2 · layers of `[batch, heads, tokens,
+        # size]`.
         return prefixes.permute(2, 0, 3, 1, 4).unbind()
 
 

@@ -114,6 +114,7 @@ class Dimensions:
             )
         for name in ("norm_eps", "rope_base"):
             value = getattr(self, name)
+            # `not … > 0` also rejects NaN.
             if not isinstance(value, int | float) or not value > 0:
                 raise ConfigError(f"{name}={value!r} is not positive\nuse for example {name}=1.0")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
