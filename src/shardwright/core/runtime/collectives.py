@@ -59,6 +59,7 @@ class Collective:
         pending = list(shape)
         if self.joined is not None:
             dim, blocks = self.joined
+            # For dimension 0 the two changes cancel.
             pending[dim] //= blocks
             pending[0] *= blocks
         return pending
@@ -169,6 +170,7 @@ def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
     row-major order, stacked along a new first dimension."""
     sizes = [size // count for size, count in zip(x.shape, cuts, strict=True)]
     pairs = [n for pair in zip(cuts, sizes, strict=True) for n in pair]
+    # The indices of the cells first, then the dimensions of a cell.
     cells = x.reshape(pairs).permute(*range(0, 2 * x.ndim, 2), *range(1, 2 * x.ndim, 2))
     return cells.reshape(-1, *sizes)
 
@@ -176,6 +178,7 @@ def split_cells(x: Tensor, cuts: Sequence[int]) -> Tensor:
 def join_cells(cells: Tensor, cuts: Sequence[int]) -> Tensor:
     """Join `cells`, the result of `split_cells` with equal `cuts`, to the original tensor."""
     sizes, dims = cells.shape[1:], len(cuts)
+    # Each dimension is again (index of the cell, position in the cell).
     order = [d + offset for d in range(dims) for offset in (0, dims)]
     x = cells.reshape(*cuts, *sizes).permute(order)
     return x.reshape([count * size for count, size in zip(cuts, sizes, strict=True)])
@@ -421,6 +424,7 @@ def bound_reduction(devices: Devices, axes: Axes, operation: str, varying: bool)
         # Block i moves to block n-1-i, i-1 or i+1; `order` maps blocks to positions in the group.
         blocks = range(group.size)
         following = (*blocks[1:], 0)
+        # Named by the source: with NEXT each rank receives the block of the next one.
         moved = {MIRROR: blocks[::-1], NEXT: (blocks[-1], *blocks[:-1])}
         to = dict(zip(blocks, moved.get(operation, following), strict=True))
         target_of = {group.order[block]: group.order[to[block]] for block in blocks}

@@ -70,6 +70,7 @@ def _draw_full_tensor(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[
         local.copy_(shard)
         return tensor
     meta = torch.empty(tensor.shape, device="meta")
+    # With the shape: `from_local` would otherwise assume that all shards have this size.
     return DTensor.from_local(
         *(shard, mesh, tensor.placements), shape=meta.shape, stride=meta.stride()
     )

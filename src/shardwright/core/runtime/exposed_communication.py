@@ -51,6 +51,7 @@ class WaitTimer:
         Args:
             sign: -1 to subtract the duration, for computation within a measured wait.
         """
+        # Read once, as `enable` may end within the wait.
         intervals = self.intervals
         if intervals is None:
             yield
@@ -67,6 +68,7 @@ class WaitTimer:
         within a measured wait."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Waits of collectives within the function count themselves.
             with self.measure(-1):
                 return function(*args, **kwargs)
 

@@ -49,6 +49,7 @@ def micro_batch(
         PlanError: if `count` does not divide the batch size, or an argument is a nested tensor.
     """
     result = []
+    # Empty dimensions mean the default too, as in `PipelineSpec`.
     for leaf, dim in zip(leaves, dims or first_dims(leaves), strict=True):
         if dim is not None and leaf.is_nested:
             raise PlanError(
@@ -118,6 +119,7 @@ def _get_batch_size(leaves: Sequence[Any], dims: SampleDims | None = None) -> in
 
 
 def _divisors(number: int) -> list[int]:
+    # Each divisor above the root is the counterpart of one below.
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     # A set, because the root of a square is its own counterpart.
     return sorted({*small, *(number // n for n in small)})
@@ -156,6 +158,7 @@ def global_leaves(
                 "batch\nplan with an example that passes the tensor, or without `dataset_strategy`"
             )
         is_split = isinstance(value, Value) and value.name in arrivals
+        # `PlannedCall.check` rejects another number of dimensions, with both shapes in its error.
         if is_split and isinstance(leaf, Tensor) and leaf.ndim == len(value.shape):
             counts = TensorLayout(mesh, arrivals[value.name]).shard_counts
             shape = [size * count for size, count in zip(leaf.shape, counts, strict=True)]

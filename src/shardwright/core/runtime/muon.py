@@ -143,6 +143,7 @@ def _update_shards_of_matrices(
         group_matrices.sort(key=lambda each: -each[0].numel())
         size = dist.get_world_size(group)
         for first in range(0, len(group_matrices), size):
+            # One matrix for each rank.
             concurrent = group_matrices[first : first + size]
             shards = _orthogonalize_shards(
                 [(update, owners) for _, update, owners in concurrent],

@@ -134,6 +134,7 @@ def wrap_reduction(
             return reduce.end(x)
 
     if isinstance(run, BoundCollective):
+        # The gradient of a result that does not vary is complete on each rank.
         backward = reduction.backward_collective if reduction.varying else None
         run = wrap_step(run, collective, backward, axes, matrix)
         return Reduce(run, start, end, reduce.call_site)
@@ -204,6 +205,7 @@ class RangedBucket(BoundBucket):
     def reduce(self, gradients: Sequence[Tensor | None]) -> Tensor:
         with self._bucket_range:
             if self._has_reduce_scatter:
+                # The all-reduce over replicas then starts in `sum_replicas`.
                 with self._reduce_scatter_range.send(
                     self._shard_bytes * self._reduce_scatter_range.size
                 ):
@@ -226,6 +228,7 @@ class RangedBucket(BoundBucket):
                 return super().sum_replicas(flat)
 
     def shard_gradients(self, flat: Tensor) -> list[Tensor]:
+        # The waits, if any, were in `sum_replicas`.
         if self.replicas is None:
             return super().shard_gradients(flat)
         with self._bucket_range, self._all_reduce_range.wait():

@@ -112,6 +112,8 @@ class RankCalls:
         request."""
         self._thread_id = threading.main_thread().ident or 0
         self._ended = threading.Event()
+        # With a weak reference, so that a destroyed group is freed; a daemon, as it may block in
+        # the store.
         self._thread = threading.Thread(
             target=self._exchange_states_until_end, args=(ref(world),), daemon=True
         )
@@ -238,6 +240,7 @@ class RankCalls:
         pause, begun = POLL_INTERVAL / 512, time.monotonic()
         warns_at: float | None = begun + WARN_AFTER
         timeout = self._longest_wait.total_seconds() if self._longest_wait is not None else math.inf
+        # The watching thread may also set `error`.
         while not self.error:
             # Not `wait`, whose time-out writes to the log.
             if self._barrier_store.check([f"all have {key}"]):
@@ -329,9 +332,11 @@ class RankCalls:
             self._written = content
         if self._rank == 0:
             self._set_error_if_deadlocked()
+        # Other ranks make calls, and ask once they wait too.
         if (is_idle or self._rank == 0) and self._store.check(["error"]):
             self.error = self._store.get("error").decode()
             log.error("%s", self.error)
+            # Ranks that are blocked in a collective of gloo then raise, and find the error.
             close_connections(self._store)
 
     def _set_error_if_deadlocked(self) -> None:
@@ -347,6 +352,7 @@ class RankCalls:
         self._seen_changes = changes
         keys = [f"rank {rank}" for rank in range(self._world_size)]
         contents = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        # A content is the number of the request that it answers, then the state.
         answers = [content.partition(" ") for content in contents if content]
         states = [RankState.from_json(state) for _, _, state in answers]
         error = difference_of_calls(states)
@@ -435,6 +441,7 @@ def model_call(name: str, devices: Devices) -> AbstractContextManager[None]:
         DataError: on all ranks, if they wait for each other in different calls.
     """
     calls = rank_calls() if devices.is_distributed else None
+    # The first model, often the only one, has the plain name.
     if devices.model > 1:
         name = f"model {devices.model}'s {name}"
     return nullcontext() if calls is None else calls.call(name)
@@ -463,6 +470,8 @@ def counted_call(name: str, *, waits: bool = True) -> AbstractContextManager[Non
             begin.
     """
     world = dist.group.WORLD
+    # Other threads, such as those of asynchronous checkpoints, make their calls in no fixed order
+    # with those of the main thread.
     if threading.current_thread() is not threading.main_thread() or world is None:
         return nullcontext()
     calls = _calls_by_group().get(world)

@@ -132,6 +132,8 @@ class RegatherRun:
             if packed.tensors is None:
                 self._gather_members_of_bucket(packed)
             assert packed.tensors is not None
+            # Every gather gives a member the same memory layout, so the geometry of the saved view
+            # applies.
             member = packed.tensors[saved.member]
             view = member.as_strided(saved.size, saved.stride, saved.offset)
         packed.unresolved -= 1
@@ -145,7 +147,8 @@ class RegatherRun:
             for bucket in self.order:
                 bucket.is_resolved = False
         packed.start()
-        # Prefetch the bucket that the backward pass reads next.
+        # Prefetch the bucket that the backward pass reads next, unless it has read all of it
+        # already.
         index = self.order.index(packed)
         if index and not self.order[index - 1].is_resolved:
             self.order[index - 1].start()

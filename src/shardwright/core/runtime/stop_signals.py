@@ -66,6 +66,7 @@ class StopSignals:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # Emptied, as a second signal has the handlers restored before the end of the block.
         while self._earlier_handlers:
             number, handler = self._earlier_handlers.popitem()
             # None stands for a handler that was not installed from Python.

@@ -155,6 +155,7 @@ class TotalNorms:
         dtypes = [norm.dtype for norm in norms] + [model.dtype for model in models]
         if models:
             counted = [tensor for tensor in stage_tensors if counts[_make_memory_key(tensor)]]
+            # The all-reduce is over the default process group, which all models share.
             norms.append(norm_over_devices(counted, models[0].devices, norm_type))
         # In float64, so that combining the norms loses no digits.
         stacked_norms = torch.stack([norm.double().to(norms[-1].device) for norm in norms])
@@ -188,6 +189,7 @@ def _find_models_in_norm_call(
                     # On one stage PyTorch's own norm is right, and ranks of other stages do not
                     # call it.
                     return [model] if len(model.stages_below(path)) > 1 else []
+        # The source may also contain planned models.
         inside = set(source.modules())
         return [model for module, model in models.items() if module in inside]
     # Perhaps a stage without the requested parameters, whose rank must join the collective.
@@ -199,6 +201,7 @@ def _find_models_in_norm_call(
 
 def _compute_norm_on_mesh(tensors: list[Tensor], norm_type: float) -> Tensor:
     norm = nn.utils.get_total_norm(tensors, norm_type)
+    # An ordinary tensor, as norms on several meshes are combined.
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -92,6 +92,7 @@ def unpack(columns: Sequence[int]) -> TrainingRecord:
     return TrainingRecord(steps, rate, options, max_norm)
 
 
+# Cached, so that the hook is registered once per process.
 @cache
 def training_record() -> TrainingRecord:
     """Return the record of this process; the first call hooks into the steps of all optimizers."""
