@@ -48,6 +48,7 @@ from shardwright.text_files import parse_json, read_text, short_repr, write_text
 OLDEST_VERSION = "1.0"
 require_version("accelerate", OLDEST_VERSION, "shardwright.integrations.accelerate")
 
+# After the check of the version, as an older one may not have these names.
 from accelerate.data_loader import BatchSamplerShard, prepare_data_loader  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.scheduler import AcceleratedScheduler  # noqa: E402
@@ -141,6 +142,7 @@ def _prepare_model(
         for optimizer in optimizers:
             adopt_parameters_of_model(optimizer, parallel)
         train_stages_in_calls(parallel)
+        # Autocast is the outer wrapper, so that the schedule of pipeline stages runs in it too.
         if accelerator.native_amp:
             run_forward_in(parallel, accelerator.autocast)
 
@@ -214,6 +216,7 @@ def _prepare_loader(accelerator: Any, loader: DataLoader[Any], shards: DataShard
         split_batches=not divided and batches is None,
         put_on_device=accelerator.device_placement,
         rng_types=sorted(rng_types),
+        # Every rank reads its samples itself, instead of rank 0 for all.
         dispatch_batches=False,
         even_batches=config.even_batches,
         use_seedable_sampler=config.use_seedable_sampler,
@@ -410,6 +413,7 @@ def _save_random_states(models: list[nn.Module], weights: list[Any], folder: str
     if is_rank_0():
         file = Path(folder, RANDOM_FILE)
         try:
+            # The `repr` of lists of integers is JSON.
             write_text(file, repr([list(state) for state in states]))
         except OSError as error:
             raise unwritable_error(file, error) from None
@@ -430,9 +434,11 @@ def _load_model_shards(models: list[nn.Module], folder: str) -> None:
         planned = [model for model in models if isinstance(model, ParallelModule)]
         for parallel, (seed, step) in zip(planned, states, strict=False):
             parallel.execution.random_seed, parallel.execution.random_step = seed, step
+    # Accelerate loads ordinary models itself.
     if not any(isinstance(model, ParallelModule) for model in models):
         return
     for number, model in enumerate(models):
+        # As Accelerate numbers the files: the first model has no suffix.
         file_suffix = f"_{number}" if number else ""
         path = Path(folder, f"{SAFE_MODEL_NAME}{file_suffix}.safetensors")
         load_state_dict(

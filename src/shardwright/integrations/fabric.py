@@ -32,6 +32,7 @@ from shardwright.integrations.versions import require_version
 OLDEST_FABRIC = "2.4"
 require_version("lightning", OLDEST_FABRIC, "shardwright.integrations.fabric")
 
+# After the check of the version, as an older one may not have these names.
 from lightning.fabric import strategies  # noqa: E402
 from lightning.fabric.wrappers import _unwrap_objects  # noqa: E402
 
@@ -142,9 +143,11 @@ class FabricStrategy(PlannedModelsStrategy, FabricDDPStrategy):  # type: ignore[
         if not is_distributed_checkpoint(path):
             loaded: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return loaded
+        # Fabric accepts a module in place of a dict.
         state = {"model": state} if isinstance(state, nn.Module) else state
         key, net, optimizers, others = _split_checkpoint_state(_unwrap_objects(state or {}))
         metadata = load_folder(path, net, key, optimizers, strict=strict, weights_only=weights_only)
+        # As Fabric does, restores the values in `state` and returns the other entries.
         for name, value in others.items():
             if name not in metadata:
                 continue

@@ -48,6 +48,7 @@ def _make_forward_with_logits(model: nn.Module, temperature: float) -> MethodTyp
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return original(self, *args, **kwargs)
+        # The original computes no loss without these arguments; it is computed below.
         labels, shift_labels = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         kwargs.pop("num_items_in_batch", None)
         outputs = original(self, *args, **kwargs)

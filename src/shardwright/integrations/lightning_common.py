@@ -38,6 +38,7 @@ class PlannedModelsStrategy:
         save_distributed_checkpoint: bool = False,
         **options: Any,
     ) -> None:
+        # `DDPStrategy` knows neither plans nor options of `sw.plan`.
         super().__init__()
         self._planned_models = PlannedModels(plan, options)
         self._distributed_checkpoints = save_distributed_checkpoint
@@ -52,6 +53,7 @@ class PlannedModelsStrategy:
         return self._planned_models.check_loader(dataloader)
 
     def _reduce_over_data_shards(self, tensor: Any, reduce_op: Any) -> Any:
+        # As in `DDPStrategy`, whose function of reduction this is; only the group differs.
         return self._planned_models.reduce(tensor, reduce_op, _sync_ddp_if_available)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

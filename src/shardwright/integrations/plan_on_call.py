@@ -81,6 +81,7 @@ def plan_on_first_call(
     user_class = type(module)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # First, because the capture calls the module itself.
         set_class(self, user_class)
         if any(isinstance(submodule, ParallelModule) for submodule in self.modules()):
             # A submodule was called before, by itself, and is planned by itself.
@@ -165,6 +166,7 @@ def train_stages_in_calls(net: ParallelModule) -> None:
                 parameter.grad = gradient
         # Autograd calls `backward` only if an input requires a gradient.
         start = torch.zeros((), device=loss.device, dtype=loss.dtype, requires_grad=True)
+        # The backward pass of the step has run, so its loss has no graph.
         apply: Any = _LossWithStoredGradients.apply
         return apply(start, loss.detach(), trained, gradients)
 
@@ -182,6 +184,7 @@ def run_forward_in(net: ParallelModule, context: Callable[[], AbstractContextMan
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         with context():
             outputs = forward_as_planned(self, *args, **kwargs)
+        # As Accelerate converts the outputs of models that it prepares.
         return pytree.tree_map(
             lambda x: x.float() if isinstance(x, Tensor) and x.dtype in HALF else x, outputs
         )

@@ -51,6 +51,7 @@ class PlannedModels:
                 self._shards = DataShards.of_plan(self._plan)
             else:
                 self._shards = DataShards.of_options(self._options)
+            # Collective: all ranks must read this property.
             self._group = self._shards.group_of_distinct_samples()
         return self._shards
 
@@ -88,6 +89,7 @@ class PlannedModels:
             adopted(parallel)
             return
         # A step calls the module itself or its submodules; the first that is called is planned.
+        # Fabric calls the module itself, unless it is a `LightningModule`.
         candidates = [net, *net.children()] if hasattr(net, "training_step") else [net]
         for candidate in candidates:
             has_parameters = any(True for _ in candidate.parameters())

@@ -86,7 +86,8 @@ class DataShards:
         if self.count == _world_size():
             return dist.group.WORLD
         group_of_rank = None
-        # All ranks create all groups, since `new_group` is collective.
+        # All ranks create all groups, since `new_group` is collective. The i-th owners of all
+        # shards form one group.
         for ranks in zip(*self.owners, strict=True):
             group = dist.new_group(list(ranks))
             group_of_rank = group if _rank() in ranks else group_of_rank
@@ -100,6 +101,7 @@ class DataShards:
                 or another shard on this rank.
         """
         for sampler, (count, index) in _loader_divisions(loader):
+            # Undivided samples, or divided as planned.
             if (count, index) in ((1, 0), (self.count, self.index)):
                 continue
             if self.count == 1:
@@ -194,6 +196,7 @@ class SharedOrder(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # For each epoch, whose order the sampler draws when it is iterated.
         states = generator_states(CPU)
+        # As lists, because values are sent as JSON.
         shared = {name: value_of_rank(state.tolist()) for name, state in states.items()}
         states = {name: torch.tensor(state, dtype=torch.uint8) for name, state in shared.items()}
         set_generator_states(states, CPU)

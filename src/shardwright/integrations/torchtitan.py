@@ -31,6 +31,7 @@ from shardwright.integrations.versions import require_version
 OLDEST_TORCHTITAN = "0.3"
 require_version("torchtitan", OLDEST_TORCHTITAN, "shardwright.integrations.torchtitan")
 
+# After the check of the version, as an older one may not have these names.
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
@@ -79,10 +80,12 @@ def parallelize_fn(
             settings.spmd_backend = ORDINARY_TENSORS
         set_spmd_backend(ORDINARY_TENSORS)
         world = dist.get_world_size()
+        # torchtitan gives each data-parallel rank a loader of its own; other ranks share it.
         loader_shards = _shards_of_loader(
             world, parallel_dims.dp_replicate * parallel_dims.dp_shard
         )
         if user_plan is None:
+            # A finished plan already tells what is recomputed.
             _mark_recomputed(model, ac_config)
             plan_options = _options_from_torchtitan(loader_shards, training) | options
             planned = plan_model(

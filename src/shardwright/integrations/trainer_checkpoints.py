@@ -43,6 +43,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, step: i
     """
     names = unsaved_trained_names(model, _saved_tensor_names(folder))
     position = Position(step=step)
+    # With the trained parameters that are not in the model files of `Trainer`.
     save_checkpoint(folder / STATE_FOLDER, model, optimizer, position=position, only=names)
     full_state = full_optimizer_state(optimizer)
     if is_rank_0():
@@ -84,4 +85,5 @@ def _saved_tensor_names(folder: Path) -> set[str]:
     for file in folder.glob("*.safetensors") if is_rank_0() else ():
         with safe_open(file, "pt") as content:
             names.update(content.keys())
+    # A sorted list, because JSON has no sets.
     return set(value_of_rank(sorted(names)))

@@ -57,6 +57,7 @@ Trainer: Any = trainer.Trainer
 
 batch_size_of: Any = trainer_pt_utils.find_batch_size
 
+# A method of version 5 that this class overrides.
 if not hasattr(Trainer, "_prepare_for_training"):
     raise ConfigError(
         "ShardwrightTrainer needs `transformers` 5 or newer\npip install -U transformers"

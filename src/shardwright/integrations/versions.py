@@ -26,6 +26,7 @@ def require_version(package: str, oldest: str, feature: str) -> None:
             f"{feature} needs `{package}`, which is not installed\npip install "
             f"'{package}>={oldest}'"
         ) from None
+    # Without suffixes, so that a pre-release counts as its release.
     if _release_numbers(installed) < _release_numbers(oldest):
         raise ConfigError(
             f"{feature} needs `{package}` {oldest} or newer, but {installed} is installed\n"
