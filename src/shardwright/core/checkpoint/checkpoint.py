@@ -220,6 +220,7 @@ class Checkpoints:
             tensors = checkpoint_state.drop_tied_duplicates(tensors, self._group)
         writer = PublishingWriter(self.path(position.step), info, self._keep)
         save_options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+        # Also with fake ranks, which take no part in DCP's collectives.
         save_options["no_dist"] = self._group is None
         # With fake ranks there is one real rank; DCP's own planner would miss the shards of the
         # others.
@@ -365,6 +366,7 @@ class Checkpoints:
             checkpoint_state.restore_optimizer(net, optimizer, optimizer_state, groups)
         checkpoint_state.restore_random(generators, device)
         if isinstance(net, ParallelModule) and info.random is not None:
+            # The step in any case, as the run goes on at this step, perhaps with another seed.
             seed, net.execution.random_step = info.random
             net.execution.random_seed = seed if random else net.execution.random_seed
         return info.position

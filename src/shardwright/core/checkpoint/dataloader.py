@@ -66,6 +66,7 @@ class PlannedLoader:
                 position.
         """
         for name, value in self._sample_order_settings.items():
+            # Otherwise the position would skip some samples and repeat others.
             if state.get(name) != value:
                 raise DataError(
                     "the saved position of the data loader is for another order of samples:"
@@ -115,6 +116,7 @@ def dataloader(
             f"{type(dataset).__name__} is empty: it has no samples\npass a dataset with samples for"
             " at least one batch"
         )
+    # `DataLoader` accepts one sampler, here that of this loader.
     for name in ("batch_sampler", "sampler"):
         if options.get(name) is not None:
             raise DataError(
@@ -143,6 +145,7 @@ def _num_samples(dataset: Any) -> int:
             f"`{dataset_type.__name__}` is not a map-style dataset\npass a dataset whose samples"
             " have indices, such as the `dataset` of a DataLoader"
         )
+    # In the class, where Python looks up special methods.
     problem = "" if hasattr(dataset_type, "__getitem__") else "no sample indices"
     try:
         length = len(dataset)
@@ -179,6 +182,7 @@ def _collate_samples(collate: Callable[[list[Any]], Any], samples: list[Any]) ->
                 "pad them with a collate_fn such as shardwright.run.PadToMultiple, which yields "
                 "few different shapes"
             ) from None
+        # An error of the user's own function says best what is wrong.
         if collate is not default_collate:
             raise
         raise DataError(

@@ -45,12 +45,14 @@ def publish_with_checksum(partial: Path, path: Path) -> None:
         partial.replace(path)
         checksums.replace(checksum_file(path))
     finally:
+        # Still there only after a failure: otherwise it has its final name.
         checksums.unlink(missing_ok=True)
 
 
 def _checksum_text(path: Path) -> str:
     blocks = []
     with path.open("rb") as file:
+        # Block by block, so that a file need not fit into memory.
         while block := file.read(BLOCK):
             blocks.append(zlib.crc32(block))
     content = FileChecksums(path.stat().st_size, BLOCK, blocks)
@@ -107,6 +109,7 @@ class CheckedFile:
                 "unverified"
             )
         file = CheckedFile(path, checksums, error_type)
+        # Before any block is read, since the size alone shows a truncated file.
         if path.stat().st_size != checksums.size:
             problem = f"it has {path.stat().st_size} bytes, not {checksums.size}"
             raise file._checksum_error(problem)

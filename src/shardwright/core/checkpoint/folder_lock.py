@@ -146,6 +146,8 @@ def _acquire_lock(path: Path) -> int | None:
                 stacklevel=2,
             )
             return None
+        # If not, the previous holder has removed the file since it was opened here, and the loop
+        # opens the new one.
         if _is_open_file_at(path, file):
             os.truncate(file, 0)
             date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

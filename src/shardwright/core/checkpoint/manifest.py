@@ -118,6 +118,7 @@ class CheckpointInfo:
         # Damaged bytes may still be JSON, of any structure.
         except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
             raise _damage_error(path, error) from None
+        # Before the entries are checked, as another version may have other entries.
         if version not in (1, VERSION):
             raise CheckpointError(
                 f"{folder}: unsupported checkpoint version {version}\n"
@@ -153,6 +154,7 @@ def open_regular_file(path: Path) -> io.BufferedReader:
     try:
         file = os.open(path, flags)
     except OSError as error:
+        # The system's own text, "too many levels of symbolic links", would mislead.
         if error.errno == errno.ELOOP:
             raise OSError(f"{path.name} is a link: replace it with a copy of its target") from None
         raise
@@ -185,6 +187,7 @@ def _damaged_file_message(path: Path, checksum: FileChecksum) -> str | None:
             size = os.fstat(file.fileno()).st_size
             if size != checksum.size:
                 return f"{path} is damaged: it has {size} bytes, not {checksum.size}"
+            # Into one buffer, without a new object of 4 MB for each block.
             while count := file.raw.readinto(block):
                 crc32 = zlib.crc32(block[:count], crc32)
     except OSError as error:

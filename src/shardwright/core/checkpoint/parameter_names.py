@@ -74,6 +74,7 @@ def match_saved_names(
                 f" {tuple(saved[saved_name_of[name]])} in the checkpoint, {tuple(value.shape)} in"
                 " the model\nload the checkpoint into the model that saved it"
             )
+    # Also with `strict=False`, which only allows tensors of the model that were not saved.
     for name in saved_name_of:
         if name not in required:
             raise CheckpointError(

@@ -40,6 +40,7 @@ def local_batch(plan: Plan, rank: int, batch: Sequence[Tensor]) -> tuple[Tensor,
                     f" {tensor.shape[dim]} is not divisible into the {count} shards of"
                     f" dataset_strategy\nuse a multiple of {count}"
                 )
+        # The ranks of all pipeline stages pass the batch to the model.
         rank_in_mesh = rank % plan.mesh.num_devices
         shards.append(tensor[layout.slices(rank_in_mesh, tuple(tensor.shape))])
     return tuple(shards)
@@ -100,6 +101,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"use a batch_size of at most {samples}"
             )
         self._check_batch_divisible(batch_size, "a batch")
+        # Checks the last batch of an epoch too.
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, sample: int = 0) -> None:
@@ -113,6 +115,7 @@ class BatchSampler(Sampler[list[int]]):
             DataError: if the last batch cannot be sharded evenly.
         """
         self.epoch, self.sample = epoch, sample
+        # The last batch is the only one of another size, which must also be divisible.
         if not self.drop_last:
             self._check_batch_divisible((self.samples - sample) % self.batch_size, "the last batch")
 
@@ -131,6 +134,7 @@ class BatchSampler(Sampler[list[int]]):
         order = order[self.sample :]
         for index in range(len(self)):
             batch = order[index * self.batch_size : (index + 1) * self.batch_size]
+            # Python integers, as not every dataset takes tensors as indices.
             yield batch[self._layout.slices(self._rank_in_mesh, (len(batch),))].tolist()
 
     def _check_batch_divisible(self, samples: int, batch: str) -> None:

@@ -76,10 +76,12 @@ def check_saves_agree(position: object, optimizer: str | None) -> None:
 def _create_marker_file(folder: Path) -> str | None:
     """Create a file with a unique name in `folder`, and return the name; None if the folder cannot
     be written."""
+    # Unique, so that a marker left by a crashed run is not taken for that of rank 0.
     name = f".shared-{uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
+    # Reported by the save itself, which cannot write either.
     except OSError:
         return None
     return name

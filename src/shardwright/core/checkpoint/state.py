@@ -52,6 +52,7 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     tensors = {}
     for _, name, parameter in _optimizer_parameters(net, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
+            # Stands for an entry that the optimizer does not use.
             if value is None:
                 continue
             if not isinstance(value, Tensor):
@@ -138,6 +139,7 @@ def allocate_optimizer_state(
             tensor = (
                 torch.zeros_like(parameter, dtype=dtype)
                 if is_sharded
+                # A state of another shape is replicated, such as Adam's `step`, a scalar.
                 else torch.zeros(size).to(dtype)
             )
             tensors[key] = tensor.detach()
@@ -288,7 +290,8 @@ def original_module(net: nn.Module) -> nn.Module:
 
 def _convert_setting(value: Any, current: Any) -> Any:
     """Convert a saved JSON value to the type of the optimizer's current setting."""
+    # For example a learning rate of an optimizer that is `capturable`.
     if isinstance(current, Tensor):
-        # JSON has no tuples, which Adam's `betas` are.
         return torch.full_like(current, value)
+    # JSON has no tuples, which Adam's `betas` are.
     return tuple(value) if isinstance(value, list) else value

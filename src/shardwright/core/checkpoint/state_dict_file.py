@@ -157,6 +157,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             belongs to another model.
     """
     path = Path(path)
+    # Sorted, so that the ranks divide the same list among themselves when they verify files.
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [_check_suffix(path)]
     if not files and any(path.glob("*.bin")):
         raise CheckpointError(
@@ -168,6 +169,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
             f"{path}: no such file or folder with .safetensors files\npass a file, or a folder that"
             " `save_pretrained` of transformers has written"
         )
+    # Otherwise a folder that was downloaded in part would look like another model.
     for file in (*_files_in_index(path), *_files_of_numbered_series(files)):
         if not file.is_file():
             raise CheckpointError(
@@ -189,6 +191,7 @@ def load_state_dict(net: nn.Module, path: str | Path) -> None:
         for key, tensor in checkpoint_state.model_tensors(net).items():
             name = key.removeprefix(f"{checkpoint_state.MODEL}.")
             if name in names:
+                # From a mapped file this reads the pages of the shard only.
                 detached_local(tensor).copy_(local_part_of(saved[names[name]], tensor))
 
 
@@ -264,6 +267,7 @@ def _write_tensors(
         _save_safetensors(tensors, partial, path)
     else:
         with partial.open("wb") as file, keep_write_error(file) as stream:
+            # Under all names, as in the model's own state dict: the file has shared memory once.
             torch.save({name: tensors[first[name]] for name in first}, stream)  # type: ignore[arg-type]
 
 

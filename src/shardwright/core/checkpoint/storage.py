@@ -63,6 +63,7 @@ class CheckpointReader(FileSystemReader):
 
     def __init__(self, folder: Path, files: Collection[str] = ()) -> None:
         super().__init__(folder)
+        # The base class opens the files of tensors through `fs`.
         self.fs, self._names = _RegularFileSystem(), files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -81,6 +82,7 @@ class CheckpointReader(FileSystemReader):
             raise DamagedCheckpointError(
                 f"{path} cannot be read: {error}\nload an earlier checkpoint of the folder"
             ) from None
+        # As `FileSystemReader.read_metadata`, which this method replaces.
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -89,11 +91,13 @@ class CheckpointReader(FileSystemReader):
         sizes = dict[str, int]()
         for index, info in metadata.storage_data.items():
             name = info.relative_path
+            # Checkpoints of version 1 have no manifest with names.
             if not is_plain_name(name) or (self._names and name not in self._names):
                 raise ValueError(
                     f"tensor {index.fqn!r} is in {name!r}, not in a file of the checkpoint:"
                     " copy the checkpoint again"
                 )
+            # Once per file, which has many tensors.
             if name not in sizes:
                 path = Path(self.path) / name
                 # A missing file counts as empty, so that the next check names it.
@@ -113,6 +117,7 @@ def _check_tensor_chunks(key: str, tensor: Any, storage: Mapping[MetadataIndex, 
         # DCP identifies the chunks of a tensor by their offsets.
         info = storage.get(MetadataIndex(key, chunk.offsets))
         ranks = {len(chunk.offsets), len(chunk.sizes), len(tensor.size)}
+        # Unequal lengths do not raise here: they are refused below, as damage of the checkpoint.
         ends = map(sum, zip(chunk.offsets, chunk.sizes, strict=False))
         if (
             info is None
@@ -146,6 +151,7 @@ class PublishingWriter(FileSystemWriter):
 
         DCP gathers the results on the coordinator, so that checksums need no further communication.
         """
+        # Complete already: DCP makes the future after it has written.
         results = super().write_data(plan, planner).wait()
         # A rank without results has written no file.
         if results:
@@ -264,6 +270,7 @@ class _ChecksumStream(io.BufferedIOBase):
         try:
             count = self._file.write(content)
         except OSError as error:
+            # The first error is the cause; a later write may fail for another reason.
             self.error = self.error or error
             raise
         self.size += count
@@ -273,15 +280,19 @@ class _ChecksumStream(io.BufferedIOBase):
         return self._file.tell()
 
     def fileno(self) -> int:
+        # For `os.fsync`: without a descriptor DCP would call `os.sync`, which waits for all file
+        # systems.
         return self._file.fileno()
 
     def flush(self) -> None:
+        # `IOBase.__del__` flushes too, perhaps after the file was closed.
         if not self._file.closed:
             self._file.flush()
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove incomplete checkpoints of crashed runs from the folder of a run."""
+    # From a crash while a checkpoint was written, or while an earlier one was removed.
     for pattern in ("step-*.partial", "step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover)
