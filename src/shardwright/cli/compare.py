@@ -96,6 +96,7 @@ def compare_command(
         comparisons = [
             compare_predicted(
                 config,
+                # Not the default of the option: with --run it is this machine.
                 cluster or DEFAULT_CLUSTER,
                 devices,
                 nested_progress(on_progress, config.stem, index, len(configs)),
@@ -122,6 +123,7 @@ def _print_measured_comparisons(comparisons: list[MeasuredComparison], json: boo
     if json:
         data = [{**asdict(each), "spearman": each.correlation} for each in comparisons]
         for run in (run for each in data for run in each["runs"]):
+            # The published key, as for predictions.
             run["ways"] = run.pop("names")
         echo(dumps(data, indent=1))
         return
@@ -142,6 +144,7 @@ def measured_table(comparison: MeasuredComparison) -> Table:
     for name in ("predicted, ms", "measured, ms (quartiles)", "ratio", "speedup (quartiles)"):
         table.add_column(name, justify="right")
     for run in comparison.runs:
+        # There are at least two rounds, which `compare_measured` checks.
         low, _, high = quantiles(run.seconds, n=4)
         slower, middle, faster = comparison.speed_ups(run)
         table.add_row(

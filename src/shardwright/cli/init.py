@@ -50,6 +50,7 @@ def first_line(file: Path) -> str:
     content = file.read_text(encoding="utf-8")
     if file.suffix == ".ipynb":
         content = "".join(json.loads(content)["cells"][0]["source"])
+    # A shebang describes nothing.
     lines = (line.strip('#" ') for line in content.splitlines() if not line.startswith("#!"))
     return next(filter(None, lines), "").rstrip(".")
 

@@ -45,6 +45,7 @@ TITLES_BY_FIELD = {
 """Column titles of the command `models`, by field of `Dimensions`."""
 
 
+# Everything after SCRIPT belongs to the script, options included.
 @app.command(
     "launch", context_settings={"allow_extra_args": True, "allow_interspersed_args": False}
 )
@@ -145,6 +146,7 @@ def calibrate_command(
         echo(f"left out: {why}")
     with show_progress(progress) as on_progress:
         fitted = fit_cluster(planned, base, on_progress)
+    # Runs may share a source.
     sources = sorted({f"#   {each.run.source}" for each in planned})
     header = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
     content = "\n".join([header, *sources, cluster_file_text(fitted.cluster)])

@@ -32,6 +32,7 @@ def require_existing(error_type: type[ShardwrightError]) -> Callable[[Paths], Pa
     # A callback, because it runs while arguments are parsed: a missing file is then reported before
     # a missing option.
     def check(paths: Paths) -> Paths:
+        # An option may be missing, or given several times.
         for path in [paths] if isinstance(paths, Path) else paths or ():
             check_exists(path, error_type)
         return paths
@@ -137,6 +138,7 @@ def load_run(
         path = Path(cluster)
         # A file of this name wins over a cluster of this name.
         changes["cluster"] = str(path.absolute()) if path.is_file() else cluster
+    # `model_copy` checks nothing; the callbacks of the options have.
     parallel = run.config.parallel.model_copy(update=changes)
     # The search reports its choices as log messages of level INFO.
     if parallel.log_costs or "auto" in (parallel.stages, parallel.schedule):

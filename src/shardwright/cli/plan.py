@@ -139,6 +139,7 @@ def plan_command(
         plan.save(out)
     # On stderr, so that stdout has the plan only.
     print_batch_formula(run, config, devices)
+    # Colors only on a terminal: a pipe or file gets plain text.
     if json or not sys.stdout.isatty():
         echo(output)
     else:
@@ -278,6 +279,7 @@ def report_command(
     _check_planning_options(source, devices, (cluster, memory_limit, what_if or None, top))
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
+    # Before the search, which may take minutes.
     require_existing(ConfigError)(files)
     with show_progress(progress) as on_progress:
         other_plans: dict[str, Plan | str] = {}
@@ -300,6 +302,7 @@ def report_command(
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
         for file in files:
             other_plans[file.stem] = _load_or_search_plan(file, plan.devices, cluster, on_progress)
+        # Here, with progress, what the page would otherwise compute without it.
         plan.derive(on_progress)
         on_progress("page")
         page = out or page
@@ -360,6 +363,7 @@ def differences_text(changes: list[Difference], first: str, second: str) -> str:
     lines = list[str]()
     # The header is formatted as a row.
     for change in (Difference("", first, second), *changes):
+        # `wrap` gives an empty value no line, which `zip_longest` fills.
         values = [wrap(value, value_width) for value in (change.first, change.second)]
         for label, first_value, second_value in zip_longest([change.what], *values, fillvalue=""):
             cells = label.ljust(label_width), first_value.ljust(value_width), second_value

@@ -46,6 +46,7 @@ def tune_command(
         run = load_run(config, cluster=cluster, on_progress=on_progress)
         tuning = tune_mem_coeff(run, devices)
     if json:
+        # A property, which `asdict` leaves out.
         best = None if tuning.best is None else tuning.best.mem_coeff
         echo(dumps({**asdict(tuning), "best": best}, indent=1))
     else:
@@ -87,6 +88,7 @@ def _plan_lines(tuning: Tuning) -> list[str]:
 
 
 def _sharding_lines(trial: Trial) -> list[str]:
+    # From the shards of factors, as text, to the operators that have them.
     operators: dict[str, list[str]] = {}
     for name, factors in trial.cuts.items():
         cuts = " ".join(f"{factor}/{count}" for factor, count in factors.items())
@@ -98,6 +100,7 @@ def _sharding_lines(trial: Trial) -> list[str]:
 def _break_even_lines(tuning: Tuning) -> list[str]:
     operators: dict[str, list[str]] = {}
     for name, value in sorted(tuning.break_evens.items(), key=lambda entry: entry[1]):
+        # Values that agree in six digits share a line.
         operators.setdefault(f"{value:.6g}", []).append(name)
     if not operators:
         return []
