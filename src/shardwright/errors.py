@@ -88,6 +88,7 @@ def _omit_middle(text: str, limit: int) -> str:
     head, tail = text[: limit - end - len(_OMISSION) - 1], text[-end:]
     # The gap begins or ends inside a word if the nearest separator is too far away.
     first, last = len(head) // 2, len(tail) // 2
+    # `rfind` returns -1 without a separator, so a start of 0 or 1 means none.
     start = max(head.rfind("\n", first) + 1, head.rfind(", ", first) + 2)
     start = start if start > 1 else head.rfind(" ", first) + 1
     stops = [stop for separator in ("\n", ", ") if (stop := tail.find(separator, 0, last)) >= 0]
@@ -122,6 +123,7 @@ class PlanError(ShardwrightError):
     devices, or has an unsupported version."""
 
 
+# Also a RuntimeError, which PyTorch itself raises for mixed tensors.
 class MixedTensorsError(PlanError, RuntimeError):
     """An operator that mixes an ordinary tensor with a parameter of a planned model, which is a
     DTensor."""
@@ -180,6 +182,7 @@ class MemoryLimitError(ShardwrightError):
         self.needed = needed
 
 
+# A KeyboardInterrupt, so that callers that do not handle it stop as at any Ctrl-C.
 class PlanInterrupted(KeyboardInterrupt):
     """Ctrl-C during a search with a memory limit, after the search found a plan that fits.
 

@@ -51,6 +51,7 @@ def share_reporter(
         clock: function that returns the time in seconds.
     """
     on_progress(phase, 0, _REPORTS_PER_PHASE)
+    # No clock is read for reports that are ignored.
     if on_progress is ignore_progress:
         return ignore_share
     last_reported, last_time = 0, clock()
@@ -86,6 +87,7 @@ def subrange(on_share: OnShare, index: int, num_parts: int, size: int = 1) -> On
 def track(items: Sequence[Item], on_share: OnShare) -> Iterator[Item]:
     """Yield `items`, and report the share of items that the caller has processed."""
     for index, item in enumerate(items):
+        # Before `yield`, after which the caller processes the item.
         on_share(index / len(items))
         yield item
     on_share(1.0)
@@ -122,6 +124,7 @@ class RemainingTime:
             self._first = done, now
         self._last = done
         first_done, start = self._first
+        # The rate is unknown until another phase is completed.
         if done == first_done:
             return None
         return (now - start) / (done - first_done) * (total - done)

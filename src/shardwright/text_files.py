@@ -89,6 +89,7 @@ def _convert_file_errors(path: str | Path, error_type: ErrorType) -> Iterator[No
         raise error_type(
             f"{path}: not UTF-8 text ({error.reason} at byte {error.start})\nsave the file as UTF-8"
         ) from None
+    # A path with a null byte raises ValueError.
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise error_type(f"{path}: {reason}") from None
@@ -136,6 +137,7 @@ def content_digest(data: Mapping[str, Any]) -> str:
     and order of keys."""
     content = {key: value for key, value in data.items() if key != DIGEST}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    # 64 bits suffice to notice accidental changes.
     return sha256(canonical.encode()).hexdigest()[:16]
 
 
@@ -233,6 +235,7 @@ def _check_plain_data(data: Any, max_values: float) -> None:
                     raise ValueError(
                         f"the key {short_repr(key)} has control characters; remove them"
                     )
+                # A key is a value to check as well; its path is the key alone.
                 pending_values.append(((None, short_repr, key), depth + 1, key))
                 pending_values.append(((path, _format_key, key), depth + 1, item))
         elif isinstance(value, list):
@@ -266,6 +269,7 @@ def _describe_unsupported_value(value: Any) -> str:
     if isinstance(value, int) and value not in INTEGERS:
         return "integers must be from -2^63 to 2^63 - 1"
     # A lone surrogate can be neither encoded as UTF-8 nor printed.
+    # ASCII first, a fast test that most strings pass.
     if isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
         return "the string has an unpaired surrogate"
     return ""
@@ -339,7 +343,8 @@ class _PlainYamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# PyYAML implements YAML 1.1, in which 1e-3 is a string because it has no decimal point.
+# PyYAML implements YAML 1.1, in which 1e-3 is a string because it has no decimal point. It finds a
+# resolver by the first character of a value.
 _PlainYamlLoader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
