@@ -165,6 +165,7 @@ class Device:
         for keys in sides[:1]:
             share *= keys / (keys + self.attention_half)
         for head_size in sides[1:]:
+            # The size of a head limits the rate up to the reference size only.
             size, half = min(head_size, REFERENCE_HEAD_SIZE), self.attention_head_half
             # Normalized to 1 for the head size with which the efficiency was measured.
             share *= size / (size + half) * (REFERENCE_HEAD_SIZE + half) / REFERENCE_HEAD_SIZE
@@ -185,6 +186,7 @@ class Device:
         time."""
         if self.at_full_rate is None or not self.is_oversubscribed(devices):
             return self
+        # `at_full_rate` processes occupy the processor; more of them share it evenly.
         processor_share = self.at_full_rate / devices
         return replace(
             self,
@@ -218,6 +220,7 @@ class Cluster:
         # To send a message, a process has to wait for its turn on the processor.
         waiting_turns = devices / self.device.at_full_rate
         levels = tuple(
+            # Not the bandwidth, which is defined as that of all devices sending at once.
             replace(level, latency=waiting_turns * level.latency, call=waiting_turns * level.call)
             for level in self.levels
         )
@@ -244,6 +247,7 @@ class Cluster:
         Raises:
             ConfigError: if no inner level has groups of `size` devices.
         """
+        # The last level joins nodes, so a cluster with a single level says nothing of their size.
         sizes = [level.devices for level in self.levels[:-1]]
         if sizes and size not in sizes:
             raise ConfigError(
@@ -285,6 +289,8 @@ class Cluster:
             # A level joins the largest block of neighbors along the axis that is always inside one
             # group of the level; the outermost level joins the remaining blocks.
             if number < len(self.levels) - 1:
+                # Only the outermost level, which this branch excludes, may have no number of
+                # devices.
                 groups = ranks // (level.devices or 1)
                 divisors = (n for n in range(1, size + 1) if size % n == 0)
                 reach = max(n for n in divisors if _are_blocks_in_one_group(groups, n))

@@ -247,6 +247,7 @@ def _read_device(reader: _ClusterMappingReader) -> Device:
             if "attention_efficiency" in reader.mapping
             else None
         ),
+        # Numbers of keys and sizes of dimensions have no unit.
         attention_half=reader.number("attention_half", {"": 1.0}, 0.0, allows_zero=True),
         attention_head_half=reader.number("attention_head_half", {"": 1.0}, 0.0, allows_zero=True),
         matrix_half=reader.number("matrix_half", {"": 1.0}, 0.0, allows_zero=True),
@@ -295,5 +296,6 @@ def _check_link_levels(levels: tuple[LinkLevel, ...], where: str) -> None:
             raise ConfigError(
                 f"{where}: levels[{number + 1}].devices is {outer.devices}, which is not a"
                 f" multiple of the {inner.devices} devices of level {inner.name!r}\n"
+                # At least one group of the inner level, also if the outer level has fewer devices.
                 f"use for example {max(1, outer.devices // inner.devices) * inner.devices}"
             )

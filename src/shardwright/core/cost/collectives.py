@@ -64,6 +64,8 @@ class Links:
             return link.call + link.latency + num_bytes / link.rate
         if pattern == "pairwise":
             return self._all_to_all_seconds(levels_of_group, num_bytes)
+        # A bucket is sent as one tensor, so that a small member of it leaves no part of the ring
+        # empty.
         may_skip_parts = self.shares_processor and collective == "all_reduce" and not bucketed
         return self._hierarchical_seconds(levels_of_group, num_bytes, collective, may_skip_parts)
 
@@ -97,8 +99,12 @@ class Links:
                 # The tensor has fewer elements than the ring has devices, and empty parts are not
                 # sent. Processes that wait leave the processor to those that send.
                 hops *= max(1.0, level_bytes / ELEMENT_BYTES) / size
+            # α-β model of one round: each device sends p − 1 of p parts of the tensor (Thakur et
+            # al., 2005).
             round_seconds = hops * link.latency + (size - 1) / size * level_bytes / link.rate
             seconds += link.call + num_rounds(link, collective) * round_seconds
+            # The reduce-scatter within the inner groups leaves 1/p of the tensor for the outer
+            # levels.
             level_bytes, devices = level_bytes / size, devices // size
         return seconds
 
@@ -140,5 +146,6 @@ def num_rounds(link: LinkLevel, collective: str) -> int:
     """Return the number of passes of a tensor through the group in a collective: 2 for an
     all-reduce, which is a reduce-scatter and an all-gather."""
     spec = COLLECTIVES[collective]
+    # Gloo reduce-scatters by an all-reduce of which each rank keeps its shard: two rounds for one.
     over_gloo = link.collectives == GLOO and spec.gloo_rounds is not None
     return spec.gloo_rounds or spec.rounds if over_gloo else spec.rounds

@@ -140,6 +140,7 @@ def dry_run_chunk(
     with torch.inference_mode(False), torch.enable_grad(), run.live_bytes, kernels:
         bytes_before_step = run.live_bytes.bytes_between(run.label_live_tensors(BUFFERS))
         begin = run.run_phase(run.begin, WEIGHTS)
+        # Lowering counts as one part of the progress, and each pass as another.
         runs = subrange(on_share, 1, 1 + len(pass_types), size=len(pass_types))
         first, later = run.run_actions(pass_types, partitioned.pipeline.micro_batches > 1, runs)
         end = run.run_phase(run.end, GRADIENTS)
@@ -224,11 +225,14 @@ class _MetaChunk:
         chunk_inputs = set(chunk.graph.input_values)
         leaves = [
             local(leaf, leaf.stored_dtype)
+            # An input that only other chunks read stays a `Value`: its tensor is not on this
+            # device.
             if isinstance(leaf, Value) and leaf in chunk_inputs
             else leaf
             for leaf in partitioned.graph.inputs
         ]
         buffers = {value.name: local(value) for value in chunk.graph.buffers}
+        # Any seed: random operators draw nothing on the meta device.
         module.step = StepContext([leaves], buffers, seed=0, global_batch_values=[{}])
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         run.live_bytes.watch(tensors, BATCH)
@@ -286,6 +290,7 @@ class _MetaChunk:
                 self.module.unsharded.tensors()
             later[pass_type] = self.run_action(pass_type)
             first[pass_type] = self._first_micro_batch_phase(start, later[pass_type])
+            # The graph of the outputs tells which parameters the backward pass reaches.
             if pass_type == FORWARD:
                 self._preallocate_gradients()
         return first, later
@@ -362,6 +367,8 @@ class _MetaChunk:
             BACKWARD_INPUT: self.backward_input,
             BACKWARD_WEIGHT: self.backward_weight,
         }[pass_type]
+        # A later pass reads what these leave alive: saved activations, or intermediate gradients
+        # that the pass of weight gradients needs.
         saves = pass_type in (FORWARD, BACKWARD_INPUT)
         return self.run_phase(function, ACTIVATIONS if saves else GRADIENTS)
 
@@ -374,6 +381,7 @@ class _MetaChunk:
     def forward(self) -> None:
         # Gathers finish before a micro-batch begins.
         self.module.unsharded.tensors()
+        # Allocated for each micro-batch, as a stage receives them.
         self.inputs = [
             torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
             for tensor in self.received_activations
@@ -404,6 +412,7 @@ class _MetaChunk:
     ) -> tuple[tuple[Tensor, ...], list[Tensor | None] | None, list[Tensor]]:
         """Return (outputs, gradients of outputs or None, inputs) of the micro-batch, and drop the
         references to them, so that the backward pass frees them as in a pipeline schedule."""
+        # `backward_input` of the first chunk has received them already.
         if not self.gradients:
             self._receive_gradients()
         tensors = self.outputs, self.gradients or None, self.inputs
@@ -449,12 +458,14 @@ class _MetaChunk:
 def _reachable_leaves(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaf tensors that a backward pass from `outputs` reaches."""
     pending: list[Any] = [output.grad_fn for output in outputs]
+    # `next_functions` has None for inputs that need no gradient.
     visited = {None}
     while pending:
         node = pending.pop()
         if node not in visited:
             visited.add(node)
             pending += [next_node for next_node, _ in node.next_functions]
+            # Only the `AccumulateGrad` nodes of leaves have a `variable`.
             if isinstance(leaf := getattr(node, "variable", None), Tensor):
                 yield leaf
 

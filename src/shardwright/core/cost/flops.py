@@ -110,6 +110,7 @@ class _WorkCacheKey:
     rule_id: int
     needs_gradient: tuple[bool, ...]
     differentiable: bool
+    # Keeps the rule alive, so that its id is not reused while the cache has this key.
     rule: ShardingRule = field(compare=False)
     op: Op = field(compare=False)
 
@@ -187,8 +188,10 @@ def _matmul_dims(
     if op.target in _ATTENTION:
         head_size = float(call_arguments(op)["query"].shape[-1])
         return (_mean_num_keys(op), frozenset()), (head_size, frozenset())
+    # A recurrent layer has several products in each time step, with no common m, n and k.
     if rule is None or not flops or op.target in _RECURRENT or len(op.inputs) < 2:
         return ()
+    # As many products as the user's code has.
     if isinstance(op.target, LocalCall):
         return ()
     if op.target is experts:
@@ -228,6 +231,7 @@ def _tensor_bytes(
         factors = rule.factors_of(dims) if rule is not None else frozenset[str]()
         return value.numel * value.itemsize, factors
 
+    # Without a rule no factor shards a tensor: every device reads and writes all of it.
     no_dims: tuple[tuple[str | None, ...], ...] = ((),) * max(len(op.inputs), len(op.outputs))
     ins = rule.inputs if rule is not None else no_dims[: len(op.inputs)]
     outs = rule.outputs if rule is not None else no_dims[: len(op.outputs)]
@@ -324,6 +328,7 @@ def _convolution_flops(op: Op) -> float:
     arguments = call_arguments(op)
     weight, transposed = arguments["weight"], arguments.get("transposed", op.target in _TRANSPOSED)
     elements = (op.inputs[0] if transposed else op.output).numel
+    # Dimension 0 has one filter each: an output channel, or an input channel if transposed.
     filters: int = weight.numel // weight.shape[0]
     return 2.0 * elements * filters
 
@@ -360,6 +365,7 @@ def _routing_and_activation_bytes(op: Op, rule: ShardingRule) -> tuple[MovedByte
     """
     arguments = call_arguments(op)
     itemsize, inner = op.output.itemsize, arguments["down"].shape[-1]
+    # Sharding the experts divides the copies too, as routing is assumed to be balanced.
     copies, factors = arguments["ids"].numel * itemsize, _factors_of_first_input(rule) | {"e"}
     hidden = op.output.shape[-1]
 
@@ -380,6 +386,7 @@ def _recurrent_layer_flops(op: Op) -> float:
     """Return the forward FLOPs of a recurrent layer, which multiplies each sample of each time step
     by every weight matrix."""
     x = op.inputs[0]
+    # Without biases, of one dimension, and initial states, of three.
     matrices = sum(v.numel for v in op.inputs[1:] if len(v.shape) == 2)
     return 2.0 * (x.numel // x.shape[-1]) * matrices
 
@@ -396,6 +403,7 @@ _FUSED_WITH_POINTWISE = {aten.cat.default, *overloads("to", "_to_copy")}
 """Operators without the tag `pointwise` that are fused with element-wise operators."""
 _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 _CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
+# By name, as the operator is registered only when `transformers` is imported.
 _PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}
 _PRODUCTS = {
     *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default),

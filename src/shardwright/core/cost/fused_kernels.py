@@ -118,6 +118,7 @@ def _convert_mask_to_score_bias(mask: Tensor | None, query: Tensor) -> Tensor | 
     """Return the tensor that kernels add to scores for a mask; None without a mask."""
     if mask is None or mask.dtype != torch.bool:
         return mask
+    # Not a number, so that the bias gets the dtype of the queries, which the kernels require.
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(mask.logical_not(), float("-inf"), zero)
 
@@ -138,6 +139,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int) -> Tensor:
+        # The kernel keeps `rstd` in float32 also for half precision.
         statistics = x.new_empty(x.numel() // max(width, 1), dtype=torch.float32)
         ctx.save_for_backward(x, weight, statistics)
         return torch.empty_like(x)

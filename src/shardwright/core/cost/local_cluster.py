@@ -43,6 +43,7 @@ def local_cluster() -> Cluster:
     # The rates of the CPU hardly change, and measuring them at each start would delay every plan.
     if file.is_file():
         return read_cluster(read_text(file, ConfigError), str(file))
+    # The measurement runs no pipeline stages, so that their overhead is a default.
     device = replace(measure_device(), pass_overhead=PASS_OVERHEAD)
     cluster = Cluster(LOCAL, device, (ASSUMED_LINK,))
     save_local_cluster(cluster)

@@ -70,6 +70,7 @@ class Clock:
             start = clock()
             work()
             times.append(clock() - start)
+        # One of n processes has 1/n of the cores, so its wall time is n / cores of its CPU time.
         return share * median(times[1:])
 
 
@@ -89,6 +90,7 @@ def measure_device(clock: Clock | None = None, device: torch.device = CPU) -> De
         # An accelerator is timed by events, as its kernels run after the call has returned.
         if device != CPU:
             return median([seconds_of(work, device) for _ in range(REPEATS + 1)][1:])
+        # Alone, each process would have the cores of all.
         return clock.seconds(work) / clock.processes
 
     rows, elements = (

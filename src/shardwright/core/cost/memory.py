@@ -143,6 +143,7 @@ class Memory:
 
     def __str__(self) -> str:
         """Return a table of the memory with one row per stage, as text."""
+        # Without a terminal rich would assume 80 columns, and wrap the cells.
         console = Console(file=StringIO(), width=140, color_system=None)
         console.print(memory_table(self))
         written: StringIO = console.file  # type: ignore[assignment]
@@ -234,9 +235,11 @@ def memory_lower_bounds(
     for number in range(partitioned.pipeline.stages):
         chunks = partitioned.chunks_of(number)
         shards = trained_shards(chunks, table_shapes_of(partitioned.graph))
+        # Trained parameters only: without the frozen ones the sum is still a lower bound.
         stored = sum(prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         # The second `stored` is the gradients, which the optimizer reads in the layout of storage.
         needed = stored + optimizer_bytes(optimizer, shards).state + stored
+        # With one micro-batch these live within its passes only, and need not be alive at the peak.
         if partitioned.pipeline.micro_batches > 1:
             needed += sum(map(_live_bytes_between_micro_batches, chunks))
         inputs = sum(_input_bytes(chunk, leaves) for chunk in chunks)
@@ -307,6 +310,7 @@ def trained_shards(chunks: Sequence[Chunk], table_shapes: Container[Shape]) -> l
     shards = {}
     for chunk in chunks:
         for value in chunk.graph.parameters:
+            # A parameter without storage axes is replicated.
             axes = chunk.decisions.storage.get(value.name, ((),) * len(value.shape))
             if value.requires_grad:
                 shape = TensorLayout(chunk.mesh, tuple(axes)).shard_shape(value.shape)
@@ -394,6 +398,7 @@ def _peak_bytes_of_actions(
     live, totals = sum(bytes_before_step.values()), []
     for moment in moments:
         for sizes in (moment.peak_bytes, moment.change):
+            # Summed once for each dict, as all actions of a pass type share theirs.
             if id(sizes) not in sums:
                 sums[id(sizes)] = sum(sizes.values())
         totals.append(live + sums[id(moment.peak_bytes)])

@@ -53,6 +53,7 @@ def orthogonalization_seconds(
             if devices > 1:
                 # Updates are sent in bfloat16, in which `torch.optim.Muon` orthogonalizes.
                 local = sum(map(prod, batch_shapes)) * torch.bfloat16.itemsize / devices
+                # One to collect the full matrices, one to return the shards.
                 seconds += 2 * model.links.seconds("all_to_all", axes, local)
     return seconds
 

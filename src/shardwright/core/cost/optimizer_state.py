@@ -128,6 +128,7 @@ def optimizer_bytes(
         measured = measures[make_optimizer](shard.shape, shard.dtype, shard.full)
         state += measured.state
         needed = measured.temporary
+        # Muon collects a full matrix on one device, which runs the step on it.
         if shard.full != shard.shape and is_orthogonalized_by(optimizer, shard):
             full_update = measures[make_optimizer](shard.full, shard.dtype, shard.full)
             needed = full_update.temporary + _muon_exchange_bytes(shard)
@@ -139,6 +140,7 @@ def optimizer_bytes(
 def is_orthogonalized_by(optimizer: str | torch.optim.Optimizer, shard: TrainedShard) -> bool:
     """Whether `optimizer` orthogonalizes the full matrix of a parameter that it updates."""
     if isinstance(optimizer, torch.optim.Muon):
+        # `torch.optim.Muon` accepts matrices only.
         return len(shard.full) == 2
     tables: Iterable[Shape] = ()
     if isinstance(optimizer, MuonAdamW):
@@ -283,6 +285,8 @@ def _optimizer_bytes_of_parameter(
         measured = _measure_optimizer_bytes(optimizer, parameter)
         if full == shape:
             return measured
+        # State that is created from a shape is replicated: counted at the full size, not that of a
+        # shard.
         replicated = _replicated_state_bytes(make_optimizer, full, dtype) - _replicated_state_bytes(
             make_optimizer, shape, dtype
         )

@@ -50,10 +50,12 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
     """
     stages, chunks, micro_batches = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     for name, number in (("stages", stages), ("chunks", chunks), ("micro_batches", micro_batches)):
+        # `True` is an integer in Python.
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise PlanError(
                 f"{name}={number!r}: must be a whole number of at least 1\nuse {name}=1 or more"
             )
+    # Also for one stage, which ignores the schedule: a misspelled name is an error.
     if pipeline.schedule not in SCHEDULES:
         raise PlanError(
             f"schedule={pipeline.schedule!r}: unknown schedule\nuse one of {', '.join(SCHEDULES)}"
@@ -64,6 +66,7 @@ def check_pipelining(pipeline: PipelineSpec) -> None:
                 f"chunks={chunks} with one stage: a model without stages is one chunk\n"
                 "use 2 or more stages, or chunks=1"
             )
+        # One stage runs no schedule, whose conditions on micro-batches and chunks follow.
         return
     if micro_batches < stages:
         raise PlanError(
@@ -275,6 +278,7 @@ def timeline(pipeline: PipelineSpec, chunks: Sequence[ChunkSeconds]) -> Timeline
         start = 0.0
         if each.sender is not None:
             start = ends[each.sender]
+            # A message delays its receiver only: the sender goes on with its next pass.
             if each.border is not None:
                 start += sends[each.border]
         if each.previous is not None:
@@ -325,8 +329,10 @@ def _ordered_passes(
     pipeline = PipelineSpec(stages, micro_batches, schedule, chunks)
     orders = actions(pipeline)
     passes: list[_PassWithDependencies] = []
+    # Index in `passes` of each action so far, and of the last action of each stage.
     indices: dict[Action, int] = {}
     last: list[int | None] = [None] * len(orders)
+    # Index of the next action in the order of each stage.
     positions = [0] * len(orders)
     unfinished = set(range(len(orders)))
     # Each round runs each stage until it needs inputs that have not arrived from another stage.
@@ -387,6 +393,7 @@ def draw_timeline(timeline: Timeline, width: int = 96) -> str:
             # Chunks are numbered in model order, which visits all stages before it repeats one.
             turn = span.action.chunk // timeline.pipeline.stages
             label = f"|{span.action}{turn * chr(39)}"
+            # A pass that is narrower than its label shows the start of it.
             line = line.ljust(start, "·") + label[: max(0, end - start)].ljust(end - start)
         share = f"idle {timeline.bubbles[number]:.1%}"
         lines.append(f"stage {number} {line.ljust(width, '·')}| {share}")

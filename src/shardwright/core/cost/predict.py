@@ -86,6 +86,7 @@ def chunk_times(
     times = []
     for chunk in chunks:
         # Most chunks of a deep model differ only in names; these are predicted once.
+        # A single chunk has no duplicates, so its key is not computed.
         key = chunk_key(chunk) if len(chunks) > 1 else None
         if key not in cached_times:
             cached_times[key] = step_time(
@@ -222,6 +223,7 @@ def predict(
         times = chunk_times(partitioned, cluster, blocking, optimizer, repeats_segments)
     steps = tuple(time.step for time in times)
     if pipeline.stages == 1:
+        # A single stage has a single chunk, whose seconds include all micro-batches.
         return Predicted(cluster, steps, None, steps[0].seconds)
     seconds_of_chunks = list(_chunk_seconds(times, pipeline, model))
     stages = timeline(pipeline, seconds_of_chunks)
@@ -250,6 +252,7 @@ def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list
     for stages, num_bytes in partitioned.shared_gradients:
         # A ring over the stages is as slow as the link between the first and the last stage.
         link = model.links.cluster.link_between(stages[0] * devices, stages[-1] * devices)
+        # A ring of n members sends n − 1 of n parts of the tensor in each round.
         moved = (len(stages) - 1) / len(stages) * num_bytes / link.rate
         message_seconds = sequential_messages(link, len(stages)) * link.latency + moved
         # An all-reduce is two rounds, a reduce-scatter and an all-gather.

@@ -35,6 +35,7 @@ def product_overlaps(graph: Graph, communication: Communication) -> dict[Transfe
             products.setdefault(transfer, []).append(op)
     result = {}
     for transfer in communication.transfers:
+        # Gathers of parameters start in buckets ahead of their operators instead (`step_time.py`).
         if (
             transfer.value.origin is Origin.PARAMETER
             or transfer.step.operation not in PIPELINED_OPERATIONS

@@ -141,6 +141,7 @@ class StepTime:
         """Predicted seconds of the training step."""
         # The optimizer and exposed reductions run after all micro-batches.
         busy = self.micro_batches * (self.forward_seconds + self.backward_seconds)
+        # `bubble` is idle time over the whole step: step = busy / (1 − bubble).
         return busy / (1 - self.bubble) + self.exposed + self.update
 
 
@@ -232,6 +233,7 @@ def hidden_seconds(
                 half = backward / 2 if op in delayed else backward
                 spare_seconds[op.name, pass_part] = {
                     "forward": forward,
+                    # 0 for other operators, whose full backward pass is in `half`.
                     "weight": backward - half,
                 }.get(pass_part, half)
             hidden_by_op = min(remaining, spare_seconds[op.name, pass_part])
@@ -248,6 +250,7 @@ def hidden_seconds(
         backward_part = hide(returned, "weight", overlap.delayed_linears)
         # Weight gradients first, since linear layers delay them to hide this transfer.
         backward_part += hide(returned - backward_part, "backward", overlap.overlapping_ops)
+        # The backward pass of a recomputed segment repeats the transfer beside the same operators.
         hidden[transfer] = (
             forward_part,
             backward_part + (forward_part if transfer.is_repeated else 0.0),
@@ -300,6 +303,7 @@ def bucket_seconds(
     """
     for bucket in communication.buckets:
         gather, reduce = _gather_and_reduce_seconds(bucket, model)
+        # ZeRO-3 frees gathered parameters after each pass, lower levels keep them for the step.
         yield bucket, "parameters", bucket.level != "level3", 0, gather
         yield bucket, "gradients", bucket.reduces_once, 1, reduce
         if bucket.regathers:

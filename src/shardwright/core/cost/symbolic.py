@@ -63,6 +63,7 @@ def no_cut_cost(costs: Iterable[float]) -> float:
     >>> round(no_cut_cost((20.48, 4096.0)), 4)
     16.7772
     """
+    # A cut of cost 0, as of an element-wise operator, would make replication free as well.
     smallest = min((cost for cost in costs if cost > 0), default=0.0)
     return smallest * smallest / NO_CUT_DIVISOR
 

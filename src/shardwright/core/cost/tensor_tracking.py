@@ -86,6 +86,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Track the storages of existing tensors, and label them with `category`."""
         for tensor in tensors:
             self._track_storage(tensor, category)
+            # A view of a tracked tensor has the storage of that tensor, which gets the new
+            # category.
             self.storage_of(tensor).category = category
 
     def storage_of(self, tensor: Tensor) -> TrackedStorage:
@@ -150,6 +152,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(each, Tensor):
                     tracked = self._storages.get(storage_id(each))
                     if tracked is None or tracked[1].category not in (PARAMETERS, WEIGHTS):
+                        # An untracked tensor was created before the mode was entered.
                         return False
                     has_weights = True
         return has_weights
@@ -217,6 +220,8 @@ class DryRunMode(PlainDispatchMode, LiveBytes):  # type: ignore[no-untyped-call]
         self._cached_results = cached_results
         self._in_flight: dict[int, list[Tensor]] = {}
 
+    # Repeats `LiveBytes.__torch_dispatch__`, which PyTorch has wrapped in `torch._disable_dynamo`:
+    # the wrapper takes as long as an operator on the meta device (`PlainDispatchMode`).
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -64,6 +64,7 @@ class TimeModel:
         devices = mesh.num_devices * stages
         self.device = self.links.cluster.device
         self.shares_processor = cluster.device.is_oversubscribed(devices)
+        # With slowdown 1 overlap saves nothing: a core that copies messages does not compute.
         self.slowdown = 1.0 if self.shares_processor else self.device.overlap_slowdown
         self.optimizer_shard_size = optimizer_shard_size
         self._operators: dict[tuple[object, ...], ForwardBackward] = {}
@@ -146,6 +147,7 @@ class TimeModel:
         itemsize = value.itemsize
         key = (step, value.shape, itemsize)
         if key not in self._steps:
+            # The larger side: the output of an all-gather, or the input of a reduce-scatter.
             local = max(prod(s.shard_shape(value.shape)) for s in (step.source, step.target))
             self._steps[key] = (
                 self._redistribution_step_seconds(step.forward, step, local * itemsize),

@@ -115,12 +115,14 @@ def _chunk_time_parts(
         hidden_pair = (0.0, 0.0) if transfer is None else hidden_of.get(transfer, (0.0, 0.0))
         for component, seconds, hidden in zip(components, seconds_pair, hidden_pair, strict=True):
             yield component, axes, times * seconds, times * saved_fraction * hidden
+    # By whether a collective runs once per step, instead of once per micro-batch.
     exposed_of = {True: time.exposed_per_step, False: time.exposed_per_micro_batch}
     total_of = {
         True: (time.gathers, time.gradients),
         False: (time.gathers_per_micro_batch, time.gradients_per_micro_batch),
     }
     for bucket, data, once_per_step, direction, seconds in bucket_seconds(communication, model):
+        # Also excludes a total of 0, by which the hidden share would be divided.
         if seconds:
             # Gradients are reduced over all axes of a bucket, parameters gathered over some.
             steps = [s for s in bucket.steps if data == "gradients" or s.operation == "all_gather"]

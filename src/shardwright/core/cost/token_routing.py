@@ -66,6 +66,7 @@ def _is_computed_from_parameters(graph: Graph, value: Value) -> bool:
     producer: Op | None = graph.producer.get(value)
     if producer is None:
         return value.origin is Origin.PARAMETER
+    # An operator without inputs, such as `arange`, is computed from no parameter.
     return bool(producer.inputs) and all(
         _is_computed_from_parameters(graph, each) for each in producer.inputs
     )

@@ -33,6 +33,7 @@ def parse_quantity(text_or_number: Any, units: dict[str, float]) -> float | None
     if isinstance(text_or_number, bool):
         return None
     if isinstance(text_or_number, (int, float)):
+        # YAML reads `.inf` and `.nan` as floats.
         return float(text_or_number) if math.isfinite(text_or_number) else None
     match = _NUMBER.fullmatch(text_or_number) if isinstance(text_or_number, str) else None
     if match is None:
@@ -45,4 +46,5 @@ def parse_quantity(text_or_number: Any, units: dict[str, float]) -> float | None
     except ValueError:
         # Such as `1.2.3`, which the pattern accepts.
         return None
+    # `1e400` overflows to infinity.
     return size if math.isfinite(size) else None

@@ -43,6 +43,7 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
         derived: names of the files whose `base` entries led to this file, to detect cycles.
     """
     content = parse_yaml(_read_cluster_file(name), str(name), ConfigError)
+    # `cluster_from_content` raises the error for a file that is not a mapping.
     if not isinstance(content, Mapping) or "base" not in content:
         return content
     base, path = content["base"], Path(name)
@@ -65,6 +66,7 @@ def _load_cluster_with_base(name: str | Path, derived: tuple[str, ...]) -> Any:
     # Figure by figure, while a list of `levels` replaces that of the base.
     if isinstance(inherited_device, Mapping) and isinstance(device, Mapping):
         merged["device"] = {**inherited_device, **device}
+    # A variant without a name is called like its file, as its base is another cluster.
     return merged if "name" in content else {**merged, "name": path.stem}
 
 
