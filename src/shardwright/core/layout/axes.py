@@ -79,7 +79,8 @@ def common_axes(*device_matrices: tuple[int, ...]) -> tuple[int, ...]:
             f" devices: {', '.join(map(str, totals))}\nuse device matrices with equal numbers of"
             " devices"
         )
-    # The strides of all axes: there is a common axis between each two consecutive strides.
+    # The strides of all axes, and the number of devices: there is a common axis between each two
+    # consecutive strides.
     strides = {prod(m[i:]) for m in device_matrices for i in range(len(m) + 1)}
     inner, *outer = sorted(strides | {1})
     sizes: tuple[int, ...] = ()

@@ -61,6 +61,7 @@ class Layout:
         alias_name: tuple[str, ...] | None = None,
         name: tuple[str, ...] | None = None,
     ) -> None:
+        # `alias_name` and `name` are spellings of MindSpore.
         given_names = [names for names in (alias_names, alias_name, name) if names is not None]
         if len(given_names) != 1:
             raise LayoutError(
@@ -70,6 +71,7 @@ class Layout:
         sizes, names = axes_with_devices(device_matrix, given_names[0])
         if rank_list is not None:
             check_ranks(rank_list, prod(sizes))
+        # Fewer names than given: the last axis was the virtual one.
         values = (sizes, names, rank_list, len(names) < len(given_names[0]))
         # A frozen dataclass raises on `self.x = …`.
         vars(self).update(zip(self.__dataclass_fields__, values, strict=True))
@@ -146,6 +148,7 @@ class Layout:
         Raises:
             LayoutError: if the layout does not have this rank.
         """
+        # `rank_list` may name any ranks, such as 4 to 7 for the second half of 8.
         if rank not in self._position_of_rank:
             first, last = min(self.ranks), max(self.ranks)
             raise LayoutError(
@@ -211,8 +214,10 @@ class TensorLayout:
 
     def __post_init__(self) -> None:
         used = [axis for dim in self.axes for axis in dim]
+        # An axis has one state: it shards one dimension, or is partial, or varying.
         used += self.partial
         used += self.varying
+        # A replicated tensor uses no axes, and `min` fails on an empty list.
         if not used:
             return
         matrix = self.layout.device_matrix
@@ -292,6 +297,7 @@ class TensorLayout:
                     f"dimension {dim} of size {size} is not divisible into {count} shards"
                     f" (shape {tuple(shape)}, layout {self})\nuse a multiple of {count}"
                 )
+        # Shards are even, so all ranks have this shape.
         return tuple(size // count for size, count in zip(shape, self.shard_counts, strict=True))
 
     def block(self, rank: int) -> tuple[int, ...]:
@@ -331,6 +337,7 @@ class TensorLayout:
     def _ranks_of_block(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         ranks_of: dict[tuple[int, ...], list[int]] = {}
         positions = product(*(range(size) for size in self.device_matrix))
+        # `ranks` are in row-major order, like the coordinates that `product` yields.
         for rank, coordinates in zip(self.layout.ranks, positions, strict=True):
             ranks_of.setdefault(self._compute_block_index(coordinates), []).append(rank)
         return {block: tuple(ranks) for block, ranks in ranks_of.items()}
@@ -359,6 +366,7 @@ class TensorLayout:
         """Text of the axes that shard each dimension, such as `(a, b·c; partial d)`."""
         named = self.layout.named
         dims = ", ".join(named(dim) or "None" for dim in self.axes)
+        # Sorted: sets have no order, and equal layouts must have equal texts.
         suffix = f"; partial {named(sorted(self.partial), ' ')}" if self.partial else ""
         suffix += f"; varying {named(sorted(self.varying), ' ')}" if self.varying else ""
         return f"({dims}{suffix})"
@@ -417,6 +425,7 @@ def _factor_coarse_axes(coarse: DeviceMatrix, fine: DeviceMatrix) -> tuple[Axes,
     Raises:
         LayoutError: if the ranks differ, or an axis of `coarse` is not a product of axes of `fine`.
     """
+    # Their order may differ: it decides which fine axes make up a coarse one.
     if set(coarse.ranks) != set(fine.ranks):
         raise LayoutError(
             f"the device matrices {fine.device_matrix} and {coarse.device_matrix} do not have the"
@@ -457,6 +466,7 @@ def _is_refinement(coarse: DeviceMatrix, fine: DeviceMatrix, fine_axes: tuple[Ax
     # Checked here, because `TensorLayout` raises for an axis that is used twice.
     if len(set(used)) != len(used):
         return False
+    # A tensor with one dimension for each coarse axis: its shards have the coordinates as indices.
     products = TensorLayout(fine, fine_axes)
     return all(products.block(rank) == coarse.coordinates(rank) for rank in fine.ranks)
 

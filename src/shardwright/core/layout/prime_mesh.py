@@ -17,5 +17,6 @@ def prime_mesh(devices: int) -> DeviceMatrix:
     """
     if devices < 1:
         raise LayoutError(f"a device matrix cannot have {devices} devices\nuse at least one device")
+    # The finest axes: every number of shards that divides the devices is a product of some of them.
     sizes = prime_factors(devices)
     return DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))))

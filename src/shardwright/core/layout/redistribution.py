@@ -111,6 +111,7 @@ class RedistributionStep:
         receivers = self._group_positions_by_block(self.target)
         destinations = [0] * self.group_size
         for block, senders in self._group_positions_by_block(self.source).items():
+            # Equally many have and need a shard, as a permute keeps the numbers of shards.
             for sender, receiver in zip(senders, receivers[block], strict=True):
                 destinations[sender] = receiver
         return tuple(destinations)
@@ -196,6 +197,8 @@ def redistribution(
     mesh = source.layout
     if target.layout != mesh:
         sizes = common_axes(mesh.device_matrix, target.layout.device_matrix)
+        # In the order of the source's ranks; `on` raises if no axes express the target in this
+        # order.
         common = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)
         source, target = source.on(common), target.on(common)
     steps = redistribution_steps(source, target, shape, differentiable)
@@ -220,6 +223,7 @@ def redistribution_steps(
             divide `shape`, the source is varying, or the target is partial over axes over which the
             source is not.
     """
+    # Varying differs from replicated in the gradient only.
     if not differentiable and target.varying:
         target = replace(target, varying=frozenset())
     _check_layouts(source, target, shape)
@@ -248,6 +252,7 @@ def joined_step(
     for spec in COLLECTIVES.values():
         if spec.axes_between is None or not first.operation == second.operation == spec.joins:
             continue
+        # From the first source to the last target: no value is read in the layout in between.
         axes = spec.axes_between(first.source, second.target)
         if axes is None:
             continue
@@ -292,6 +297,7 @@ def _rebase_step(step: RedistributionStep, source: TensorLayout) -> Redistributi
         step.target.axes[dim] if dim == step.dim else dim_axes
         for dim, dim_axes in enumerate(source.axes)
     )
+    # Only the changes of this step: in the new order, other steps precede it.
     partial = source.partial - (step.source.partial - step.target.partial)
     varying = source.varying | (step.target.varying - step.source.varying)
     target = TensorLayout(source.layout, axes, partial, varying)
@@ -339,7 +345,9 @@ class _RouteProblemTranslation:
     @classmethod
     def of(cls, source: TensorLayout, target: TensorLayout) -> _RouteProblemTranslation:
         pairs = list(zip(source.axes, target.axes, strict=True))
+        # The common leading axes divide the tensor into parts that are redistributed independently.
         prefixes = tuple(before[: common_length(before, after)] for before, after in pairs)
+        # Other dimensions take no part, as a route over them would have to undo its changes.
         dims = tuple(dim for dim, (before, after) in enumerate(pairs) if before != after)
         joined = tuple(_group_redistributed_axes(source, target, prefixes))
         return cls(source.layout, joined, prefixes, dims)
@@ -379,6 +387,7 @@ class _RouteProblemTranslation:
         axes = list(current.axes)
         for dim, problem_axes in zip(self.dims, move.axes_by_dim, strict=True):
             axes[dim] = self.prefixes[dim] + self.mesh_axes(problem_axes)
+        # A permute has no axes, and leaves partial and varying ones as they are.
         moved = frozenset(self.mesh_axes(move.axes))
         reduces = move.operation in (route_search.ALL_REDUCE, route_search.REDUCE_SCATTER)
         return TensorLayout(
@@ -410,6 +419,7 @@ def _translate_move(
                 }
             )
         )
+    # These shard no dimension, so the order of their axes is free.
     elif move.operation in (route_search.VARY, route_search.ALL_REDUCE):
         axes = tuple(sorted(axes))
     dim = translation.dims[move.dim] if move.dim >= 0 else None
@@ -439,6 +449,7 @@ def _group_redistributed_axes(
     # axes of a dimension can be gathered or moved.
     moving = [a for a in before if before[a] != after[a] or before[a][1] is not None]
 
+    # Few enough for an exact search, which joined axes would keep from parting them.
     if len(moving) <= route_search.ALL_MOVES_AXES:
         return [(axis,) for axis in moving]
 
@@ -472,6 +483,7 @@ def _compute_axis_states(
     that shards a dimension, or (name, None) with the name "fixed", "partial", "varying" or ""."""
     states: dict[int, tuple[int | str, int | None]] = {}
     for axis in range(len(layout.device_matrix)):
+        # Axes that shard a dimension are overwritten below.
         state = "partial" if axis in layout.partial else "varying" if axis in layout.varying else ""
         states[axis] = ("fixed" if axis in fixed else state, None)
     for dim, axes in enumerate(layout.axes):

@@ -156,10 +156,12 @@ class Problem:
 
     @property
     def start(self) -> State:
+        # Only targets are varying (`redistribution_steps`).
         return State(self.source, self.partial, frozenset())
 
     @property
     def goal(self) -> State:
+        # Axes over which the target stays partial are not part of the problem.
         return State(self.target, frozenset(), self.varying)
 
 
@@ -221,7 +223,8 @@ def _exact_search(problem: Problem, limit: int) -> Path | None:
     after `EXACT_STATES` expanded states."""
     goal, target_size = problem.goal, problem.local_size(problem.target)
     expanded: set[State] = set()
-    # Entries are (lower bound on the total cost, moves, path, cost of the path, state).
+    # Entries are (lower bound on the total cost, moves, path, cost of the path, state). The bound
+    # of the only first entry does not matter.
     queue: list[tuple[int, int, Path, int, State]] = [(0, 0, (), 0, problem.start)]
     while queue and len(expanded) < EXACT_STATES:
         _, _, path, path_cost, state = heappop(queue)
@@ -330,6 +333,7 @@ def _iterate_sharding_moves(problem: Problem, state: State, free: frozenset[int]
     for dim, axes in enumerate(state.axes_by_dim):
         for run in problem.axis_runs[dim]:
             sliced = free.issuperset(run)
+            # A run of replicated and of partial axes would need two collectives.
             if (sliced or state.partial.issuperset(run)) and _can_shard(problem, dim, axes + run):
                 axes_by_dim = _replace_axes(state.axes_by_dim, dim, axes + run)
                 yield Move(SLICE if sliced else REDUCE_SCATTER, dim, -1, run, axes_by_dim)
@@ -355,6 +359,7 @@ def _iterate_gathering_moves(problem: Problem, state: State, settled: Axes) -> I
             if not varying or len(varying) == len(suffix):
                 yield Move(ALL_GATHER, dim, -1, suffix, remaining_axes, bool(varying))
             for to_dim, to_axes in enumerate(state.axes_by_dim):
+                # With many axes, only to a dimension that some of them shard in the target.
                 useful = tries_all_moves or not problem.target_axes[to_dim].isdisjoint(suffix)
                 if to_dim != dim and useful and _can_shard(problem, to_dim, to_axes + suffix):
                     axes_by_dim = _replace_axes(remaining_axes, to_dim, to_axes + suffix)
@@ -381,6 +386,7 @@ def _iterate_axis_permutations(
         if available and counts == [problem.num_shards(dim) for dim in problem.target]:
             yield problem.target
         return
+    # Settled axes stay: no cheapest route moves them (`_find_candidate_moves`).
     fixed = tuple(dim[:length] for dim, length in zip(axes_by_dim, settled, strict=True))
     unsettled = tuple(dim[length:] for dim, length in zip(axes_by_dim, settled, strict=True))
     movable = axes.difference(*fixed)
