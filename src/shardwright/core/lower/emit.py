@@ -122,6 +122,7 @@ def expression(argument: Any, variable: Callable[[Value], str]) -> str:
         return f"[{', '.join(expression(a, variable) for a in argument)}]"
     if isinstance(argument, tuple):
         inner = ", ".join(expression(a, variable) for a in argument)
+        # Without the comma, a tuple of one element would be the element in parentheses.
         return f"({inner},)" if len(argument) == 1 else f"({inner})"
     if isinstance(argument, float) and not math.isfinite(argument):
         # `repr` of infinity is `inf`, a name that the text does not define.
@@ -173,6 +174,7 @@ def write_body(lines: Sequence[Line], outputs: Collection[str]) -> Iterator[str]
     no activation alive longer than autograd does.
     """
     assigned = {name for line in lines for name in line.names}
+    # Number of the last line that uses each variable: later lines overwrite earlier ones.
     last = {name: i for i, line in enumerate(lines) for name in (*line.reads, *line.names)}
     for number, line in enumerate(lines):
         # One line, so that a name from a file cannot end the comment and inject code.
@@ -204,6 +206,7 @@ def nest_segments(
         name: reserves and returns an unused name.
         runner: name of the function that runs inner functions with activation checkpointing.
     """
+    # Number of the last line of each segment: later lines overwrite earlier ones.
     last = {line.segment: number for number, line in enumerate(lines)}
     # An inner function returns only variables read outside: others are recomputed, not saved.
     readers: dict[str, set[str | None]] = {n: {None} for n in outputs}
@@ -236,6 +239,7 @@ def _split_at_segment(
     after: list[Line] = []
     assigned: set[str] = set()
     for line in lines:
+        # The inner function of one segment cannot contain lines of another.
         assert line.segment in (None, segment), f"{line.segment} is nested in {segment}"
         if line.segment is not None:
             inside.append(line)
@@ -263,6 +267,7 @@ def _make_segment_call(
     """
     own_segment = {body[0].segment}
     assigned = dict.fromkeys(n for line in body for n in line.names)
+    # As arguments, since a checkpoint saves the arguments of its function for the recomputation.
     inputs = tuple(dict.fromkeys(n for line in body for n in line.reads if n not in assigned))
     return Line(
         # A variable that nothing reads belongs to the segment alone, and is not returned.

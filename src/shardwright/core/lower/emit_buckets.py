@@ -74,6 +74,7 @@ class BucketLines:
                     bucket,
                     member,
                 )
+        # A recomputed segment gathers its buckets again by itself.
         if any(
             bucket.regathers and bucket.segment is None for bucket in self.communication.buckets
         ):
@@ -109,6 +110,7 @@ class BucketLines:
     def member(self, value: Value, route: Sequence[Transfer]) -> str | None:
         """Emit the steps of `route` that a bucket performs, and return the variable of the
         resulting parameter; None if `value` is not in a bucket."""
+        # Buckets coalesce parameters only: activations do not exist at the same time.
         num_bucketed = num_bucketed_steps(route) if value.origin is Origin.PARAMETER else 0
         if not num_bucketed:
             return None
@@ -117,6 +119,7 @@ class BucketLines:
             if self._is_bucket_in_program(bucket):
                 self._emit_bucket_members(bucket)
             else:
+                # `UnshardedParameters` has gathered it for all micro-batches of the step.
                 name = self._member_variables[member] = self.source.name(member.name)
                 self.source.add([name], f"parameters[{used_member_key(member)!r}]", [])
         return self._member_variables[member]
@@ -140,6 +143,8 @@ class BucketLines:
 
     def _emit_bucket_members(self, bucket: Bucket) -> None:
         bound, number = self.bound[bucket.number], bucket.number
+        # ZeRO-2 keeps gathered parameters for the step, but reduces the gradients of each
+        # micro-batch.
         is_cached = self.unsharded and bucket.level == "level2"
         if bucket.gathers:
             self._emit_gather_start(bucket)
@@ -164,6 +169,7 @@ class BucketLines:
         """Return the bucket to prefetch before `bucket` is used, or None."""
         if bucket.segment is not None:
             return None
+        # Buckets are numbered in order of first use.
         later_buckets = (b.bucket for b in self._program_buckets if b.bucket.number > bucket.number)
         return next(filter(_can_prefetch, later_buckets), None)
 

@@ -68,8 +68,11 @@ class TransferLines:
 
     def _emit_transfer(self, transfer: Transfer, variable: str) -> str:
         if transfer not in self.overlaps or transfer is self.pending:
+            # Only started: the backward pass does not read the loss, and whoever reads it waits
+            # (`pending_loss` of `lower`).
             prefix = "start" if transfer is self.pending else ""
             return self._emit_step(transfer, prefix, self._bind_transfer(transfer), variable)
+        # Nothing is computed between its producer and this line, so that it starts here.
         if transfer not in self._started_variables:
             self._emit_transfer_start(transfer, variable)
         # Emitted between start and finish, so that the backward pass, in reverse order, computes
@@ -131,6 +134,7 @@ class TransferLines:
             binding = start_all_reduce if pending else bind
             bound = binding(step, self.devices)
             if self.devices.named_ranges:
+                # The gradient of an all-reduced loss is replicated, and needs no collective.
                 layout, backward = self.devices.matrix, None if pending else step.backward
                 bound = wrap_step(bound, step.forward, backward, step.axes, layout)
             self._bound_functions[key] = bound

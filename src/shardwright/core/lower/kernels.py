@@ -39,6 +39,7 @@ class Kernels:
             # An operator that is not sharded runs unchanged, bitwise as on one device.
             if rule is not None and rule.kernel is not None and is_cut:
                 self._kernels[op] = rule.kernel(op, self._make_local_sharding(op, rule))
+            # Whether it is sharded or not: its results are compared between replicas.
             if isinstance(op.target, LocalCall):
                 self._kernels[op] = self._make_local_map_kernel(op, op.target.name)
         return self._kernels[op]

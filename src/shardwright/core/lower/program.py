@@ -85,6 +85,7 @@ class Program:
         """Return the program compiled by `compiler`; if `regional`, only its repeated blocks are
         compiled, as one function."""
         function = self.by_region(compiler) if regional else None
+        # Without repeated blocks there is no region, and the whole program is compiled.
         return replace(self, function=function or compiler(self.function))
 
     def __call__(
@@ -200,11 +201,13 @@ class _ProgramEmitter:
             if op in emitted_early:
                 continue
             if self._is_fused_with_bias(op):
+                # Emitted by `_emit_biased_layer`, in the place of the addition of its bias.
                 self.deferred_linears[op.output] = op
             else:
                 self._emit_operator(op)
         routes = self.communication.output_routes
         outputs = [
+            # Other leaves, such as None or a number, are constants of the captured graph.
             self._emit_route(leaf, routes[leaf]) if isinstance(leaf, Value) else repr(leaf)
             for leaf in self.graph.outputs
         ]
@@ -252,6 +255,7 @@ class _ProgramEmitter:
                 # needed too, as capture refuses to change a parameter that is cast.
                 cast = ".clone()"
             if value.origin is Origin.PARAMETER and self.unsharded and is_cast:
+                # Cast once per step, not in each micro-batch.
                 self.casts.append(value)
                 self.source.add([name], f"parameters[{cast_key(value)!r}]", [])
             elif value.origin is Origin.PARAMETER:
@@ -264,6 +268,7 @@ class _ProgramEmitter:
             elif value.origin is Origin.CONSTANT:
                 # Moved once, at lowering, instead of in every call.
                 tensor = self.graph.constants[value].to(self.devices.device)
+                # The scope only grows, so its length is a number that no other constant has.
                 constant = self.source.refer(f"constant_{len(self.source.scope)}", tensor)
                 self.source.add([name], constant, [])
         return self.variables[value]
@@ -274,6 +279,7 @@ class _ProgramEmitter:
         if name is None:
             name = self._emit_argument_read(value)
         else:
+            # The bucket performs the leading steps of the route.
             route = route[num_bucketed_steps(route) :]
         return self.transfers.convert(name, route)
 
@@ -388,6 +394,7 @@ class _ProgramEmitter:
             args[rule.sizes] = list(
                 self.communication.initial_layouts[op.output].shard_shape(op.output.shape)
             )
+        # The call names the device on which the model was captured.
         if op.takes_device:
             kwargs["device"] = self.devices.device
         return args, kwargs
@@ -411,6 +418,7 @@ class _ProgramEmitter:
             if returns_nones(op):
                 name = f"results_of_{op.short_name}"
                 return self.source.refer(name, partial(drop_nones, function))
+            # `aten` is in the scope of the source, so that the text names the operator itself.
             if function.namespace == "aten":
                 return str(function)
             if function.namespace == "shardwright":
@@ -443,12 +451,14 @@ class _ProgramEmitter:
         if op.target is not aten.linear.default or len(op.inputs) != 2:
             return False
         consumers = self.graph.consumers[op.output]
+        # Another reader needs the product without the bias.
         if len(consumers) != 1 or op.output in self.graph.output_values:
             return False
         add, index = consumers[0]
         return (
             add.target is aten.add.Tensor
             and index == 0
+            # `alpha` would scale the bias.
             and not add.kwargs
             and len(add.inputs) == 2
             # `F.linear` takes a vector as bias. A partial sum must be reduced before the bias is

@@ -105,6 +105,7 @@ def compile_regions(
     if regions is None:
         return None
     head = f"def {REGION}({', '.join(regions.arguments)}):"
+    # A tuple also of one variable, since the call unpacks it.
     end = f"    return ({', '.join(regions.returns)},)\n"
     # One function object for all blocks: Dynamo compiles it once, and guards on shapes and dtypes.
     body = "\n".join([head, *write_body(regions.body, regions.returns), end])
@@ -132,6 +133,7 @@ def _find_longest_run(lines: Sequence[Line]) -> tuple[int, int, int] | None:
         (lines per block, first line, number of lines of the run), or None if no blocks repeat.
     """
     numbers: dict[str, int] = {}
+    # Equal lines have equal numbers, which the loops below compare very often.
     line_ids = [numbers.setdefault(_mask_variable_names(line), len(numbers)) for line in lines]
     best: tuple[int, int, int] | None = None
     for length in range(1, len(line_ids) // 2 + 1):
@@ -145,6 +147,7 @@ def _find_longest_run(lines: Sequence[Line]) -> tuple[int, int, int] | None:
             if index < len(line_ids) - length and line_ids[index] == line_ids[index + length]:
                 continue
             covered = index - start + length
+            # As many equal pairs as a block has lines are two whole blocks.
             if index - start >= length and (best is None or covered > best[2]):
                 best = length, start, covered
             start = index + 1
