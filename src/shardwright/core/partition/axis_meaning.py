@@ -67,6 +67,7 @@ def name_axes(graph: Graph, num_axes: int, decisions: Decisions) -> tuple[str, .
     names = [
         _choose_axis_name(each - {None}, axis in storage_axes) for axis, each in enumerate(meanings)
     ]
+    # A name that occurs once has no number: `tp`, not `tp0`.
     numbers = {name: count() for name in names if names.count(name) > 1}
     letters = islice(axis_names(), num_axes)
     return tuple(
@@ -146,6 +147,7 @@ class _MeaningTrace:
 
     def of_factor(self, op: Op, factor: str) -> Meaning | None:
         """Return the meaning of `factor` of `op`, or None if no meaning is inferred."""
+        # `e` of `b s _, b s _, b s _, e _ i _, e _ i -> b s _`, the rule of `experts`.
         is_expert = op.target is experts and factor == "e"
         return Meaning.EXPERT if is_expert else self.factors[op.name].get(factor)
 
@@ -162,6 +164,7 @@ class _MeaningTrace:
         for value, dim in sample_dims(graph).items():
             values[value] = (*(None,) * dim, Meaning.BATCH, *values[value][dim + 1 :])
         input_dependent = set(inputs)
+        # One pass suffices, as operators follow the producers of their inputs.
         for op in graph.ops:
             if not input_dependent.isdisjoint(op.inputs):
                 input_dependent.update(op.outputs)
@@ -173,6 +176,8 @@ class _MeaningTrace:
             rule = rule_of(op)
             if rule is not None:
                 op_factors = self.factors[op.name]
+                # Replaces what the previous round took from outputs: meanings of inputs take
+                # precedence.
                 op_factors.update(self._infer_factor_meanings(op, rule))
                 for value, dims in zip(op.outputs, rule.outputs, strict=True):
                     self._copy_meanings_from_factors(value, dims, op_factors)
@@ -206,6 +211,7 @@ class _MeaningTrace:
             is_feature = meaning is Meaning.PARAMETER and value in self.input_dependent
             return Meaning.FEATURE if is_feature else meaning
 
+        # Meanings are only added: a dimension keeps the first one that it gets.
         meanings = self.values[value]
         self.values[value] = tuple(
             each or meaning_of(factor) for each, factor in zip(meanings, dims, strict=True)

@@ -44,6 +44,7 @@ class Chunk:
     @cached_property
     def communication(self) -> Communication:
         """Communication within the chunk, without point-to-point communication between chunks."""
+        # `cached_property` writes into `__dict__`, past the `__setattr__` of a frozen dataclass.
         return communication(self.graph, self.mesh, self.decisions)
 
     @cached_property
@@ -67,6 +68,7 @@ class Chunk:
     @property
     def received_gradient_bytes(self) -> int:
         """Bytes per micro-batch of the gradients that one device receives from the next chunk."""
+        # The gradient of a value arrives in the layout in which the value was sent.
         departures = self.decisions.departures
         return sum(
             self._local_bytes(v, departures[v.name]) for v in self.leaving if v.requires_grad

@@ -27,6 +27,8 @@ class _ChunkDescription:
         chunk, graph, decisions = self.chunk, self.chunk.graph, self.decisions
         # Gradients of inputs are computed only if there is a previous chunk.
         yield decisions.sharding, decisions.bucket_bytes, chunk.number > 0, graph.loss is None
+        # Only values without a producer; activations are described by the operators that compute
+        # them.
         initial_values = (
             graph.input_values,
             graph.parameters,
@@ -41,6 +43,7 @@ class _ChunkDescription:
             (self._number_by_first_occurrence(old), self._number_by_first_occurrence(new))
             for old, new in graph.updates
         )
+        # Received, sent and returned values stay alive longer than other activations.
         for values in (chunk.arriving, chunk.leaving, chunk.returned, graph.output_values):
             yield tuple(map(self._number_by_first_occurrence, values))
 
@@ -67,6 +70,7 @@ class _ChunkDescription:
             op.structure,
             tuple(map(self._number_by_first_occurrence, op.inputs)),
             tuple(map(self._describe_value, op.outputs)),
+            # A factor that is cut over no axes equals a factor without an entry.
             tuple((factor, tuple(axes)) for factor, axes in cuts.items() if axes),
             decisions.outputs.get(op.name),
             None

@@ -105,6 +105,8 @@ class Communication:
         Activations are redistributed for each micro-batch; parameters are gathered, and their
         gradients reduced, as often as the ZeRO level requires.
         """
+        # As if parameters were gathered and reduced for each micro-batch too; the loop corrects
+        # them.
         forward, backward = self.forward_bytes * micro_batches, self.backward_bytes * micro_batches
         for bucket in self.buckets:
             # Replaces the bytes of buckets, which `forward_bytes` counts for each micro-batch.
@@ -154,9 +156,11 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     count only the gradients of `graph.trained`.
     """
     result = Communication(mesh)
+    # Layouts of activations follow from the operators that compute them.
     for value in (*graph.input_values, *graph.buffers, *graph.constants, *graph.parameters):
         result.initial_layouts[value] = initial_layout(value, mesh, decisions)
     shared: dict[tuple[Value, tuple[RedistributionStep, ...]], Transfer] = {}
+    # Values that the caller or the update of a buffer reads, even if no operator does.
     returned = {*graph.output_values, *(value for _, value in graph.updates)}
     for op in graph.ops:
         _add_operator_transfers(result, op, decisions.cuts.get(op.name, {}), shared)
@@ -175,6 +179,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
         returned_axes = departure or decisions.local_outputs.get(value.name)
         if returned_axes:
             target = TensorLayout(mesh, returned_axes)
+        # Without a loss all outputs are returned in full; a number has no dimension to shard.
         elif graph.loss is None or not value.shape:
             target = mesh.replicated(len(value.shape))
         # A value with a departure is read by a later chunk, which sends its gradient back.
@@ -196,6 +201,7 @@ def communication(graph: Graph, mesh: DeviceMatrix, decisions: Decisions) -> Com
     transfers = OperatorTransfers(graph, result.routes, result.reductions)
     result.segments = recompute_segments(graph, decisions.recompute, transfers)
     assign_recomputed_transfers(result.segments, transfers, decisions)
+    # The caller or an update may read a parameter too, which is then gathered outside of segments.
     returned_routes = [*result.output_routes.items()]
     returned_routes += [(value, result.update_routes[old]) for old, value in graph.updates]
     # Segments may have been divided, and a bucket belongs to one of the resulting segments.
@@ -245,6 +251,8 @@ def _add_operator_transfers(
 ) -> None:
     mesh, rule = result.mesh, rule_of(op)
     if rule is None:
+        # Without a rule nothing is known about the dimensions, so every device computes the full
+        # operator.
         inputs = tuple(mesh.replicated(len(value.shape)) for value in op.inputs)
         outputs = tuple(mesh.replicated(len(value.shape)) for value in op.outputs)
     else:
@@ -256,6 +264,7 @@ def _add_operator_transfers(
     result.input_layouts[op.name] = inputs
     for value, layout in zip(op.outputs, outputs, strict=True):
         result.initial_layouts[value] = layout
+    # Two marks: the program needs every gradient that may flow, but bytes count those of the loss.
     differentiable = any(value.differentiable for value in op.outputs)
     trained = any(value.requires_grad for value in op.outputs)
     for index, (value, layout) in enumerate(zip(op.inputs, inputs, strict=True)):
@@ -290,6 +299,7 @@ def _add_transfers(
         trained: whether a gradient flows back when the graph's `trained` outputs are
             differentiated.
     """
+    # A gradient needs both ends: a consumer that sends it and a value that takes it.
     differentiable = differentiable and value.differentiable
     trained = trained and value.requires_grad
     leading, source = result.leading_transfers.get(value, ()), result.layout(value)
@@ -299,6 +309,7 @@ def _add_transfers(
         return leading
     path = redistribution_steps(source, target, value.shape, differentiable)
     route = list(leading)
+    # Routes of one value share their common first steps: `q`, `k` and `v` need one all-reduce.
     for length, step in enumerate(path, start=1):
         key = (value, path[:length])
         # The key has all steps so far: equal steps from different layouts are different transfers.
@@ -324,6 +335,7 @@ def _sum_communication_bytes(result: Communication, graph: Graph) -> None:
         result.forward_bytes += forward
         result.backward_bytes += backward
     for name, inner in result.reductions.items():
+        # Not `Value.differentiable`: bytes count only the gradients of `trained` outputs.
         differentiable = any(value.requires_grad for value in graph.by_name[name].outputs)
         for reduction in inner:
             forward, backward = reduction.bytes(result.mesh, differentiable)

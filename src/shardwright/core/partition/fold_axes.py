@@ -28,6 +28,7 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
             between two of its axes.
     """
     mesh = partitioned.mesh
+    # Compared by strides, as the two matrices have different numbers of axes.
     strides = () if unjoined_mesh is None else _compute_axis_strides(unjoined_mesh)
     # Axes may be joined where `unjoined_mesh` has no axis boundary of the same stride.
     joinable = {
@@ -51,6 +52,7 @@ def fold_axes(partitioned: Partitioned, unjoined_mesh: DeviceMatrix | None = Non
         return replace(partitioned, mesh=unjoined_mesh, decisions=decisions)
     names = name_axes(partitioned.graph, len(sizes), decisions)
     folded_mesh = DeviceMatrix(sizes, names, mesh.rank_list)
+    # The same object, which keeps its cached chunks and communication.
     if folded_mesh == mesh:
         return partitioned
     return replace(partitioned, mesh=folded_mesh, decisions=decisions)
@@ -79,6 +81,7 @@ def split_axes(mesh: DeviceMatrix, decisions: Decisions) -> tuple[DeviceMatrix, 
     """Return the device matrix with each axis split into axes of prime sizes, and `decisions` with
     the axes of this device matrix."""
     primes_of_axis = [prime_factors(size) for size in mesh.device_matrix]
+    # Index of the first prime axis of each axis, and the number of all prime axes at the end.
     starts = list(accumulate(map(len, primes_of_axis), initial=0))
     sizes = tuple(size for primes in primes_of_axis for size in primes)
     prime_mesh = DeviceMatrix(sizes, tuple(islice(axis_names(), len(sizes))), mesh.rank_list)

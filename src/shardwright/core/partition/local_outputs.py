@@ -47,6 +47,7 @@ def local_outputs(graph: Graph, arrivals: Mapping[str, CutAxes]) -> dict[str, Cu
             # By convention, dimension 0 is the batch.
             dims[0] = axes_of_size.get(value.shape[0], ())
         sharding_axes = [axes for axes in dims if axes]
+        # In a matrix of all pairs of samples two dimensions would be sharded over the same axes.
         if sharding_axes and len(set(sharding_axes)) == len(sharding_axes):
             result[value.name] = tuple(dims)
     return result
@@ -61,6 +62,7 @@ def _has_unknown_factors(graph: Graph, value: Value) -> bool:
             continue
         if rule_of(op) is None:
             return True
+        # Each value once: the number of paths doubles with each residual connection.
         pending += [each for each in op.inputs if each not in visited]
         visited.update(op.inputs)
     return False

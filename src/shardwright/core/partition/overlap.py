@@ -59,6 +59,8 @@ def overlaps(
         for index in range(len(op.inputs)):
             route = communication.routes[op.name, index]
             for transfer in route:
+                # Operators come in graph order, so the first entry is the operator before which it
+                # finishes.
                 first_use.setdefault(transfer, op_index[op.name])
             # The first input of a linear layer is its activation.
             if route and index == 0:
@@ -70,6 +72,8 @@ def overlaps(
         # A later transfer of a route reads the result of the previous transfer, not of the
         # producer.
         if producer is not None and transfer.previous is None:
+            # A result that no operator reads is returned: its redistribution finishes after the
+            # last operator.
             end = first_use.get(transfer, len(graph.ops))
             ops = graph.ops[op_index[producer.name] : end + 1]
             overlapping_ops = _find_overlapping_ops(
@@ -79,6 +83,8 @@ def overlaps(
             op
             for op in possible_linears.get(transfer, ())
             if delay_weight_gradients
+            # Without communication in the backward pass there is nothing for weight gradients to
+            # hide.
             and transfer.step.backward
             and _can_delay_weight_gradient(op)
             and _is_in_segment(communication, op, transfer.segment)
@@ -140,5 +146,6 @@ def _can_delay_weight_gradient(op: Op) -> bool:
     # `delayed_linear` flattens all dimensions but the last, so there must be at least two.
     if op.target is not aten.linear.default or len(op.inputs[0].shape) < 2:
         return False
+    # The gradient of a parameter is read last; that of a computed weight is needed at once.
     x, weight = op.inputs[:2]
     return weight.origin is Origin.PARAMETER and weight.differentiable and x.differentiable

@@ -141,6 +141,8 @@ class Bucket:
 def num_bucketed_steps(route: Sequence[Transfer]) -> int:
     """Return the number of leading transfers of a parameter's route that are coalesced in a bucket:
     at most one `vary`, then all-gathers."""
+    # A `vary` after a gather would all-reduce the gathered gradient, which is larger than the
+    # shard's.
     length = 0
     for transfer in route:
         operation = transfer.step.operation
@@ -169,6 +171,7 @@ def buckets(
         returned_routes: (value, transfers) of each value that the program returns, parameters
             included.
     """
+    # One use per parameter and layout: consumers that share transfers share the gather.
     level = decisions.sharding.level if decisions.sharding is not None else ""
     uses: dict[tuple[Value, tuple[int, ...]], _BucketedParameterUse] = {}
     # Only level3 frees gathered parameters, and gathers them again if the backward pass reads them.
@@ -182,6 +185,7 @@ def buckets(
             if not route:
                 continue
             recompute = decisions.recompute.get(op.name)
+            # With other levels the gathered parameter outlives the segment, which only reads it.
             segment = recompute.segment if recompute and level == "level3" else None
             key = (value, tuple(id(transfer) for transfer in route))
             use = uses.setdefault(key, _BucketedParameterUse(value, route, segment))
@@ -198,6 +202,8 @@ def buckets(
             use = uses.setdefault(key, _BucketedParameterUse(value, route, None))
             # The caller reads a returned parameter, so it is gathered outside of segments.
             use.segment, use.trained = None, use.trained or route[-1].trained
+    # A step has at least `MIN_BUCKETS` buckets to overlap, unless latency would outweigh the
+    # overlap.
     max_bytes = max(
         sum(map(_count_gathered_bytes, uses.values())) // MIN_BUCKETS, SMALL_BUCKET_BYTES
     )
@@ -269,7 +275,9 @@ def _group_uses_into_buckets(
     for number, group in enumerate(groups):
         gathers = any(t.step.operation == "all_gather" for t in group[0].route)
         segment = group[0].segment if gathers else None
+        # The same for all members, as it is part of `bucket_key`.
         trained = group[0].trained
+        # Without gradients no backward pass reads the parameters.
         regathers = level == "level3" and gathers and trained
         # Recomputing a segment gathers its parameters. Outside of segments they are gathered again
         # only if the backward pass reads a parameter of the bucket.
@@ -289,4 +297,5 @@ def _count_gathered_bytes(use: _BucketedParameterUse) -> int:
 def varying_axes(bucket: Bucket) -> Axes:
     """Return the axes over which the gradients of a bucket are all-reduced; () without an
     all-reduce."""
+    # The first suffices: a bucket has at most one `vary` (`num_bucketed_steps`).
     return next((step.axes for step in bucket.steps if step.operation == "vary"), ())

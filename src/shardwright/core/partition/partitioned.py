@@ -52,10 +52,13 @@ class Partitioned:
         graph, mesh, decisions = self.graph, self.mesh, self.decisions
         self._check_parameter_updates()
         if self.pipeline.num_chunks == 1:
+            # Each value once, although a model may return it twice.
             outputs = tuple(dict.fromkeys(graph.output_values))
             decisions = replace(decisions, local_outputs=self.local_outputs)
             return (Chunk(0, 0, graph, mesh, decisions, returned=outputs),)
         self._check_input_gradients()
+        # Chunks repeat operators without a gradient instead of receiving their results, but no
+        # random draws.
         graph_chunks = split_graph(graph, self.pipeline.chunk_of, random_operators(graph))
         boundary_layouts = {
             value.name: self._get_boundary_axes(value)
@@ -99,6 +102,7 @@ class Partitioned:
         # weight.
         for name, stages in self.stages_of_parameters.items():
             if name in trained and len(stages) > 1:
+                # All chunks have the storage of the full model, so that of the first chunk will do.
                 stored = TensorLayout(self.mesh, self.chunks[0].decisions.storage[name])
                 shard = prod(stored.shard_shape(trained[name].shape))
                 shared.append((stages, shard * trained[name].stored_dtype.itemsize))
@@ -116,6 +120,7 @@ class Partitioned:
 
     def tensors_of(self, stage: int) -> tuple[list[Value], list[Value]]:
         """Return the parameters and the buffers that the chunks of a stage read or update."""
+        # Dicts as sets that keep the order of the graph; chunks of a stage may share a parameter.
         parameters: dict[Value, None] = {}
         buffers: dict[Value, None] = {}
         for chunk in self.chunks_of(stage):
@@ -198,6 +203,7 @@ class Partitioned:
         if graph.loss is not None:
             for value in graph_chunk.returned:
                 if value is not graph.loss and value in graph.producer:
+                    # An output that a later chunk reads keeps the layout in which it is sent.
                     departures.setdefault(value.name, self._get_boundary_axes(value))
         chunk_decisions = replace(
             decisions,
@@ -225,6 +231,7 @@ class Partitioned:
         axes = pinned_layouts[index] if index < len(pinned_layouts) else None
         if axes is not None:
             return axes
+        # An operator without a rule computes full tensors on every device.
         rule = rule_of(producer)
         if rule is None:
             return ((),) * len(value.shape)

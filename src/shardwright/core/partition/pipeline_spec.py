@@ -52,6 +52,7 @@ class PipelineSpec:
     @property
     def averages_micro_batches(self) -> bool:
         """Whether the loss of a step is the mean over several micro-batches."""
+        # A single micro-batch is the full batch, whose loss is the mean already.
         return self.micro_batches > 1 and self.loss_reduction == "mean"
 
     @property
@@ -69,4 +70,5 @@ class PipelineSpec:
         return self.schedule_spec.stage_of(chunk, self.stages)
 
 
+# Chunk 0 has all operators, so `chunk_of` stays empty.
 ONE_STAGE = PipelineSpec()

@@ -65,6 +65,7 @@ class OperatorTransfers:
         first_consumer: dict[Transfer, str] = {}
         for op in self.graph.ops:
             for _, transfer in self.transfers_to(op):
+                # Operators come in graph order, so the first entry stays.
                 first_consumer.setdefault(transfer, op.name)
         return first_consumer
 
@@ -142,6 +143,7 @@ class _OpenSegment:
         # segment may read their results.
         if recompute != self.recompute or not self.dependent_values.isdisjoint(op.inputs):
             return False
+        # Such a transfer is emitted after the segment, or its result is saved and not recomputed.
         return not any(
             value in self.results
             and (transfers.first_consumer[t] in self.skipped_ops or not recompute.communication)
@@ -206,7 +208,10 @@ def _trim_unneeded_ops(segment: _OpenSegment, transfers: OperatorTransfers) -> l
         end -= 1
     ops = segment.ops[:end]
     available = {value for op in ops for value in (*op.inputs, *op.outputs)}
+    # With these operators inside, the segment returns the sum with the bias only, not its operand
+    # too.
     for op in segment.ops[end:] if ops else ():
+        # Parameters, buffers and constants stay allocated anyway, so they count as available.
         inputs = {value for value in op.inputs if value.origin in (Origin.ACTIVATION, Origin.INPUT)}
         if transfers.sends(op) or not inputs <= available:
             break
@@ -229,6 +234,8 @@ def assign_recomputed_transfers(
         results = {value for op in ops for value in op.outputs}
         for op in ops:
             for index, value in enumerate(op.inputs):
+                # Transfers with an earlier first consumer are emitted there, and repeated with its
+                # segment.
                 emitted = [
                     transfer
                     for transfer in transfers.routes[op.name, index]
@@ -243,6 +250,8 @@ def assign_recomputed_transfers(
                     if value not in results:
                         repeated = repeated[_count_unrepeated_transfers(repeated, segment) :]
                 for transfer in repeated:
+                    # A segment without gradients has no backward pass that would repeat the
+                    # transfer.
                     transfer.segment, transfer.is_repeated = segment.name, segment.trained
 
 

@@ -98,8 +98,10 @@ SCHEDULES = {
             fallback="gpipe",
             interleaved="interleaved_1f1b",
         ),
+        # Huang et al., arXiv:1811.06965.
         ScheduleSpec("gpipe", "ScheduleGPipe"),
         ScheduleSpec(
+            # Narayanan et al., arXiv:2104.04473, section 2.2.
             "interleaved_1f1b",
             "ScheduleInterleaved1F1B",
             min_chunks=2,
@@ -108,6 +110,8 @@ SCHEDULES = {
             interleaved="interleaved_1f1b",
         ),
         ScheduleSpec(
+            # Qi et al., arXiv:2401.10241, section 6: two chunks, one on the way down the V and one
+            # up.
             "zero_bubble_v",
             "ScheduleZBVZeroBubble",
             min_chunks=2,
@@ -124,6 +128,7 @@ SCHEDULES = {
             splits_backward=True,
         ),
         ScheduleSpec(
+            # DualPipe (DeepSeek-V3, arXiv:2412.19437), cut in half.
             "dualpipe_v",
             "ScheduleDualPipeV",
             min_chunks=2,
@@ -134,6 +139,7 @@ SCHEDULES = {
             # PyTorch's class rejects fewer micro-batches than chunks.
             fallback="zero_bubble_v",
         ),
+        # Breadth-first pipeline parallelism, Lamy-Poirier, arXiv:2211.05953.
         ScheduleSpec("looped_bfs", "ScheduleLoopedBFS", min_chunks=2, max_chunks=None),
     )
 }

@@ -35,6 +35,7 @@ class Transfer:
     @cached_property
     def forward_bytes(self) -> int:
         """Bytes that one device sends for the transfer in the forward pass."""
+        # Cached, so not to be read before `join_transfers`, which replaces `step`.
         return self.step.forward_bytes(self.value.shape, self.value.itemsize)
 
     @property
