@@ -102,9 +102,9 @@ def plan_replay(
             continue
         # Backwards, a storage that is not live here is not used later: it is freed after this step.
         steps.append((number, finished_here, operation.storages - live))
-        # Values before a complete overwrite are not needed, unless the operation also reads them.
+        # Earlier writes to these storages may be part of their values.
         live |= finished_here
-        # In this order, as an operation that overwrites a storage may read it first.
+        # Values before a complete overwrite are not needed, unless the operation also reads them.
         live -= operation.fills
         live |= operation.reads
         # A draw that starts where another ended needs the state after that draw.

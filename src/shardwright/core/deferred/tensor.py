@@ -129,6 +129,7 @@ def is_initialized(tensor: Deferred) -> bool:
     """Whether a recorded operation initializes all elements of `tensor`."""
     record = tensor._record
     storage = record.storage_view(tensor).storage
+    # Operations that update a storage may leave elements without values.
     return any(storage in operation.fills for operation in record.operations)
 
 
@@ -251,6 +252,7 @@ def value_of(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Deferred):
         return tensor
+    # The key is the name of the tensor in errors of the replay.
     requested = {"a tensor": tensor._record.storage_view(tensor)}
     return replay(tensor._record, requested, lambda name, value: value)["a tensor"]
 

@@ -36,7 +36,9 @@ def running_statistics(graph: Graph) -> set[Value]:
     statistics = {before for before, _ in graph.updates}
     for op in graph.ops:
         if takes_statistics(op):
+            # The first output is the normalized tensor.
             statistics.update(op.outputs[1:])
+        # An operator without inputs, such as `zeros`, computes nothing from statistics.
         elif op.inputs and statistics.issuperset(op.inputs):
             statistics.update(op.outputs)
     return statistics

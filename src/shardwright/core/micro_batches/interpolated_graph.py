@@ -55,6 +55,7 @@ class GraphsBySize:
             CaptureError: if the model cannot be captured.
         """
         key = tuple(_make_argument_cache_key(leaf) for leaf in leaves)
+        # A captured graph has precedence over a derived one, which only serves to compare plans.
         if key in self.captured:
             return self.captured[key]
         if self.derive and key not in self._derived and len(self.captured) > 1:
@@ -231,6 +232,7 @@ class _GraphInterpolation:
         # `type` and not `isinstance`, as a bool is no size.
         if type(argument) is int:
             return self._interpolate_number(argument, other)
+        # By identity first, as NaN is not equal to itself.
         if argument is not other and argument != other:
             raise NotInterpolableError
         return argument

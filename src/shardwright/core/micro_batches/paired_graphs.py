@@ -269,6 +269,7 @@ def different_operator(graph: Graph, larger: Graph) -> tuple[Op, str] | None:
         larger: graph of a larger batch.
     """
     paired = dict(_pair_values(larger, graph, {}))
+    # Where one graph has more constants, these cannot be paired, and any constant matches another.
     constants = len(graph.constants) != len(larger.constants)
     # Lengths are compared last, so that the first operator that differs is named.
     for op, larger_op in zip(graph.ops, larger.ops, strict=False):

@@ -91,6 +91,7 @@ def read_equal_elements(
 
 def _insert_unit_dim_indices(position: Sequence[int], sizes: Sequence[int]) -> ElementIndex:
     indices = iter(position)
+    # A dimension of size 1 has only index 0, and none in `position`.
     return tuple(0 if size == 1 else next(indices) for size in sizes)
 
 
@@ -111,6 +112,7 @@ def _trace_position_through_views(views: Sequence[Op], position: ElementIndex) -
 def _trace_position_through_view(op: Op, position: ElementIndex) -> ElementIndex:
     shape, result = op.inputs[0].shape, op.output.shape
     if op.short_name in ("permute", "transpose"):
+        # From a dimension of the input to the index in it.
         read = dict(zip(_get_dim_permutation(op), position, strict=True))
         return tuple(read[dim] for dim in range(len(shape)))
     if op.short_name == "expand":
@@ -122,6 +124,7 @@ def _trace_position_through_view(op: Op, position: ElementIndex) -> ElementIndex
     for index, size in zip(position, result, strict=True):
         flat = flat * size + index
     indices = []
+    # In reverse, as the last dimension varies fastest.
     for size in reversed(shape):
         flat, index = divmod(flat, size)
         indices.append(index)

@@ -120,6 +120,7 @@ class BatchGuard:
 
     def __init__(self, devices: Devices, graph: Graph, arrivals: Mapping[str, CutAxes]) -> None:
         self._device, self._waits = devices.device, devices.waits
+        # A rehearsal has fake ranks, with which nothing can be compared.
         self._active = devices.is_distributed and has_other_ranks()
         self._remedy = SHARD_OF_BATCH if arrivals else GLOBAL_BATCH
         self._inputs = _group_shared_inputs(devices, graph, arrivals) if self._active else ()

@@ -67,6 +67,8 @@ def before_backward(outputs: Iterable[Any], checks: Iterable[Callable[[], None]]
                 " supported on several devices\n"
                 "train without them, or plan for one device"
             )
+        # Its check for NaN would read pending results of collectives, which the program passes on
+        # as gradients.
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             raise PlanError(
                 "`torch.autograd.set_detect_anomaly` is not supported on several devices\n"

@@ -82,6 +82,7 @@ class WatchedOutput:
     def gradient_request(self) -> str:
         """Return the user's call that needs the tensor's gradient, such as `retain_grad`; empty if
         no call needs the gradient."""
+        # None if the user has dropped the tensor, whose hooks still run.
         tensor = self.tensor()
         if tensor is not None and tensor.retains_grad:
             return "`retain_grad`"
@@ -134,6 +135,7 @@ class OutputsOffPath:
 
     def _watch_hooks_of_outputs(self, outputs: Sequence[Any], result: Any) -> None:
         refuse_gradients_of_outputs()
+        # All calls of a program return results of one structure.
         self._names = self._names or _name_outputs(result, len(outputs))
         watched: dict[int, WatchedOutput] = {}
         for index in sorted({i for indices in self._computed_from.values() for i in indices}):
@@ -184,6 +186,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
     if layout.sharded or layout.partial:
         return False
     return all(
+        # Equal first steps are carried out once: the consumer reads the tensor that is returned.
         flow.routes[op.name, index][: len(route)] == route
         for op, index in graph.consumers[value]
         # Other consumers send no gradient, so it does not matter where they branch off.
@@ -193,6 +196,7 @@ def is_on_path(graph: Graph, flow: Communication, value: Value) -> bool:
 
 def _find_dependent_outputs(graph: Graph, value: Value) -> list[int]:
     """Return the indices of output `value` and of all outputs computed from `value`."""
+    # Operators are in the order of execution, so one pass finds all.
     dependents = {value}
     for op in graph.ops:
         if not dependents.isdisjoint(op.inputs):
@@ -248,6 +252,7 @@ def _make_incomplete_gradient_message(
     )
 
 
+# Cached, so that the check is installed once per process.
 @cache
 def refuse_gradients_of_outputs() -> None:
     """Make `torch.autograd.grad`, and `backward` with `inputs`, raise PlanError for outputs whose

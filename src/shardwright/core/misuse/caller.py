@@ -47,6 +47,7 @@ def optimizer_among_callers() -> Optimizer | None:
 
 
 def _iterate_caller_frames() -> Iterator[FrameType]:
+    # Not `inspect.stack`, which reads the source files of all frames.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

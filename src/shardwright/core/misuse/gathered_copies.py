@@ -42,11 +42,12 @@ def refuse_lost_writes() -> None:
 
 
 def _make_gathered_views_read_only(results: Any, args: Sequence[Any]) -> Any:
+    # By storage, as most views of a DTensor are views of its local tensor.
     viewed_storage = storage_id(local_tensor(args[0]))
 
     def read_only_if_copied(result: DTensor) -> DTensor:
         local = local_tensor(result)
-        # Equal storage: nothing was gathered.
+        # Equal storage: nothing was gathered. Simulated ranks have local tensors of another class.
         if type(local) is not Tensor or storage_id(local) == viewed_storage:
             return result
         return with_spec(GatheredCopy.of(local), spec_of(result))
@@ -88,6 +89,7 @@ class GatheredCopy(Tensor):
         return results
 
     def numpy(self, *, force: bool = False) -> Any:
+        # Reads need no check.
         return self.tensor.numpy(force=force)
 
     def tolist(self) -> Any:

@@ -49,6 +49,7 @@ class GradientGuard:
     """Guard that compares the gradients of outputs between ranks."""
 
     def __init__(self, devices: Devices) -> None:
+        # A rehearsal has fake ranks, with which nothing can be compared.
         self._active = devices.is_distributed and has_other_ranks()
         self._passes, self._device = 0, devices.device
 

@@ -70,6 +70,8 @@ def _refuse_saving_partial_state(extent: str) -> None:
     Raises:
         PlanError: if no function that combines the state of all ranks is on the call stack.
     """
+    # Stages that a rank has gathered make a full model; DTensors that it has gathered remain
+    # shards.
     if is_called_by(SAVES_FROM_ALL_RANKS) or (extent == STAGE and is_called_by(SENDS_TO_RANKS)):
         return
     raise PlanError(
@@ -122,6 +124,7 @@ class StageTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse_saving_partial_state(STAGE)
+        # As an ordinary tensor, which can be read without this library.
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:

@@ -59,6 +59,7 @@ class PlannedParameters:
             for name, parameter in module.named_parameters()
         )
         self._tensors = tuple(p.parameter for p in self.all)
+        # Flat tuples, which each call compares in one pass.
         self._trained = tuple(p.trained for p in self.all)
         self._paths = [path for path, _ in module.named_modules()]
         self._registered = [own_parameters(child) for child in module.modules()]

@@ -158,6 +158,7 @@ def _find_out_of_place_view(operator: OpOverload) -> Callable[..., Any] | None:
         # `detach_` works for DTensors.
         return None
     view = getattr(aten, operator_name(operator).removesuffix("_"))
+    # The first overload stands for all: they differ in arguments only.
     returns = schema_of(getattr(view, view.overloads()[0])).returns
     # Only where the out-of-place operator returns a view.
     return view if returns[0].alias_info is not None else None
@@ -205,6 +206,7 @@ def _run_operator_on_mixed_tensors(
     """
     leaves = _find_tensor_arguments(args, kwargs)
     records = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    # Within a direct call of a submodule too, for which `calls_of_parts` names a remedy.
     if records or not all(map(_is_real_tensor, leaves)) or is_called_by(CALLS_OF_PARTS):
         raise _make_mixed_tensors_error(operator) from error
     mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
