@@ -45,6 +45,7 @@ class PlanAnalysis:
     def memory(self) -> Memory:
         """Peak bytes per device of each stage in a training step, from a dry run."""
         on_share = share_reporter(self.on_progress, "memory")
+        # `dry_runs` holds those of the search, so that equal chunks do not run again.
         return memory(self.partitioned, self.optimizer, self.dry_runs, on_share)
 
     @cached_property
@@ -62,6 +63,7 @@ class PlanAnalysis:
         The gap is None if the search did not minimize seconds on a cluster, or found no lower bound
         on the cost.
         """
+        # The lower bound is one of seconds, so other costs have no gap.
         if self.timed_step is None:
             return None
         return gap_of(

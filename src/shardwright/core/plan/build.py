@@ -95,6 +95,7 @@ def make_plan(
         sharding=decisions.sharding,
         bucket_bytes=decisions.bucket_bytes,
         recompute=dict(decisions.recompute),
+        # Without the prefix `torch.`.
         compute_dtype=None if graph.compute_dtype is None else str(graph.compute_dtype)[6:],
         pipeline=partitioned.pipeline,
         pins=dict(pins),
@@ -182,6 +183,7 @@ def _build_operator_rows(
     """
     mesh, cuts, time_model = partitioned.mesh, partitioned.decisions.cuts, None
     if predicted is not None:
+        # Seconds of rows exist on a cluster only; without one they are 0.
         time_model = TimeModel(predicted.cluster, mesh, partitioned.pipeline.stages)
     trace = trace_meanings(partitioned.graph)
     rows: dict[str, OperatorRow] = {}
@@ -200,6 +202,7 @@ def _build_operator_rows(
                     seconds=0.0
                     if time_model is None
                     else sum(time_model.operator_seconds(op, operator_cuts)),
+                    # In lower case, as plan files have them (`plan_file.MEANINGS`).
                     meanings={
                         f: meaning.name.lower() for f, meaning in meanings.items() if meaning
                     },
@@ -253,6 +256,7 @@ def _build_returned_rows(
         for value in chunk.graph.output_values
     ]
     routes += [
+        # An update returns to the layout of the old value, by which its route is listed.
         (value, chunk.communication.update_routes[before])
         for chunk in partitioned.chunks
         for before, value in chunk.graph.updates
@@ -320,6 +324,7 @@ def transfer_text(transfer: Transfer) -> str:
     if step.to_dim is not None:
         words.append(f"to dim {step.to_dim}")
     words.append(f"over {step.source.layout.named(step.axes)}")
+    # A value without a gradient has no backward pass to communicate in.
     if transfer.trained and step.backward is not None:
         words.append(f"/ {step.backward}")
     return " ".join(words)

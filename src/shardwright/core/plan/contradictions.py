@@ -40,8 +40,10 @@ def check_consistent(plan: PlanData, devices: int, where: str) -> None:
 
 def _find_contradictions(plan: PlanData, devices: int) -> Iterator[str]:
     pipeline, names = plan.pipeline, {row.name for row in plan.operators}
+    # `devices` is in the file for readers; plans compute it.
     if plan.devices != devices:
         yield f"`devices` is {devices}, but `mesh` and `stages` need {plan.devices}"
+    # By the keys of the file, which differ from the names of some fields.
     for key, operator_names in (
         ("cuts", plan.cuts),
         ("outputs", plan.outputs),
@@ -99,6 +101,8 @@ def _find_tensor_contradictions(plan: PlanData) -> Iterator[str]:
 
 def _find_row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     where, recompute = f"`operators`: {row.name}", plan.recompute.get(row.name)
+    # Not the converse: an operator of which autograd saves nothing is in `recompute`, but in no
+    # segment.
     if row.segment and recompute is None:
         yield f"{where}: is in segment {row.segment!r}, but missing in `recompute`"
     for name, _, origin in row.inputs:
@@ -120,6 +124,7 @@ def _find_row_contradictions(row: OperatorRow, plan: PlanData) -> Iterator[str]:
     shapes = (*(shape for _, shape, _ in row.inputs), *row.outputs)
     for layout, shape in zip(layouts, shapes, strict=True):
         yield from _find_indivisible_dims(where, layout.axes, shape, plan.mesh)
+    # Only pinned operators are in `outputs`.
     for output_axes, shape in zip(plan.outputs.get(row.name, ()), row.outputs, strict=False):
         if output_axes is not None:
             yield from _find_indivisible_dims(
@@ -138,5 +143,6 @@ def _find_indivisible_dims(
 
 
 def _find_unknown_dtype(where: str, name: str) -> Iterator[str]:
+    # The name comes from a file, and could be that of any attribute of `torch`.
     if not isinstance(getattr(torch, name, None), torch.dtype):
         yield f"{where}: {short_repr(name)} is not the name of a torch dtype, such as 'float32'"

@@ -225,6 +225,7 @@ class PlanData:
         samples = (
             leaf["shape"][dim]
             for leaf, dim in zip(self.inputs, dims, strict=True)
+            # Only tensors are dictionaries; other leaves are the values themselves.
             if isinstance(leaf, dict) and leaf["shape"] and dim is not None
         )
         of_micro_batch = next(samples, None)
@@ -238,6 +239,7 @@ class PlanData:
         """
         for row in self.operators:
             for _, shape, origin in row.inputs:
+                # Token ids of shape (batch, sequence).
                 if row.operator == "aten.embedding" and origin == "input" and len(shape) == 2:
                     return shape[1]
         return None
@@ -245,6 +247,7 @@ class PlanData:
     @property
     def unused_axes(self) -> tuple[int, ...]:
         """Indices of the mesh axes over which all operators are replicated."""
+        # Storage does not count: an axis that only shards parameters repeats all computation.
         used = {a for factors in self.cuts.values() for axes in factors.values() for a in axes}
         return tuple(a for a in range(len(self.mesh.device_matrix)) if a not in used)
 
@@ -264,7 +267,8 @@ class PlanData:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of parameter shards that one device stores, maximum over stages."""
-        # Sets of names: operators of one stage may read one parameter, as with tied embeddings.
+        # By stage. Sets of names: operators of one stage may read one parameter, as with tied
+        # embeddings.
         stages: dict[int, set[str]] = {}
         for row in self.operators:
             names = (name for name, _, origin in row.inputs if origin == "parameter")
@@ -276,6 +280,7 @@ class PlanData:
     def _local_parameter_bytes(self, name: str) -> int:
         shape, dtype = self.parameters[name]
         shard = TensorLayout(self.mesh, self.storage[name]).shard_shape(shape)
+        # In the dtype in which it is stored, not in `compute_dtype`.
         return prod(shard) * int(getattr(torch, dtype).itemsize)
 
     @property
@@ -333,6 +338,7 @@ class PlanData:
         Args:
             on_progress: callback that receives the completed fraction of each property.
         """
+        # A plan from a file has both from the file.
         if self.graph is None:
             return
         with self.analysis.reporting(on_progress):
@@ -397,6 +403,7 @@ class PlanData:
 
 def target_text(op: Op) -> str:
     """Return the name of an operator's target, without `.default`: `aten.linear`."""
+    # Functions of this package, and calls of `local_map`, have Python names.
     target = str(op.target) if isinstance(op.target, OpOverload) else op.target.__name__
     return target.removesuffix(".default")
 

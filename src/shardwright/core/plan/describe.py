@@ -55,6 +55,7 @@ def dump(plan: PlanData) -> str:
 
 def _plan_header_lines(plan: PlanData) -> Iterator[str]:
     yield f"plan for {devices_text(plan.mesh, plan.pipeline.stages)}"
+    # Gradient accumulation has micro-batches in a single stage.
     if plan.pipeline.stages * plan.pipeline.micro_batches > 1:
         pipeline = plan.pipeline
         yield (
@@ -83,6 +84,7 @@ def _input_lines(plan: PlanData) -> Iterator[str]:
         if isinstance(leaf, dict):
             yield f"  {leaf['name']} {leaf['dtype']} {list(leaf['shape'])}"
         else:
+            # Leaves other than tensors are constants of the plan.
             yield f"  {leaf!r}"
 
 
@@ -124,6 +126,7 @@ def _operator_lines(plan: PlanData, row: OperatorRow) -> Iterator[str]:
         yield f"  output {list(shape)}: {layout.placement}" + (
             "" if axes is None else f", redistributed to {TensorLayout(plan.mesh, axes).placement}"
         )
+    # A pinned output is redistributed before any consumer reads it.
     for redistribution in (
         redistribution
         for redistribution in row.redistributions
@@ -146,6 +149,7 @@ def explanation(plan: PlanData, row: OperatorRow) -> str:
     lines.append(f"  rule: {row.rule or 'none, replicated on every device'}")
     lines.append(f"  cuts: {cuts_text(row) or 'none'}")
     lines.append(f"  {', '.join(parallelism_phrases(plan, row))}")
+    # The sentence; the label is for the tree of a report.
     lines.append(f"  {cut_origin(plan, row)[1]}")
     for label, description in choice_lines(plan, row):
         lines.append(f"    {f'{label}: ' if label else '  '}{description}")
@@ -182,6 +186,7 @@ def _describe_shard_counts(counts: tuple[int, ...]) -> str:
     >>> _describe_shard_counts((4, 1)), _describe_shard_counts((1, 1))
     ('sharded 4·1', 'replicated')
     """
+    # A scalar has no counts.
     return f"sharded {'·'.join(map(str, counts))}" if max(counts, default=1) > 1 else "replicated"
 
 
@@ -189,6 +194,7 @@ def _recomputation_lines(plan: PlanData, row: OperatorRow) -> Iterable[str]:
     """Describe the activation checkpointing of an operator; yield nothing if it is not
     recomputed."""
     recompute = plan.recompute.get(row.name)
+    # The row has the segment that runs, `plan.recompute` the request.
     if row.segment and recompute is not None:
         count = sum(other.segment == row.segment for other in plan.operators)
         with_others = f" with {count - 1} more operators" if count > 1 else ""

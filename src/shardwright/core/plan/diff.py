@@ -43,6 +43,7 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
     return [
         *(
             Difference(what, value, other)
+            # Both plans have all properties in one order, with `-` for those that do not apply.
             for (what, value), (_, other) in zip(
                 _plan_properties(first), _plan_properties(second), strict=True
             )
@@ -55,11 +56,13 @@ def differences(first: PlanData, second: PlanData, every: bool = False) -> list[
 
 def _plan_properties(plan: PlanData) -> Iterator[tuple[str, str]]:
     step, pipeline = plan.step, plan.pipeline
+    # The fingerprint covers the model, not how it is sharded.
     yield "model", plan.fingerprint
     yield "devices", f"{plan.devices}"
     yield "mode", plan.mode
     yield "options", plan.options_text or NONE
     yield "stages", f"{pipeline.stages}"
+    # Of one stage no schedule has an effect.
     yield "schedule", pipeline.schedule if pipeline.stages > 1 else NONE
     yield "micro-batches", f"{pipeline.micro_batches}"
     yield "global batch", NONE if plan.global_batch is None else f"{plan.global_batch}"
@@ -91,6 +94,7 @@ def _compare_operators(first: PlanData, second: PlanData, every: bool) -> Iterat
             first_has, second_has = (NONE if each is None else PRESENT for each in (row, other))
             yield name, "operator", first_has, second_has
             continue
+        # Operators that follow their neighbors differ wherever these do.
         if every or is_notable(row) or is_notable(other):
             yield (
                 name,
@@ -132,6 +136,7 @@ def _compare_storage(first: PlanData, second: PlanData) -> Iterator[ComparedPair
 
 
 def _describe_stored_shard_counts(plan: PlanData, name: str) -> str:
+    # Numbers of shards, as the meshes of the plans may differ; a scalar has none.
     return "·".join(str(plan.mesh.size(axes)) for axes in plan.storage[name]) or "1"
 
 

@@ -96,6 +96,7 @@ class Measured:
                     f"{file} is not a profile of format version {PROFILE_FORMAT}\nprofile the run"
                     " again with `shardwright train --profile`"
                 )
+            # This also makes tuples of the lists of JSON.
             return TypeAdapter(Measured).validate_python(values)
         except ValidationError as error:
             # The first line counts the errors; the others name fields that users do not write.

@@ -86,6 +86,7 @@ def parallelism_phrases(plan: PlanData, row: OperatorRow) -> tuple[str, ...]:
     """Return the parallelism of an operator: one phrase per sharded factor, such as `row-parallel
     over tp`, with data parallelism last."""
     phrases = tuple(dict.fromkeys(_operator_parallelism_phrases(plan, row)))
+    # An operator without a rule is replicated, too, but for another reason, which users can change.
     return (NO_RULE,) if row.rule is None else phrases or (REPLICATED,)
 
 
@@ -155,6 +156,8 @@ def _data_parallelism_phrase(plan: PlanData, row: OperatorRow, factor: str, axes
         shards = stored - {a for _, layout in weights for a in layout.sharded}
     if not shards.intersection(axes):
         return PARALLELISM_OF_MEANING["batch"]
+    # Parameters that are stored in shards without a ZeRO level are gathered for each use, as in
+    # FSDP.
     level = "level3" if plan.sharding is None else plan.sharding.level
     return (
         # HSDP: parameters are sharded over some axes of the batch and replicated over the others.

@@ -164,7 +164,8 @@ class Plan(PlanData):
             PlanError: if the plan was made for another model, or for the first operator whose cuts
                 contradict its sharding rule.
         """
-        # An edited plan file may contradict the rules of the same model.
+        # An edited plan file may contradict the rules of the same model, which the fingerprint does
+        # not show.
         if graph.fingerprint == self.fingerprint:
             problem = next(_describe_invalid_decisions(self, graph), None)
             if problem is not None:
@@ -186,6 +187,7 @@ def _describe_invalid_decisions(plan: Plan, graph: Graph) -> Iterator[str]:
     only.
     """
     mesh = plan.mesh
+    # Reading a file compares `storage` with the `parameters` of the file only.
     if {value.name for value in graph.parameters} != set(plan.storage):
         yield "`storage` does not list the model's parameters"
     for op in graph.ops:
@@ -223,6 +225,7 @@ def _describe_first_model_difference(plan: Plan, graph: Graph) -> str:
     missing_in_plan = [name for name in parameters if name not in plan.parameters]
     if missing_in_plan:
         return f"the plan has no parameter {missing_in_plan[0]!r}"
+    # The first difference says more than a difference in number, which is compared last.
     for index, (row, op) in enumerate(zip(plan.operators, graph.ops, strict=False)):
         if row.name != op.name or row.operator != target_text(op):
             return (

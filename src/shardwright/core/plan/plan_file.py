@@ -114,6 +114,7 @@ def _to_device_matrix(parsed: _FileDeviceMatrix, info: ValidationInfo) -> Device
     `mesh` is the first field of a plan, so pydantic validates the mesh before all layouts.
     """
     context: Any = info.context
+    # Raises `LayoutError`, a `ValueError`, which pydantic reports as an error of this field.
     context["mesh"] = mesh = DeviceMatrix(parsed.device_matrix, parsed.alias_names)
     return mesh
 
@@ -132,6 +133,7 @@ def _to_operator_strategy(parsed: _FilePin) -> OperatorStrategy:
 
 
 _FILE_TYPES: dict[Any, Any] = {
+    # Most numbers are counts, sizes, indices or seconds; `_FIELD_TYPES` has the others.
     int: Natural,
     float: Amount,
     DeviceMatrix: Annotated[_FileDeviceMatrix, AfterValidator(_to_device_matrix)],
@@ -152,9 +154,11 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
     OperatorRow: {"meanings": GenericAlias(dict, (str, Literal[MEANINGS]))},
     TimePart: {"kind": Literal[KINDS]},
     OtherChoice: {
+        # Negative for an alternative that is cheaper by itself.
         "cost": Annotated[float, Field(allow_inf_nan=False)],
         "multipliers": GenericAlias(dict, (Literal[SCALED_QUANTITIES], Amount)),
     },
+    # Not `Natural`: -1 means all devices.
     OptimizerParallel: {"shard_size": int},
     PipelineSpec: {
         "stages": AtLeastOne,
@@ -185,8 +189,10 @@ def _annotated_file_type(field_type: Any) -> Any:
     arguments = tuple(
         each if each is ... else _annotated_file_type(each) for each in get_args(field_type)
     )
+    # `Optional[X]` has the origin `Union`, `X | None` has `UnionType`.
     if origin in (Union, UnionType):
         return reduce(or_, arguments)
+    # The reader makes dictionaries, whatever mapping a field may have.
     return GenericAlias(dict if origin is Mapping else origin, arguments)
 
 
@@ -202,6 +208,7 @@ def _create_pydantic_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]
     definitions: Any = {
         name: (
             limited[name] if name in limited else _annotated_file_type(hints[name]),
+            # `...` makes a field required in pydantic.
             Field(None if name in optional else ..., alias=key),
         )
         for name, key in _file_keys_by_field(dataclass).items()
@@ -212,6 +219,7 @@ def _create_pydantic_model(dataclass: Any, **extra_keys: Any) -> type[BaseModel]
 @cache
 def _file_keys_by_field(dataclass: Any) -> dict[str, str]:
     """Return the keys of the file for the saved fields of a dataclass, by field."""
+    # Also of `Plan`, which is written, while the schema is made of `PlanData`.
     unsaved = UNSAVED_FIELDS if issubclass(dataclass, PlanData) else ()
     names = (field.name for field in fields(dataclass) if field.name not in unsaved)
     return {name: FILE_KEYS.get(name, name) for name in names}
@@ -290,6 +298,7 @@ def plan_from_json(plan_type: type[AnyPlan], text: str, where: str) -> AnyPlan:
     if plan.step is not None:
         # With the kernels of the plan's cluster, not with those of this machine.
         plan = replace(plan, dry_runs=DryRunCache(plan.step.cluster != LOCAL))
+    # Last, as the fields that it compares must exist and have their types.
     check_consistent(plan, parsed.devices, where)
     return plan
 
@@ -319,6 +328,7 @@ def plan_to_json(plan: PlanData, **overrides: Any) -> str:
     content = json.dumps(data, indent=1, default=_to_json_object)
     # Of the parsed text, as the reader computes it: JSON has lists where the plan has tuples.
     digest = content_digest(json.loads(content))
+    # The digest comes last, as it is one of all other keys.
     body = content.removesuffix("\n}")
     return f'{body},\n "{DIGEST}": "{digest}"\n}}'
 

@@ -124,6 +124,7 @@ class RankedPlans:
         best = self.best
         limit = "" if best.memory_limit is None else f", {bytes_text(best.memory_limit)} a device"
         count = best.pipeline.micro_batches
+        # With several numbers of micro-batches every row states its own.
         number = (
             f", {count} micro-batches"
             if count > 1 and not self._has_several_micro_batch_counts
@@ -148,6 +149,7 @@ class RankedPlans:
     @property
     def best(self) -> Plan:
         """The fastest of all plans."""
+        # `plans` is in order of step time.
         return next(iter(self.plans.values()))
 
     @property
@@ -157,6 +159,7 @@ class RankedPlans:
 
     def _sorted_left_out_items(self) -> list[tuple[PlanKind, LeftOut]]:
         """Return the items of `left_out`, sorted by reason: slow step, too much memory, other."""
+        # `LeftOut` sorts by its rank; kinds break ties.
         return sorted(self.left_out.items(), key=lambda entry: (entry[1], entry[0]))
 
     def _table_row_of_plan(self, plan_kind: PlanKind) -> tuple[str, ...]:
@@ -166,6 +169,7 @@ class RankedPlans:
             plan_kind.describe((plan_kind.level,), self._has_several_micro_batch_counts),
             ", ".join(f"{what} +{seconds_text(more)}" for what, more in self.slower_for(plan_kind)),
             seconds_text(seconds),
+            # Without a cluster there are no step times to divide.
             f"{seconds / best_seconds if best_seconds else 1.0:.3f}",
             bytes_text(plan.memory.peak),
             bytes_text(plan.bytes),

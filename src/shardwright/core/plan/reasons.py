@@ -19,6 +19,7 @@ multiplier."""
 
 def cut_origin(plan: PlanData, row: OperatorRow) -> tuple[str, str]:
     """Return (label, sentence) about who decided an operator's cuts: user, search or neighbors."""
+    # First, as a pin also overrides the choice of the search for a main operator.
     if row.pinned:
         return "pinned", f"pinned by the user to {plan.pins.get(row.name, 'a strategy')}"
     if row.rule is None:
@@ -41,6 +42,7 @@ def _path_to_followed_operator(plan: PlanData, row: OperatorRow) -> list[str]:
         Names of the operators on the path, without `row`; empty if the path reaches no main or
         pinned operator.
     """
+    # Each entry is the last operator of a path, and the names on it.
     visited, paths = {row.name}, [(row, list[str]())]
     for end, path in paths:  # breadth first: `paths` grows while it is iterated
         if end.name != row.name and (end.main or end.pinned):
@@ -60,6 +62,7 @@ def _same_layout_neighbors(plan: PlanData, row: OperatorRow) -> Iterator[Operato
         # A replicated value carries no decision, and a redistributed one ends the path.
         if producer is not None and layout.sharded and producer.output_layouts[:1] == (layout,):
             yield producer
+    # A single result has the name of its operator; one of several, `split[0]`, ends the path.
     for input_index, consumer in consumers.get(row.name, ()):
         layout = consumer.input_layouts[input_index]
         if layout.sharded and row.output_layouts[:1] == (layout,):
@@ -89,6 +92,7 @@ def _describe_alternative_cost(choice: AxisChoice, other: OtherChoice) -> str:
     name = other.factor or "no cut"
     size = abs(other.cost)
     amount = f"{size:,.4g} (symbolic)" if choice.symbolic else seconds_text(size) + " a step"
+    # All other operators are fixed here, while the search weighed them together.
     if other.cost < 0:
         return f"{name} {amount} less by itself"
     return f"{name} {amount} more" if size else f"{name} the same"

@@ -45,6 +45,7 @@ def fold_rows(
     """
     groups: dict[object, list[OperatorRow]] = {}
     for row in rows:
+        # Names must match whatever the key is, since the folded row has one name for all rows.
         group = (
             (_replace_numbers_by_wildcards(row.name), key(row))
             if key is not None
@@ -89,6 +90,7 @@ def _default_fold_key(row: OperatorRow) -> tuple[object, ...]:
         for redistribution in row.redistributions
     )
     shapes = tuple(shape for _, shape, _ in row.inputs)
+    # Stage and recomputation are not part of the key: folded rows list both.
     cuts = tuple(row.cuts.items())
     return (
         _replace_numbers_by_wildcards(row.name),
@@ -149,6 +151,7 @@ def _describe_crossing_stages(members: Sequence[CrossingRow]) -> str:
 
 def fold_names(names: Iterable[str]) -> list[str]:
     """Join names that differ only in numbers by `join_names`, in order of first occurrence."""
+    # By name with wildcards for numbers.
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_replace_numbers_by_wildcards(name), []).append(name)
@@ -198,6 +201,7 @@ def format_ranges(numbers: Iterable[int]) -> str:
     >>> format_ranges([0, 1, 2, 3, 5])
     '0..3,5'
     """
+    # Each run is its first and its last number.
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

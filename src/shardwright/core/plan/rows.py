@@ -137,6 +137,8 @@ class StepRow:
 def is_notable(row: OperatorRow) -> bool:
     """Whether tables show an operator by default: the search or the user chose its cuts, or the
     operator has no rule, or the operator communicates."""
+    # All others follow their neighbors without communication, and are most of the operators of a
+    # model.
     return row.main or row.pinned or row.rule is None or row.bytes > 0
 
 
@@ -146,6 +148,7 @@ def shape_text(sizes: Shape) -> str:
     >>> shape_text((4, 8, 32))
     '4×8×32'
     """
+    # A scalar has no sizes, and one element.
     return "×".join(map(str, sizes)) or "1"
 
 
@@ -192,6 +195,7 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(1.24), seconds_text(0.0351), seconds_text(0.00021)
     ('1.24 s', '35.1 ms', '210 μs')
     """
+    # In the largest unit in which the number is at least 1.
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"

@@ -76,6 +76,7 @@ def _output_layout_entries(plan: PlanData, row: OperatorRow) -> tuple[Entry, ...
         return tuple(None if axes is None else TensorLayout(plan.mesh, axes) for axes in pinned)
     input_axes = {axis for layout in row.input_layouts for axis in layout.sharded}
     cut_axes = {plan.mesh.axis(axis) for axes in row.cuts.values() for axis in axes}
+    # Inputs that carry all cut axes determine the output.
     if not cut_axes - input_axes:
         return None
     return tuple(_drop_partial_axes(layout) for layout in row.output_layouts)
@@ -126,6 +127,7 @@ def _find_storage_unlike_reads(plan: PlanData) -> Iterator[tuple[str, Entry]]:
     used: dict[str, tuple[Axes, ...]] = {}
     for row in plan.operators:
         for (name, _, origin), layout in zip(row.inputs, row.input_layouts, strict=True):
+            # By default a parameter is stored as its first sharded use reads it.
             if origin == "parameter" and layout.sharded:
                 used.setdefault(name, layout.axes)
     for name, axes in plan.storage.items():

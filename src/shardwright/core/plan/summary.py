@@ -79,6 +79,7 @@ def _main_metrics(plan: PlanData) -> Iterator[tuple[str, str]]:
         if step.utilization is not None:
             words.append(f"utilization {step.utilization:.1%}")
         words.append(f"exposed communication {seconds_text(step.communication)}")
+        # A list times False is empty.
         words += [f"bubbles {step.bubble:.1%}"] * bool(step.bubble)
         yield "step", ", ".join(filter(None, words))
     if plan.gap is not None:
@@ -147,6 +148,7 @@ def unused_axes_warning(plan: PlanData) -> Iterable[str]:
         names = plan.mesh.named(unused)
         axes = f"axes {names} are" if len(unused) > 1 else f"axis {names} is"
         size, devices = plan.mesh.size(unused), plan.mesh.num_devices
+        # Unused axes of all devices leave a single group.
         copies = f"{size} devices" if size == devices else f"groups of {size} devices"
         yield f"{axes} unused: {copies} compute the same result"
 
@@ -198,6 +200,7 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
     sent = _communication_bytes_by_operator(plan)
     blocks: dict[object, _SummaryRow] = {}
     others: dict[tuple[str, ...], _SummaryRow] = {}
+    # By parallelism, not by shapes: a row may stand for operators of different sizes.
     for fold in fold_rows(plan.operators, partial(parallelism_phrases, plan)):
         row, phrases = fold.row, parallelism_phrases(plan, fold.row)
         if row.main or row.pinned:
@@ -205,6 +208,7 @@ def _group_operators_into_rows(plan: PlanData, detail: int) -> list[_SummaryRow]
             block_path, name = _split_name_at_block(row.name)
             key = _summary_row_key(block_path, name, detail)
             block = blocks.setdefault((key, phrases), _SummaryRow(key[0], phrases))
+            # In the coarsest table rows have no block, so names keep their paths.
             block.add(name if key[0] else row.name, fold, sent)
         else:
             words = row.operator.split(".")
@@ -240,6 +244,7 @@ def _split_name_at_block(name: str) -> tuple[str, str]:
     words = split_module_path(name)
     # Not the last word, so that something is left to name the operator in its block.
     numbers = [i for i, word in enumerate(words[:-1]) if re.fullmatch(r"\d+|\{.*\}", word)]
+    # Without a number nothing repeats: there is no block, and the name stays whole.
     block_length = numbers[-1] + 1 if numbers else 0
     return ".".join(words[:block_length]), ".".join(words[block_length:])
 
@@ -257,6 +262,7 @@ def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> 
     previous_path = ""
     for block in blocks:
         shared = rows_of_path[block.path] > 1 and bool(block.path)
+        # Rows of one block stand below one line with its path.
         if shared and block.path != previous_path:
             rows.append((block.path, *[""] * (len(header) - 1)))
         previous_path = block.path
@@ -265,6 +271,7 @@ def _summary_table_lines(blocks: list[_SummaryRow], timed: bool, width: int) -> 
         sent, seconds = max(block.sent.values()), max(block.seconds.values())
         numbers = [bytes_text(sent) if sent else "-"]
         numbers += [seconds_text(seconds) if seconds else "-"] * timed
+        # A single row has no phrases in the header, which all rows would share.
         phrases = [phrase for phrase in block.phrases if not common_header or phrase not in common]
         names = prefix + ", ".join(_shorten_names(_join_names_by_module(block.names)))
         rows.append((names, ", ".join(phrases) or "nothing else", *numbers))

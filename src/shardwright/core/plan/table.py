@@ -137,6 +137,7 @@ def _stage_memory_lines(plan: PlanData) -> Iterator[str]:
         return
     # Of the other stages only the extremes are shown, as a plan may have many.
     *other_stages, largest = sorted(plan.known_memory.stages, key=lambda stage: stage.peak)
+    # By size before name, so that the largest category comes first.
     sizes = sorted(((getattr(largest, name), name) for name in largest.NAMES), reverse=True)
     categories = ", ".join(f"{name} {bytes_text(size)}" for size, name in sizes if size)
     yield f"memory at the peak{f' of stage {largest.stage}' if other_stages else ''}: {categories}"

@@ -35,6 +35,7 @@ class PrintableConsole(Console):
 def text_width() -> int:
     """Return the width of the terminal in characters, clamped to 80..160; 120 if unknown. The
     environment variable `COLUMNS` takes precedence."""
+    # Python's fallback of 80 columns would narrow the tables in files and pipes.
     return min(max(get_terminal_size((120, 24)).columns, MIN_WIDTH), MAX_WIDTH)
 
 
@@ -56,6 +57,7 @@ def wrap_sentence(text: str, width: int, label: str = "") -> list[str]:
         width: maximum length of a line in characters.
         label: prefix of the first line.
     """
+    # Not at hyphens, which are inside words such as `row-parallel`.
     return wrap(
         text,
         width,
@@ -130,6 +132,7 @@ def format_columns(header: Sequence[str], rows: Iterable[Sequence[str]], width: 
             indent + line for line in split_at_dots(row[0].strip(), max(1, sizes[0] - len(indent)))
         ]
         if len(names) > 2:
+            # Two characters less, for the space and the ellipsis.
             names = [names[0], f"{names[1][: sizes[0] - 2].rstrip()} …"]
         cells = [
             names,
