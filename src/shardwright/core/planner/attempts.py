@@ -47,6 +47,7 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
     `mem_coeff`, more stages.
     """
     if options.limit is None:
+        # Without a limit every plan fits, so nothing is changed to save memory.
         return [[[Attempt(options, False)]]]
     recompute_first = options.recompute == AUTO_RECOMPUTE
     phases: list[AttemptGroups] = []
@@ -60,6 +61,7 @@ def attempt_phases(options: PlanOptions) -> list[AttemptGroups]:
         larger = (options, *_options_with_larger_mem_coeffs(options))
         return [
             *phases,
+            # Every attempt may recompute: the queue compares their predicted step times.
             [[Attempt(each, True) for each in _options_at_hsdp_levels(base)] for base in larger],
         ]
     levels = _options_at_hsdp_levels(options)
@@ -128,6 +130,7 @@ def memory_limit_error(attempt: Attempt, limit: int, memory: Memory) -> MemoryLi
     on_stage = f" on stage {stage.stage}" if len(memory.stages) > 1 else ""
     count = options.num_micro_batches
     with_count = f"{count} micro-batches, " if count > 1 else ""
+    # The measured peak, as the user can set it as the limit and gets this plan.
     message = (
         f"no plan for {options.devices} devices fits into memory_limit="
         f"{bytes_text(limit)}; the smallest one needs {bytes_text(memory.peak)}"
@@ -190,6 +193,7 @@ def _double_until_memory_fits(
         needed = fixed_bytes + (halved_bytes >> doublings)
         if needed <= limit:
             break
+    # The last doubling may not fit either, which the caller sees by `needed`.
     return count << doublings, needed
 
 

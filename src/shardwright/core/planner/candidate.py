@@ -149,6 +149,8 @@ class Candidate:
     @cached_property
     def parameter_axes(self) -> int:
         """Number of axes of the `DeviceMesh` on which parameters are DTensors."""
+        # On axes of prime sizes: `dtensor_axes` joins more of them than folding does, neighbors or
+        # not.
         return len(dtensor_axes(self.partitioned))
 
     @cached_property
@@ -185,6 +187,7 @@ class Candidate:
         """Return a candidate with the same cuts, and storage sharded as in `options`."""
         storage = _parameter_storage_layouts(self.model, self.mesh, self.decisions.cuts, options)
         decisions = replace(self.decisions, storage=storage, sharding=options.sharding)
+        # The memory was measured with the other storage.
         return replace(self, options=options, decisions=decisions, measured_memory=None)
 
     def memory(
@@ -253,6 +256,8 @@ def candidates(model: CapturedModel, options: PlanOptions) -> Sequence[Candidate
         PlanError: if the model returns several losses with several micro-batches.
     """
     results = _search_with_mode(model, options, options.mode)
+    # Without predicted seconds there is nothing by which to compare data parallelism with the
+    # result.
     if options.mode != "recursive_programming" or options.cost_model != "time":
         return results
     # The search's objective is simpler than the prediction of a whole plan and ignores
@@ -270,6 +275,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
     check_takes_pins(mode, pins.strategies)
     pipeline = pipeline_spec(options, graph, model.modules, model.loss_reduction, model.batch_dims)
     entries = input_entries(graph, options.dataset_strategy)
+    # All stages have the same device matrix, so one search decides the operators of all of them.
     stage_devices = options.devices // pipeline.stages
     # `resolve` puts the axes that fit into a node innermost, over the fastest links.
     nodes = (
@@ -291,6 +297,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
     shard_size = None if timed_step is None else timed_step.optimizer_shard_size
     counts = pipeline.stages, pipeline.micro_batches
     key: tuple[object, ...] = (fixed.mesh, mode)
+    # Other modes read none of these options.
     if MODES[mode].takes_cost_model:
         key = (*key, *options.search_options.values(), *counts, shard_size)
     if key not in model.search_results:
@@ -303,6 +310,7 @@ def _search_with_mode(model: CapturedModel, options: PlanOptions, mode: str) -> 
             results = MODES[mode].candidate_cuts(replace(request, on_share=on_share))
             model.search_results[key] = results, time.perf_counter() - started
         except StrategyError as error:
+            # Other attempts search with equal arguments, and would fail in the same way.
             model.search_results[key] = error
     cached = model.search_results[key]
     if isinstance(cached, StrategyError):
@@ -381,6 +389,7 @@ def _align_candidate(candidate: Candidate) -> Candidate:
     """
     model, mesh, options = candidate.model, candidate.mesh, candidate.options
     levels = TimeModel(options.resolved_cluster, mesh, candidate.pipeline.stages).links.levels
+    # One group after another: each group starts from the best variant of the groups before.
     best = candidate
     # Only axes of the same size and link level are interchangeable.
     for axes in group_equal_axes(
@@ -407,6 +416,7 @@ def _reassign_axes_of_candidate(candidate: Candidate) -> Candidate:
     cuts = reassign_equal_axes(model.graph, mesh, decisions.cuts, candidate.pinned)
     if cuts == decisions.cuts:
         return candidate
+    # Storage follows cuts: by default a parameter is stored as its first sharded use reads it.
     storage = _parameter_storage_layouts(model, mesh, cuts, candidate.options)
     reassigned = replace(candidate, decisions=replace(decisions, cuts=cuts, storage=storage))
     return min(

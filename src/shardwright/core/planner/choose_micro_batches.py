@@ -82,6 +82,8 @@ class _MicroBatchChoice:
             except KeyboardInterrupt as stopped:
                 self._raise_interrupt(stopped, best, tasks)
             except (PlanError, StrategyError, MemoryLimitError) as error:
+                # Another number of micro-batches may be possible; without any, `_no_plan_error`
+                # chooses an error.
                 self._errors.append(error)
                 log.info("%s", error)
                 continue
@@ -132,6 +134,7 @@ class _MicroBatchChoice:
         """Yield the tasks of each search: all tasks in one search, except tasks without a loss,
         with batch statistics or with `mem_coeff="auto"`, which are searched one by one."""
         tasks: list[PlanTask] = []
+        # A generator, so that no further graphs are captured once `best` needs none.
         for task in self._prepare_tasks():
             graph, options = task.model.graph, task.options
             statistics = any(takes_statistics(op) for op in graph.ops)
@@ -175,6 +178,7 @@ class _MicroBatchChoice:
             if not any(changed):
                 return self._use_captured_models(candidate, tasks)
             if self._ranking is not None:
+                # Its candidates belong to a graph that was replaced.
                 self._ranking.clear()
         raise self._no_plan_error()
 
@@ -212,5 +216,7 @@ class _MicroBatchChoice:
             return error
         over_limit = [error for error in self._errors if isinstance(error, MemoryLimitError)]
         if over_limit:
+            # The smallest limit with which the model could be planned, over all numbers.
             return min(over_limit, key=lambda error: error.needed)
+        # Numbers ascend, so the first error is that of the fewest micro-batches.
         return self._errors[0]

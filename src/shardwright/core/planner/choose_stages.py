@@ -70,6 +70,7 @@ def fastest_over_stages(
     )
     # Candidates slower than `best` are not needed.
     below = float("inf") if best is None else best.seconds
+    # If no combination is left, `best` has the only one.
     fastest = best
     if stage_options:
         fastest = fastest_within_memory(stage_options, find_candidates, below, ranking) or best
@@ -90,6 +91,7 @@ def _build_stage_options(options: PlanOptions, bounds: StepBounds | None) -> Sta
 
 def _options_by_schedule_and_stages(options: PlanOptions) -> Iterator[PlanOptions]:
     """Yield `options` with each combination of a schedule and a number of stages to try."""
+    # `SCHEDULES` has the default first, with which a single stage is tried.
     has_schedule = options.schedule != AUTO
     for schedule in (options.schedule,) if has_schedule else SCHEDULES:
         scheduled = replace(options, schedule=schedule)

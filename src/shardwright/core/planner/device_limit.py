@@ -33,6 +33,8 @@ def candidate_within_device_memory(
     limit = options.default_limit
     if limit is None:
         return best_candidate(options)
+    # As requested first: a search under a limit also tries other options, which a plan that fits
+    # does not need.
     requested = best_candidate(replace(options, memory_limit=NO_LIMIT))
     # The lower bound needs no dry run; a dry run is made only if the bound is within the limit.
     needed = max(memory_lower_bounds(requested.partitioned, options.optimizer))
@@ -44,6 +46,7 @@ def candidate_within_device_memory(
     try:
         fitted = best_candidate(replace(options, memory_limit=limit))
     except MemoryLimitError as error:
+        # The new error has the text of the old one, so a chain would print it twice.
         raise MemoryLimitError(
             f"{error}; the limit is the device memory of cluster {cluster!r}: to plan without it,"
             " set memory_limit='none'",

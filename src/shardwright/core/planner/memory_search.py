@@ -139,6 +139,7 @@ class MemorySearch:
         """
 
         def report(doing: str, done: int = 0, of: int = 0) -> None:
+            # Index of the attempt in progress, which is below the total until the search ends.
             searched = min(self.num_searched, self.num_attempts - 1)
             nested_progress(on_progress, "", searched, self.num_attempts)(doing, done, of)
 
@@ -170,6 +171,7 @@ class MemorySearch:
             seconds: elapsed seconds of the search.
         """
         fitting = self.fitting_candidates()
+        # The front has the smallest lower bound of all plans that are left.
         bound = self.queue[0][0] if self.queue else 0.0
         if not fitting:
             message = "no plan is known to fit yet"
@@ -193,6 +195,7 @@ class MemorySearch:
         entries = [entry for *_, entry in self.queue if isinstance(entry, QueuedCandidate)]
         fitting = [queued.candidate for queued in entries if queued.fits]
         for queued in entries:
+            # No search for recomputation yet, listed already, or a dry run that is not needed.
             if (
                 queued.recompute_search is None
                 or queued.fits
@@ -222,6 +225,7 @@ class MemorySearch:
             needs_more = ranking.needs_more(
                 plan_kind for _, plan_kind in self._plan_kinds_in_queue()
             )
+            # The queue is ordered by step time, so its next answer is the next fastest plan.
             fitted = self.run(float("inf")) if needs_more else None
         for bound, plan_kind in self._plan_kinds_in_queue():
             ranking.leave_out(plan_kind, LeftOut.slower(bound))
@@ -254,6 +258,8 @@ class MemorySearch:
             bound: lower bound in seconds on the step time of all attempts.
         """
         stage_options = queued.stage_options
+        # From the cheapest look to the most expensive: a formula, a search for a bound, all
+        # attempts.
         if stage_options.recompute_seconds is None:
             stage_options.add_recomputation()
             self.add(max(bound, stage_options.min_seconds), queued)
@@ -279,11 +285,14 @@ class MemorySearch:
         """
         stage_options, groups = queued.stage_options, queued.groups
         attempts, lowest, num_sharded, may_fit = list(groups[0]), inf, 0, False
+        # In a group that was begun before, the attempt without ZeRO has been queued or searched.
         if not queued.continues_group:
             attempts, lowest = self._queue_attempt_without_zero(bound, stage_options, attempts)
         while attempts and not may_fit:
             attempt, num_dropped = attempts.pop(0), len(self.dropped)
             self.num_searched += 1
+            # As a list, since the search appends candidates that cannot fit to `dropped` on the
+            # way.
             candidates = list(self._search_new_candidates(attempt))
             for each in candidates:
                 seconds = self._bound_seconds_with_recompute(
@@ -304,6 +313,8 @@ class MemorySearch:
             # Not before a ZeRO level: sharding the optimizer state can make the step faster too.
             may_fit = bool(candidates and num_sharded)
             stage_options.may_fit = stage_options.may_fit or bool(candidates)
+            # ZeRO-3 over all replicas needs the least memory: what is too large here fits at no
+            # level.
             if attempt.options.shards_all:
                 stage_options.is_too_large = bool(dropped)
         remaining = QueuedOptions(stage_options, groups[1:], previous_lowest=lowest)
@@ -313,6 +324,7 @@ class MemorySearch:
             "%s, %s: at least %.4g s per step",
             *(stage_options.options.describe_pipeline(), groups[0][0], lowest),
         )
+        # The attempts that are left are higher levels, none of which is faster than the lowest.
         if attempts:
             self.add(lowest, QueuedOptions(stage_options, [attempts], continues_group=True))
         if len(groups) > 1 and not queued.continues_group:
@@ -333,6 +345,7 @@ class MemorySearch:
                 minimum over all plans with `stage_options`.
         """
         predicted = candidate.predicted
+        # Without a cluster no seconds are predicted, and the order of the phases decides.
         if predicted is None:
             return 0.0
         needed = stage_options.recompute_seconds or 0.0
@@ -359,9 +372,12 @@ class MemorySearch:
             if the attempt was not queued).
         """
         first, *sharded = attempts
+        # Nothing to separate: every plan fits, the user requested ZeRO, or no level of it is tried.
         if self.limit is None or first.options.sharding is not None or not sharded:
             return attempts, inf
         try:
+            # The model caches the search, so the attempt itself gets this result without searching
+            # again.
             candidates = self.find_candidates(sharded[0].options)
         except (PlanError, StrategyError):
             # Recorded when the attempts themselves are searched.
@@ -378,6 +394,7 @@ class MemorySearch:
             lowest = min(
                 self._bound_seconds_with_recompute(each, stage_options) for each in unsharded
             )
+            # Only candidates whose lower bound on memory is within the limit; the others cannot fit.
             lowest_that_fits = min(
                 self._bound_seconds_with_recompute(each, stage_options, stages)
                 for each, stages in zip(unsharded, memory, strict=True)
@@ -409,6 +426,7 @@ class MemorySearch:
             )
         except (PlanError, StrategyError) as error:
             self.errors.append((relaxed, error))
+            # Infinite, so that later phases do not add these options again.
             stage_options.min_seconds = inf
             return False
         stage_options.min_seconds = max(stage_options.min_seconds, seconds)
@@ -417,6 +435,7 @@ class MemorySearch:
 
     def _search_new_candidates(self, attempt: Attempt) -> Iterator[QueuedCandidate]:
         """Yield new candidates of `attempt` that may fit; record candidates that cannot fit."""
+        # Before any candidate the options are those that the user requested.
         options, is_first = attempt.options, not self.entry_keys
         try:
             for candidate in self.find_candidates(options):
@@ -465,6 +484,7 @@ class MemorySearch:
         Args:
             bound: lower bound in seconds with which the candidate was queued.
         """
+        # Without a limit every candidate fits, and only aligning is left to do.
         if queued.fits or (self.limit is None and queued.is_aligned):
             return queued.candidate
         if self.limit is None:
@@ -489,6 +509,7 @@ class MemorySearch:
         self, queued: QueuedCandidate, search: RecomputeSearch, bound: float
     ) -> None:
         """Find the least recomputation with which the candidate fits, and queue the result."""
+        # Recomputation is searched for only under a limit, so the limit is never None here.
         result, limit = search.run(), self.limit or 0
         log.info("%s: %s of %s", queued.attempt, bytes_text(result.memory.peak), bytes_text(limit))
         if result.memory.peak > limit:
@@ -581,6 +602,8 @@ class MemorySearch:
                     searches.append(search)
                     continue
                 peak_outside_passes = max(peak_outside_passes, search.peak_outside_passes)
+                # Only a measured peak may be named in the error; an estimate may be wrong and is
+                # kept to measure.
                 if search.is_measured:
                     self._record_smallest_peak(search.fully_recomputed, queued.attempt)
                 else:
@@ -608,6 +631,7 @@ class MemorySearch:
         """Queue the postponed options; return whether any options were postponed."""
         postponed, self.postponed = self.postponed, []
         for queued in postponed:
+            # Else the options would be postponed again.
             queued.stage_options.may_fit = True
             self.add(queued.stage_options.min_seconds, queued)
         return bool(postponed)
@@ -618,6 +642,7 @@ class MemorySearch:
         A candidate that fits although an estimate was above the limit is queued again.
         """
         while self.dropped:
+            # Not sorted once, as splitting an entry by depth adds entries.
             queued = min(self.dropped, key=lambda queued: queued.lower_bound)
             self.dropped.remove(queued)
             # Bounds ascend, so no other dropped candidate needs less.
@@ -641,6 +666,7 @@ class MemorySearch:
         If its largest stage needs more memory than the smallest plan so far, the other stages are
         not measured.
         """
+        # An estimate has dropped the candidate, so that only a dry run can tell.
         measured = replace(queued, trust_estimate=False)
         search = self.recompute_cache.search(measured, depth, self.limit or 0)
         if search.can_fit:

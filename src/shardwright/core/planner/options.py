@@ -159,6 +159,7 @@ class KeywordOptions(FileOptions):
                 "to recompute modules of your choice, call sw.recompute(module)"
             )
         if self.axes is not None and not isinstance(self.axes, Layout):
+            # One form, so that options with equal axes are equal.
             matrix = Layout(tuple(self.axes.values()), tuple(self.axes))
             object.__setattr__(self, "axes", matrix)
         check_dataset_strategy(self.dataset_strategy)
@@ -221,6 +222,7 @@ class PlanOptions(KeywordOptions):
         # model the search uses.
         compares_seconds = self.chooses_pipeline or self.chooses_micro_batches
         if self.cluster is None and (self.cost_model == "time" or compares_seconds):
+            # Seconds need a cluster: without a name they are those of this machine.
             object.__setattr__(self, "cluster", LOCAL)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             object.__setattr__(self, "cluster", load_cluster(self.cluster))
@@ -270,6 +272,7 @@ class PlanOptions(KeywordOptions):
         words = [
             f"hsdp {sharding.level}" if sharding is not None else "",
             "recompute" if recompute else "",
+            # Modes without search options ignore `mem_coeff`.
             f"mem_coeff={self.fixed_mem_coeff:g}" if self.search_options else "",
             f"{stages} stages" if stages != 1 else "",
             self.schedule if stages != 1 and self.schedule != "1f1b" else "",
@@ -278,6 +281,7 @@ class PlanOptions(KeywordOptions):
 
     def describe_pipeline(self) -> str:
         """Summarize the pipeline options, such as `8 micro-batches, 2 stages, gpipe`."""
+        # A single stage runs without a schedule, so none is named.
         words = [f"{self.micro_batches} micro-batches", f"{self.stages} stages"]
         return ", ".join(words if self.stages == 1 else [*words, self.schedule])
 
@@ -316,6 +320,7 @@ class PlanOptions(KeywordOptions):
         machine.
         """
         is_named = self.cluster is not None and self.resolved_cluster.name != LOCAL
+        # `recompute` and `mem_coeff="auto"` take the devices' memory as their limit from the start.
         has_limit = self.memory_limit is not None or self.limit is not None
         return self.recorded_limit if is_named and not has_limit else None
 
@@ -363,6 +368,7 @@ class PlanOptions(KeywordOptions):
         replicate them (ZeRO-3)."""
         sharding = self.sharding
         return (
+            # With a given `shard_size` some devices may store copies of a shard.
             sharding is not None and sharding.level == ZERO_LEVELS[-1] and sharding.shard_size == -1
         )
 

@@ -61,6 +61,7 @@ class Pipeline(ModuleWrapper):
                 "use loss_reduction='mean' for the loss of the full batch"
             )
         self.micro_batches = micro_batches
+        # A copy, as the model may be planned after the caller has changed the mapping.
         self.stage_config = None if stage_config is None else dict(stage_config)
         self.loss_reduction = loss_reduction
         self.wrap(net)
@@ -181,6 +182,7 @@ def _check_stages_and_micro_batches(options: PlanOptions, stages: int) -> None:
             f"{devices} devices cannot be divided into {stages} stages of equal size\n"
             f"use one of these numbers of stages: {valid}"
         )
+    # Also where the schedule has a fallback: that is for calls with smaller batches, not for plans.
     if count < stages:
         raise StrategyError(
             f"{count} micro-batches for {stages} stages: stages would stay idle\n"
@@ -196,6 +198,7 @@ def _check_stages_and_micro_batches(options: PlanOptions, stages: int) -> None:
         )
     if stages > 1 and not spec.can_run(count):
         valid_counts = [n for n in range(stages, 4 * count) if spec.can_run(n)]
+        # The four nearest numbers, in ascending order.
         nearest = sorted(sorted(valid_counts, key=lambda n: abs(n - count))[:4])
         raise StrategyError(
             f"schedule {options.schedule!r} over {stages} stages cannot run {count} micro-batches"

@@ -83,6 +83,7 @@ class RecomputeCache:
         if key not in self.levels_by_cuts:
             options, costs = candidate.options, DEFAULT_COSTS
             if options.cluster is not None:
+                # The rate of matrix products depends on the dtype.
                 dtype = graph.compute_dtype or torch.float32
                 costs = RecomputeCosts.of_cluster(options.resolved_cluster, dtype)
             chunks_key = pipeline.micro_batches, pipeline.num_chunks
@@ -114,6 +115,7 @@ class RecomputeCache:
         candidate = queued.candidate
         sharding = candidate.decisions.sharding
         level = None if sharding is None else sharding.level
+        # Not by cuts: estimates for one pipeline and ZeRO level are taken to err alike.
         ratio_key = _make_pipeline_key(candidate), level
         ratio = self.measured_ratios.get(ratio_key)
         stages = self.recompute_levels(candidate).at_depth(depth)

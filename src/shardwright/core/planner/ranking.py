@@ -101,6 +101,7 @@ class Ranking:
             self.fastest[plan_kind] = replace(candidate, model=model)
 
     def _sorted_candidates(self) -> list[tuple[PlanKind, Candidate]]:
+        # Ties go to the fewest micro-batches, as in a search for one plan.
         return sorted(
             self.fastest.items(), key=lambda entry: (entry[1].seconds, entry[0].micro_batches)
         )
@@ -111,6 +112,7 @@ class Ranking:
         left_out = {
             key: reason for key, reason in self.left_out.items() if not self._has_candidate(key)
         }
+        # These kinds have a plan too, but are not among the `top` fastest.
         left_out |= {key: LeftOut.slower(each.seconds) for key, each in order[self.top :]}
         # Candidates have no rows; only those that are returned become plans.
         plans = {plan_kind: candidate.plan() for plan_kind, candidate in order[: self.top]}
@@ -135,6 +137,7 @@ def options_to_rank(options: PlanOptions) -> PlanOptions:
             "plans are ranked by predicted step time, which needs a cluster\n"
             "name a cluster, for example cluster='local' for this machine"
         )
+    # The smallest value: under a limit the search tries larger ones itself.
     coefficient = options.mem_coeffs[0] if options.has_auto_mem_coeff else options.mem_coeff
     limit = options.recorded_limit if options.memory_limit is None else options.memory_limit
     return replace(options, memory_limit=limit, mem_coeff=coefficient)

@@ -70,6 +70,7 @@ def is_counts_by_name(value: Any) -> bool:
 
 def is_positive(value: Any) -> bool:
     """Whether `value` is a positive finite number, and not a bool."""
+    # NaN is rejected too, as comparisons with it are false.
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
@@ -86,6 +87,7 @@ def requirements(options: type) -> dict[str, Requirement]:
     A field whose type includes None accepts None too.
     """
     by_name: dict[str, Requirement] = {}
+    # `get_type_hints` strips `Annotated` unless extras are included.
     for name, hint in get_type_hints(options, include_extras=True).items():
         if get_origin(hint) is Annotated:
             value_type, requirement = get_args(hint)

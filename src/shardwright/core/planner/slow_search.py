@@ -18,6 +18,7 @@ class ReportTimes:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        # A monotonic clock by default: the system time may be set during a search.
         self._clock, self._start = clock, clock()
         self._next = FIRST_REPORT_SECONDS
 

@@ -33,12 +33,14 @@ class StageOptions:
     relaxed_options: PlanOptions | None = None
     may_fit: bool = False
     is_too_large: bool = False
+    # Counting no recomputation gives a lower bound too.
     recompute_bound: Callable[[Sequence[int] | None], float] = lambda _: 0.0
     recompute_seconds: float | None = None
 
     def add_recomputation(self) -> None:
         """Add the seconds of the recomputation that every plan needs to `min_seconds`."""
         self.recompute_seconds = self.recompute_bound(None)
+        # Added: recomputation comes on top of the computation that `min_seconds` bounds.
         self.min_seconds += self.recompute_seconds
 
 
@@ -53,6 +55,7 @@ class QueuedOptions:
             fits or not; infinite if it is unknown.
     """
 
+    # Shared by all entries of these options in the queue, so that a bound is tightened for all.
     stage_options: StageOptions
     groups: AttemptGroups
     continues_group: bool = False

@@ -75,11 +75,13 @@ class StepBounds:
         forward, backward, longest = self._compute_min_pass_seconds(options)
         each, micro_batches = forward + backward, options.num_micro_batches
         if stages == 1:
+            # Without stages no schedule runs passes, and there are no overheads of passes.
             return micro_batches * each
         # Idle stages leave the processor to others, so a step takes the mean of the stages.
         if cluster.device.is_oversubscribed(options.devices):
             return micro_batches * each / stages
         schedule, device = SCHEDULES[options.schedule], cluster.device
+        # As in `pipeline_spec`: plans that the planner makes have the fewest chunks.
         chunks = schedule.min_chunks
         # Twice: each chunk has a forward and a backward pass for every micro-batch.
         busy = micro_batches * (max(each / stages, longest) + 2 * chunks * device.pass_overhead)
@@ -109,6 +111,7 @@ class StepBounds:
         if stage_memory is not None:
             total = sum(stage_memory) * (options.devices // stages)
             limits = replace(limits, parameter_bytes=total)
+        # Less the computation, which `min_seconds` counts already.
         each = limits.least_seconds(_min_micro_batches_in_flight(options)) - limits.seconds / stages
         return options.num_micro_batches * each
 
@@ -116,6 +119,7 @@ class StepBounds:
         stages = options.stages
         assert isinstance(stages, int)
         assert self._recompute_options is not None
+        # By stages alone: all options of a search have one limit and one optimizer.
         if stages not in self._limits:
             forward, backward, _ = self._compute_min_pass_seconds(options)
             fastest, by_name = self._fastest[stages], self._graph.by_name
@@ -155,6 +159,7 @@ class StepBounds:
         forward = backward = longest = 0.0
         for op in self._graph.ops:
             work = work_of(op)
+            # Repeated layers share one `Work`, so that each kind of operator is compared once.
             if id(work) not in fastest:
                 fastest[id(work)] = _min_operator_seconds(model, work, rule_of(op))
             op_forward, op_backward = fastest[id(work)]
