@@ -158,6 +158,7 @@ class DeferredError(ShardwrightError):
     cannot be initialized."""
 
 
+# A RuntimeError, like PyTorch's errors of collectives: its cause is on another rank.
 class CommunicationError(RuntimeError):
     """A collective that failed because another rank has ended or did not join in time."""
 

@@ -147,6 +147,7 @@ def nested_progress(
     outer_count, prefix = (done, total), f"{outer_phase}: " if outer_phase else ""
 
     def report(phase: str, done: int = 0, total: int = 0) -> None:
+        # An outer call of one phase would report no progress until its end.
         on_progress(prefix + phase, *(outer_count if outer_count[1] > 1 else (done, total)))
 
     return report

@@ -148,6 +148,7 @@ def measured_table(comparison: MeasuredComparison) -> Table:
         low, _, high = quantiles(run.seconds, n=4)
         slower, middle, faster = comparison.speed_ups(run)
         table.add_row(
+            # Alternatives with equal plans are measured once, and share a row.
             "\n".join(run.names),
             f"{1e3 * run.predicted:.1f}",
             f"{1e3 * run.median:.1f} ({1e3 * low:.1f}–{1e3 * high:.1f})",

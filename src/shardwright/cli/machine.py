@@ -70,6 +70,7 @@ def launch_command(
     """
     # Not a required option: an option after the script would only be reported as missing.
     if devices is None:
+        # In the form `--devices 8` or `--devices=8`.
         is_after = any(each.split("=")[0] == "--devices" for each in context.args)
         # Options after the script belong to the script, so Click leaves them in `args`.
         reason = (
@@ -123,6 +124,7 @@ def calibrate_command(
         if cluster is not None or out is not None:
             raise typer.BadParameter("--cluster and --out need --from\nadd --from RUNS.json")
         with show_progress(progress) as on_progress:
+            # The option has no default, which would hide whether --from is combined with it.
             measured = calibrate(devices or 2, on_progress)
         echo(cluster_to_yaml(measured).rstrip())
         echo(f"# saved in {cache_file()}")

@@ -133,6 +133,7 @@ def plan_command(
         # Here, with progress, what printing would otherwise compute without it.
         plan.derive(on_progress)
         on_progress("table")
+        # Printed below, after the display of the progress has ended.
         output = plan.to_json(memory=True) if json else plan_text(plan, full, every)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -215,6 +216,7 @@ def check_command(
     and communication volume. Exit status 1 if they differ.
     """
     run = load_run(config, mem_coeff).for_devices(devices)
+    # The batch, too, is that of `devices` devices.
     result = check(run.model(), run.example_batch(), {}, run.plan(devices))
     summary = f"{devices} simulated ranks vs. one device, float64\n{result}"
     echo(dumps(asdict(result), indent=1) if json else summary)

@@ -69,6 +69,7 @@ def rehearse_command(
     run = load_run(config, mem_coeff, cluster=cluster, memory_limit=memory_limit).for_devices(
         devices
     )
+    # Loaded before anything is printed or searched, to refuse a plan for other devices.
     saved_plan = Plan.load(plan) if plan is not None else None
     if saved_plan is not None and saved_plan.devices != devices:
         raise PlanError(
@@ -116,6 +117,7 @@ def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
     for collective, traffic in sorted(rank.traffic.items()):
         yield f"{collective:21} {traffic.calls:,} calls, {traffic.bytes:,} bytes in a step"
     verdict = "as planned" if rank.as_planned else "NOT as planned"
+    # Of the last step: in the first, PyTorch's pipeline stages may also exchange shapes.
     yield (
         f"bytes sent            {rank.sent_bytes[-1]:,} counted, {rank.planned_bytes:,} planned:"
         f" {verdict}"

@@ -53,7 +53,7 @@ class PlannedModelsStrategy:
         return self._planned_models.check_loader(dataloader)
 
     def _reduce_over_data_shards(self, tensor: Any, reduce_op: Any) -> Any:
-        # As in `DDPStrategy`, whose function of reduction this is; only the group differs.
+        # `DDPStrategy` reduces by this function too; only the group differs.
         return self._planned_models.reduce(tensor, reduce_op, _sync_ddp_if_available)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

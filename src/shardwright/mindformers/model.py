@@ -155,6 +155,7 @@ def _read_dimensions(
     grouped_query = family != "glm" or config.flag("multi_query_attention", True)
     sizes: dict[str, Any] = {
         "num_layers": config.integer("num_layers"),
+        # Without the key, each query head has a key-value head of its own.
         "num_kv_heads": config.integer(name("n_kv_heads"), heads) if grouped_query else heads,
         "vocab_size": config.integer(name("vocab_size")),
         "seq_length": config.integer("seq_length"),
@@ -245,6 +246,7 @@ def _read_rope_base(config: Keys, config_type: str, notes: list[str]) -> float:
             f"model.model_config.{unused} has no effect: {config_type} has {used} {base:g}"
         )
     if config.string("extend_method") == "NTK":
+        # NTK scaling changes the base, where other methods change the angles.
         base *= config.number("scaling_factor", 1.0, minimum=1)
     return base * config.number("rope_ratio", 1.0, above=0)
 

@@ -145,6 +145,7 @@ def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int
         # As a section with this one key, so that an error names it.
         return Keys({name: value}, section.path, section.file).flag(name, False)
     rows = value if value and all(isinstance(row, list) for row in value) else [value]
+    # A row has the numbers of all stages for one of their chunks, so the rows are in model order.
     numbers = [each for row in rows for each in row]
     has_integers = all(isinstance(each, int) and each >= 0 for each in numbers)
     fits = all(len(row) == stages for row in rows) and len(rows) in (1, chunks)

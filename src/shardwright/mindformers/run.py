@@ -166,6 +166,7 @@ def check_parallelism(keys: Keys, parallelism: Parallelism, sizes: Dimensions) -
     """
     config = keys.section("parallel_config")
     _check_num_stages(config, parallelism, sizes)
+    # In a search, degrees shard nothing that could be indivisible.
     if parallelism.shards_by_degrees:
         _check_optimizer_shards(keys, parallelism)
         _check_tensor_parallel(config, parallelism, sizes)

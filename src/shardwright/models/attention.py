@@ -43,6 +43,7 @@ def causal_attention(
     Returns:
         `[batch, heads, positions, size of value]`.
     """
+    # Keys that exceed the queries are those of the prefix.
     has_groups, prefix = query.shape[1] != key.shape[1], key.shape[2] - query.shape[2]
     # Without a mask tensor, so that the kernel skips the masked scores.
     if attention == "fused" and not prefix:
@@ -62,7 +63,8 @@ def causal_attention(
     queries = query.reshape(batch, key.shape[1], -1, positions, size)
     scores = torch.matmul(queries, key.unsqueeze(2).transpose(-1, -2)) * scale
     scores = scores.masked_fill(is_future, float("-inf"))
-    # In float32, as in the eager attention of `transformers`.
+    # In float32, as in the eager attention of `transformers`. `F.dropout` always draws: its caller
+    # passes 0 in evaluation.
     weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(query.dtype), dropout)
     return torch.matmul(weights, value.unsqueeze(2)).reshape(batch, heads, positions, -1)
 

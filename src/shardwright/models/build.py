@@ -60,6 +60,7 @@ def build(
             module matches `lora`, or the family does not support `prefix`.
     """
     sizes = dimensions(model) if isinstance(model, str) else model
+    # `replace` checks the changed sizes again.
     sizes = replace(
         sizes,
         seq_length=sizes.seq_length if seq_length is None else seq_length,

@@ -61,6 +61,7 @@ def validate_config(content: Any, name: str) -> Config:
     Raises:
         ConfigError: if a key is unknown or a value invalid; one line per mistake.
     """
+    # Pydantic's message would not tell which keys a file has.
     if not isinstance(content, dict):
         valid = ", ".join(Config.model_fields)
         raise ConfigError(

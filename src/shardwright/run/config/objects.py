@@ -81,6 +81,7 @@ def compute_dtype_of(model: schema.ModelSection, folder: Path) -> str | None:
     """
     if model.name is not None:
         return COMPUTE_DTYPES.get(model.name)
+    # Neither sizes nor a target are a published configuration.
     if model.hf is None:
         return None
     source = folder / model.hf if isinstance(model.hf, str) else model.hf
@@ -194,6 +195,7 @@ def _op_types_of_blocks(
     if not isinstance(section.operators, dict):
         indices = range(num_blocks) if section.blocks is None else section.blocks
         return dict.fromkeys(indices, section.operators)
+    # From the blocks of each type to the types of each block.
     op_types: dict[int, list[str] | None] = {}
     for op_type, indices_of_type in section.operators.items():
         for index in indices_of_type:

@@ -426,6 +426,7 @@ class Run:
             else:
                 shape = (data.batch_size, data.seq_length)
                 batch = (torch.empty(shape, dtype=torch.long, device="meta"),) * 2
+            # The first micro-batch stands for all, whose shapes are equal.
             return tuple(micro_batch(list(batch), 0, num_micro_batches))
 
     def plan_graph(self, model: nn.Module, graph: Graph, devices: int, **changes: Any) -> Plan:

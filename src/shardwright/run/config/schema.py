@@ -86,6 +86,7 @@ class ModelSection(Section, frozen=True):
             raise ValueError("the key `lora` needs a language model; set `name`, `sizes` or `hf`")
         if self.prefix is not None and self.lora is not None:
             raise ValueError("the keys `prefix` and `lora` conflict; remove one of them")
+        # `build_hf` has no prefix tuning.
         if self.prefix is not None and not (self.name or self.sizes):
             raise ValueError("the key `prefix` needs a language model; set `name` or `sizes`")
         return self

@@ -85,6 +85,7 @@ class Node:
             ConfigError: if an option is missing or invalid.
         """
         low, colon, high = nnodes.partition(":")
+        # Fewer than two if one of them is not a decimal number.
         numbers = [int(number) for number in (low, high if colon else low) if number.isdecimal()]
         if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
             raise ConfigError(

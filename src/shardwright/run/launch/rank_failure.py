@@ -181,6 +181,7 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
         [end for end in ends if end.is_lost],
         [end for end in ends if end.stopped_by is not None],
         [end for end in ends if end.failed_by_itself],
+        # The launcher had to end these: they neither failed nor answered the others.
         [end for end in ends if end.signals and end.error is None],
         [end for end in ends if end.error is not None],
     )
@@ -201,6 +202,7 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
         # Adds one timed-out rank, whose message names the collective in which it waited.
         timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]
         message += "".join(f"\n{end}" for end in timed_out[:1])
+    # Of all ranks, because several devices may be lost at once.
     lost_ranks = frozenset(end.rank for end in ends if end.is_lost)
     return RankFailedError(
         message, error.exception_type if error else "", error.message if error else "", lost_ranks

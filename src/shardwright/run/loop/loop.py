@@ -67,6 +67,7 @@ def train(
         waits.take_seconds()
         started = perf_counter()
         inputs = [tensor.to(device) for tensor in batch]
+        # Before the forward pass, which updates buffers and draws random numbers.
         guard.save_state()
         finite, loss, norm = is_finite(*_forward_backward(net, inputs, clip_norm))
         if finite:

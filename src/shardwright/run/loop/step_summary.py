@@ -187,6 +187,7 @@ def _category_of_op(name: str, parent: _EventContext) -> str:
         return ATTENTION_KIND
     if MATRIX_PRODUCT.fullmatch(name):
         return MATRIX
+    # Events of autograd and TorchScript only enclose operators.
     is_operator = "::" in name and not name.startswith(("autograd::", "torch::"))
     return OTHER if is_operator else parent.category
 

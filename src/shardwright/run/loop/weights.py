@@ -24,6 +24,7 @@ def load_weights(net: nn.Module, path: str | Path) -> None:
             another model; the message names the first parameter that differs.
     """
     path = Path(path)
+    # A checkpoint has other files at its top level, so a folder with these is a `state_dict`.
     if not path.is_dir() or any(path.glob("*.safetensors")):
         load_state_dict(net, path)
         return

@@ -149,6 +149,7 @@ def compare_measured(
     # All files are checked before the minutes of measuring.
     runs = [tiny_run(expert_run(file), devices) for file in experts]
     calibrating = nested_progress(on_progress, "calibrating this machine")
+    # Before planning, as plans minimize the time of a step on this machine.
     machine = measure_cluster(devices, calibrating) if cluster is None else load_cluster(cluster)
     logs.clear(devices)
     model_plans = []
@@ -186,6 +187,7 @@ def _distinct_plans(run: Run, config: str, cluster: Cluster, devices: int) -> _M
     comparison = GridComparison(run, cluster, devices)
     distinct: list[tuple[list[str], Plan]] = []
     for name, plan in _named_plans(comparison):
+        # Equal plans are measured once; a difference between their times would be noise.
         equal_names = next(
             (names for names, other in distinct if _have_equal_programs(plan, other)), None
         )
@@ -220,6 +222,7 @@ def _have_equal_programs(plan: Plan, other: Plan) -> bool:
     """Whether two plans lower to the same program, even if their pins differ."""
 
     def runtime_decisions(plan: Plan) -> tuple[object, ...]:
+        # Bytes and time stand for the redistributions, which may differ between equal cuts.
         stored = plan.storage, plan.sharding, plan.recompute, plan.pipeline
         return plan.cuts, *stored, plan.bytes, plan.step_time
 
@@ -236,6 +239,7 @@ def _save_measure_order(
     for plan_index, (names, plan) in enumerate(model_plans.plans):
         file = folder / f"{model_index}.{plan_index}.json"
         plan.save(file)
+        # All names of a plan, by which an error of the worker calls it.
         files[" = ".join(names)] = str(file)
     return MeasureOrder(model_plans.config, str(graph), files, rounds)
 
@@ -258,6 +262,7 @@ def _make_measured_comparison(
     assert run.config.data.seq_length is not None
     runs = []
     for (names, plan), step_seconds in zip(model_plans.plans, seconds, strict=True):
+        # All these plans are made for a cluster, which predicts their time.
         assert plan.step_time is not None
         runs.append(MeasuredPlan(names, plan.step_time, tuple(step_seconds)))
     return MeasuredComparison(

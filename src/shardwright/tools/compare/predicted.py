@@ -92,6 +92,7 @@ def expert_run(file: str | Path) -> Run:
             "`compare` needs `parallel_mode: 1` with `data_parallel`, `model_parallel` and"
             " `pipeline_stage`, as in configs/llama2_7b_expert.yaml"
         )
+    # The grid has no degree of context parallelism.
     if run.config.parallel.expert.context_parallel > 1:
         raise ConfigError(
             f"{file}: parallel_config.context_parallel: `compare` does not support context"
@@ -219,6 +220,7 @@ class GridComparison:
         """Return the automatic plan; ignores the memory limit if no plan fits."""
         try:
             return self._plan_automatically(self.graph, memory_limit=self.limit)
+        # Compared nevertheless, as an alternative over the limit.
         except MemoryLimitError:
             return self._plan_automatically(self.graph, memory_limit=None)
 

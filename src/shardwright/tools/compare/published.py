@@ -138,6 +138,7 @@ class PlannedRun:
         # Parameters that stay gathered, and full gradients, are those of ZeRO-1.
         defers = self.software.defers_gradients and run.sharded == "parameters"
         level = ZERO_LEVELS["optimizer" if defers else run.sharded]
+        # Nothing is searched: all shardings follow from the pins of the expert.
         options = PlanOptions(
             devices=run.devices,
             mode="sharding_propagation",
@@ -154,6 +155,7 @@ class PlannedRun:
         dry_runs = DryRunCache(on_accelerator=True)
         model = CapturedModel(graph, pins_of(graph), names, True, dry_runs=dry_runs)
         searched = candidates(model, options)
+        # The propagation of pins has one result.
         candidate = searched[0].aligned
         if run.recompute != "selective":
             return candidate
@@ -223,6 +225,7 @@ class PlannedRun:
             return None
         # With several chunks per stage, numbers of blocks of stages say nothing of their chunks.
         by_chunk = layers is not None and len(layers) == run.stages * run.chunks
+        # With `blocks`, because `net` may have only the captured ones.
         return expert_stages(
             net, run.stages, layers if by_chunk else None, run.chunks, run.schedule_name, blocks
         )
@@ -263,6 +266,7 @@ def _attention_ops_to_recompute(
         if block := _path_of_enclosing_block(op, blocks):
             ops_of_block.setdefault(block, []).append(op)
     for block, ops in ops_of_block.items():
+        # `matmul` multiplies two activations; products with weights are `linear`.
         products = [index for index, op in enumerate(ops) if op.target is aten.matmul.default]
         for op in ops[products[0] : products[-1] + 1] if products else ():
             yield op.name, Recompute(block)

@@ -162,6 +162,7 @@ def planned_runs(
     configured, left_out = read_configured(file)
     all_runs: list[PublishedRun | ConfiguredRun] = [*read_published(file), *configured]
     if not all_runs:
+        # A file without any row has been refused, so all rows are left out.
         raise ConfigError("; ".join(left_out.values()))
     selected = [run for run in all_runs if cluster is None or _is_run_on_cluster(run, cluster)]
     if cluster is not None and not selected:
@@ -170,6 +171,7 @@ def planned_runs(
         raise ConfigError(
             f"{file}: no run is on the cluster {cluster.name}\nuse one of {clusters}{reasons}"
         )
+    # A given cluster takes the place of the run's own, with other figures.
     return [
         _planned_measurement(run, cluster or _load_cluster_of_run(run)) for run in selected
     ], left_out
@@ -203,6 +205,7 @@ def _read_configured_run(row: ConfigurationRow, folder: Path) -> ConfiguredRun:
             f"{row.file}: not a MindFormers configuration\n"
             "give a file with the keys of MindFormers, such as `parallel_config` and `model.arch`"
         )
+    # All other keys of a row are fields of `ConfiguredRun`.
     figures = row.model_dump(exclude={"file"})
     return ConfiguredRun(
         path.stem, **figures, configuration=configuration, mindformers_run=configuration.foreign

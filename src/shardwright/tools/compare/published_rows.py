@@ -204,6 +204,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
                 f"`global_batch` is {self.global_batch}, which is not a multiple of micro_batch ·"
                 f" data_parallel = {samples}; correct one of these keys"
             )
+        # Tensor parallelism shards attention by heads.
         if self.heads % self.tensor_parallel:
             raise ValueError(
                 f"`heads` is {self.heads}, which is not a multiple of tensor_parallel ="
@@ -224,6 +225,7 @@ class PublishedRun(BaseModel, strict=True, frozen=True):
             )
         layers = self.layers_of_stages
         if layers is not None and (
+            # One number for each stage, or one for each chunk.
             len(layers) not in (self.stages, self.stages * self.chunks)
             or sum(layers) != self.layers
         ):

@@ -163,6 +163,7 @@ def _extended_tags(
 ) -> dict[str, tuple[object, ...]]:
     parent = blocks[1].rpartition(".")[0]
     result = {}
+    # The last block takes its tags to its new index; copies have those of the middle block.
     for path, tags in graph.module_tags.items():
         if _is_in_block(path, blocks[2]):
             result[_make_path_renamer(blocks[2], f"{parent}.{number - 1}")(path)] = tags

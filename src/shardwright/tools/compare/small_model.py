@@ -18,7 +18,9 @@ from shardwright.models.build import build, example_batch
 from shardwright.models.expert_sharding import expert_stages, paths_of_blocks, pin_expert
 from shardwright.models.sizes import Dimensions
 
+# A stage needs at least one block.
 LAYERS = MAX_STAGES = 2
+# Tensor parallelism needs at least one head per device.
 MIN_HEADS = MAX_TENSOR_PARALLEL = 8
 
 
@@ -86,6 +88,7 @@ class SmallModel:
         # A multiple of the largest tensor-parallel degree, and at least `MIN_HEADS`.
         heads = max_tensor_parallel * ceil(MIN_HEADS / max_tensor_parallel)
         self.sizes = Dimensions(
+            # A family that does not need `transformers`.
             family="baichuan1",
             hidden_size=8 * heads,
             num_layers=LAYERS,

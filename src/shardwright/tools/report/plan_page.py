@@ -135,6 +135,7 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
         if step.utilization is not None:
             note = "of the peak, without recomputation"
             yield Headline("Utilization", f"{step.utilization:.1%}", note)
+    # Shapes of `plan.parameters` are those of full tensors.
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
     stored = f"{bytes_text(plan.parameter_bytes)} stored per device"
     yield Headline("Parameters", _param_count_text(count), stored)
@@ -185,6 +186,7 @@ def _step_time_chart(plan: PlanData) -> Chart:
     # Plan files of earlier releases have no utilization.
     coarse = step.utilization is None
     time_parts = tuple(_time_parts_of_old_plan(step)) if coarse else step.parts
+    # The chart ends with the longer of the two: parts of an old plan file may exceed its step.
     total = max(step.seconds, sum(time_part.seconds for time_part in time_parts)) or 1.0
     starts = accumulate((time_part.seconds for time_part in time_parts), initial=0.0)
     bars = tuple(

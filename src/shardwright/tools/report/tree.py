@@ -135,6 +135,7 @@ def _operator_tensor(
 
 def _redistribution_rows(row: OperatorRow) -> Iterable[tuple[str, str, str]]:
     for each in row.redistributions:
+        # Consumers of one value share steps, which count for the first of them.
         shared = "; the rest is shared with an earlier operator" if each.shared else ""
         sizes = (
             f"{bytes_text(each.forward_bytes)} forward, {bytes_text(each.backward_bytes)} backward"
