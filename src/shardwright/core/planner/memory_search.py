@@ -394,7 +394,7 @@ class MemorySearch:
             lowest = min(
                 self._bound_seconds_with_recompute(each, stage_options) for each in unsharded
             )
-            # Only candidates whose lower bound on memory is within the limit; the others cannot fit.
+            # Only candidates whose least memory is within the limit; the others cannot fit.
             lowest_that_fits = min(
                 self._bound_seconds_with_recompute(each, stage_options, stages)
                 for each, stages in zip(unsharded, memory, strict=True)
