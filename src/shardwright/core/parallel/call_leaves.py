@@ -44,7 +44,7 @@ class CallLeaves:
         result = []
         for leaf, index in zip(leaves, planned_indices, strict=True):
             if isinstance(leaf, Tensor):
-                # Of a leaf that the planned call did not pass, every rank passes the full tensor.
+                # Every rank passes the full tensor of a leaf that the planned call did not have.
                 axes = () if index is None else self._get_local_batch_axes(inputs[index])
                 count = self.devices.matrix.size(chain(*axes))
                 # The inverse of the factor at local outputs (`BoundProgram.wrap_outputs`).

@@ -343,6 +343,7 @@ class Execution(Recapture):
         self._forwards = {
             key: self._compile_program(bound) for key, bound in self._forwards.items()
         }
+        # Steps replace their programs in place; bound programs are immutable, and replaced above.
         for bound in self._train_steps.values():
             bound.step.compile(self._compiler)
 
@@ -436,6 +437,7 @@ class Execution(Recapture):
         if self._compiler is None:
             return bound
         program = self._compiler(bound.program)
+        # A compiled program is one autograd node, which computes all outputs.
         off_path = OutputsOffPath(bound.graph, program.communication, all_off_path=True)
         return replace(bound, program=program, off_path=off_path)
 

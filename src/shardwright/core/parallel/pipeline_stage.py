@@ -292,6 +292,8 @@ class RankStages:
         return 0 if is_joined and not self.pipeline.batch_dims else None
 
     def _multiply_by_loss_weight(self, loss: Tensor, index: Tensor | int) -> Tensor:
+        # Called by the schedule as `loss_fn(output, target)`: the target is the index of the
+        # micro-batch.
         return loss * self._loss_weight
 
     def _make_step_context(self, inputs: StepInputs) -> StepContext:

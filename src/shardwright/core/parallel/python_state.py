@@ -400,6 +400,7 @@ class _RecordingDeepcopyMemo(dict[int, Any]):
         self._copies, self.is_hit = copies, False
 
     def get(self, key: Any, default: Any = None) -> Any:
+        # `deepcopy` looks up each object that it reaches by `get`.
         self.is_hit |= key in self._copies
         return super().get(key, default)
 

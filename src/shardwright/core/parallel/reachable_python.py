@@ -102,7 +102,7 @@ class ReachablePython:
         """Increment `version` if the watched Python state has changed since the last call."""
         if self.is_guarded or self._ignores_further_changes:
             return
-        # The first change suffices for a new version, which is the state of all objects.
+        # One change suffices: a version stands for the state of all objects.
         change = next(self._state.changes(_is_same_tensor), None)
         if change is None:
             return

@@ -147,6 +147,7 @@ class StoragePlan:
             else:
                 unset = UninitializedTensor.of(local, pending)
             if has_hooks(original):
+                # Not yet: with hooks it would be a leaf of autograd, which cannot be swapped later.
                 unset.move_hooks = partial(move_hooks, parameter=original, shard=shard)
             return nn.Parameter(unset, requires_grad=original.requires_grad)
         parameter = as_parameter(local, original)
@@ -286,6 +287,7 @@ def _pop_unreplaced_tensors(
     """
     device, parameters = plan.devices.device, {}
     for name, tensor in list(tensors.items()):
+        # Replaced in any case, by its value or by None.
         if isinstance(tensor, Deferred) or name in plan.other_stage_names:
             continue
         if not isinstance(tensor, nn.Parameter):
