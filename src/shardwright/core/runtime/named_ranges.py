@@ -213,6 +213,7 @@ class RangedBucket(BoundBucket):
             if self.replicas is not None:
                 with self._all_reduce_range.send(self._shard_bytes):
                     return super().reduce(gradients)
+            # Each rank keeps its block of an equal gradient: nothing is sent.
             return super().reduce(gradients)
 
     def sum_replicas(self, flat: Tensor) -> Tensor:

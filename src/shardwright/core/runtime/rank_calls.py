@@ -352,7 +352,7 @@ class RankCalls:
         self._seen_changes = changes
         keys = [f"rank {rank}" for rank in range(self._world_size)]
         contents = [self._store.get(key).decode() for key in keys if self._store.check([key])]
-        # A content is the number of the request that it answers, then the state.
+        # Each content is the number of the request that it answers, then the state.
         answers = [content.partition(" ") for content in contents if content]
         states = [RankState.from_json(state) for _, _, state in answers]
         error = difference_of_calls(states)
