@@ -366,7 +366,7 @@ class Checkpoints:
             checkpoint_state.restore_optimizer(net, optimizer, optimizer_state, groups)
         checkpoint_state.restore_random(generators, device)
         if isinstance(net, ParallelModule) and info.random is not None:
-            # The step in any case, as the run goes on at this step, perhaps with another seed.
+            # The step is restored in any case, as the run goes on there, perhaps with another seed.
             seed, net.execution.random_step = info.random
             net.execution.random_seed = seed if random else net.execution.random_seed
         return info.position

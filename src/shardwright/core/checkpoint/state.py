@@ -52,7 +52,7 @@ def optimizer_tensors(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     tensors = {}
     for _, name, parameter in _optimizer_parameters(net, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            # Stands for an entry that the optimizer does not use.
+            # None stands for an entry that the optimizer does not use.
             if value is None:
                 continue
             if not isinstance(value, Tensor):

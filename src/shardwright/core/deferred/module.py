@@ -67,6 +67,7 @@ def copies_of_attributes(module: nn.Module) -> dict[int, Tensor]:
 def _iterate_deferred_attributes(module: nn.Module) -> Iterator[Tensor]:
     registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for child in module.modules():
+        # This includes the registries of the module, whose tensors are left out by id.
         for leaf in pytree.tree_leaves(list(vars(child).values())):
             if isinstance(leaf, Tensor) and id(leaf) not in registered:
                 yield leaf
