@@ -70,6 +70,7 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]]) -> Iterat
 
         return original(recompute, *args, **kwargs)
 
+    # `checkpoint` looks both names up in its module in each call.
     vars(checkpoint)["_checkpoint_without_reentrant_generator"] = generator
     vars(checkpoint)["CheckpointFunction"] = _NonReentrantCheckpoint
     try:

@@ -45,6 +45,7 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
 
 def sets_up_context(function: type[Function]) -> bool:
     """Whether an autograd function defines `setup_context`, so that `forward` takes no `ctx`."""
+    # The base class has a `setup_context` too, which only raises an error.
     return function.setup_context is not _SingleLevelFunction.setup_context
 
 
@@ -101,6 +102,7 @@ def _check_arguments_before_run(
     def check_and_run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         # Of `_engine_run_backward`, after the gradients, `retain_graph` and `create_graph`.
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        # Without inputs `backward()` accumulates into all leaves: the caller has chosen none.
         if inputs:
             check(outputs, inputs)
         return run_backward(outputs, *args, **kwargs)

@@ -88,6 +88,7 @@ def loads_metadata(content: bytes) -> Metadata:
     tensors: dict[str, Any] = {}
     chunk_ids: set[int] = set()
     for key, entry in entries.items():
+        # Other entries are of objects that DCP has pickled, which are not loaded.
         if _check_type(entry, _PickledObject).name != "TensorStorageMetadata":
             continue
         tensors[_check_type(key, str)] = _to_tensor_metadata(entry, chunk_ids)
@@ -148,6 +149,7 @@ def _to_tensor_metadata(entry: _PickledObject, chunk_ids: set[int]) -> TensorSto
             "the table of tensors in the metadata is malformed: copy the checkpoint again"
         )
     return TensorStorageMetadata(
+        # `TensorProperties` is pickled as a tuple, with the dtype first.
         TensorProperties(_check_type(state[0], torch.dtype)),
         _to_torch_size(_get_required_field(entry, "size", _PickledObject)),
         [
@@ -226,12 +228,15 @@ class _DataUnpickler(_Unpickler):
         )
 
     def load_call(self) -> None:
+        # For NEWOBJ and REDUCE, which both have the arguments above a class or function on the
+        # stack.
         args, reference = self.stack.pop(), self.stack.pop()
         record = _PickledObject(_check_type(reference, _PickledObject).name)
         record.args = _check_type(args, tuple)
         self.stack.append(record)
 
     def load_build(self) -> None:
+        # The object stays on the stack, below its state.
         state = self.stack.pop()
         _check_type(self.stack[-1], _PickledObject).state = state
 
@@ -269,4 +274,5 @@ _dispatch: dict[int, Callable[[Any], None]] = {
     pickle.SETITEM[0]: _DataUnpickler.load_setitem,
     pickle.SETITEMS[0]: _DataUnpickler.load_setitems,
 }
+# An opcode that is missing here is refused, as the unpickler looks all of them up in this table.
 _DataUnpickler.dispatch = _dispatch

@@ -38,6 +38,7 @@ without_dispatch_modes = _disable_current_modes
 def without_function_modes() -> Iterator[None]:
     """Context manager that suspends the active function modes; modes entered inside are active."""
     with ExitStack() as popped:
+        # Each round pops the innermost of the modes that are left.
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             popped.enter_context(_pop_mode_temporarily())
         yield
@@ -65,6 +66,8 @@ def autograd_in_operators() -> Iterator[None]:
     """Context manager in which autograd records inside the implementation of an operator."""
     # The dispatcher excludes the keys of autograd while an operator's implementation runs.
     key = torch._C.DispatchKey.AutogradFunctionality
+    # Gradient mode too: a custom operator runs in the `forward` of an autograd function, where it
+    # is off.
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         yield
 
@@ -135,4 +138,5 @@ def in_transform() -> bool:
     """Whether a `torch.func` transform, forward-mode AD or `torch.jit.trace` is active."""
     transforms = torch._C._functorch.peek_interpreter_stack() is not None
     traced = torch._C._get_tracing_state() is not None
+    # The level is -1 outside of forward-mode AD.
     return transforms or traced or forward_ad._current_level >= 0

@@ -54,6 +54,7 @@ class GroupClock:
 
     def __enter__(self) -> GroupClock:
         self.original = distributed_c10d._new_group_with_tag
+        # All functions that create a group call this one.
         distributed_c10d._new_group_with_tag = self.create_timed
         return self
 
@@ -61,6 +62,7 @@ class GroupClock:
         distributed_c10d._new_group_with_tag = self.original
 
     def create_timed(self, *args: Any, **kwargs: Any) -> Any:
+        # CPU time leaves out the wait for other ranks.
         started = time.process_time()
         try:
             return self.original(*args, **kwargs)
@@ -77,6 +79,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 def name_of_local_group(ranks: list[int]) -> str:
     """Return the name of a process group created by its own ranks only
     (`use_local_synchronization`)."""
+    # A hash of the ranks and of the number of groups of this process, which may differ on others.
     return str(distributed_c10d._hash_ranks_to_str(ranks))
 
 
@@ -104,6 +107,7 @@ def supports_split_group(group: dist.ProcessGroup) -> bool:
     """Whether `torch.distributed.split_group`, which creates all subgroups in one call, supports
     `group`."""
     device = group.bound_device_id
+    # Only a group that is bound to a device, by `device_id`, can be split.
     return device is not None and group._get_backend(device).supports_splitting
 
 
@@ -151,6 +155,7 @@ def _call_in_context(
 ) -> Callable[..., Any]:
     names = list(signature(function).parameters)
     group_index = names.index("group")
+    # Beyond all arguments if the function is never asynchronous.
     async_index = names.index("async_op") if "async_op" in names else len(names)
 
     def argument(index: int, keyword: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,6 +164,7 @@ def _call_in_context(
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         group = argument(group_index, "group", args, kwargs)
+        # None stands for the default group.
         if group is not None and group is not dist.group.WORLD:
             return function(*args, **kwargs)
         is_async = bool(argument(async_index, "async_op", args, kwargs))

@@ -85,6 +85,7 @@ def share_local_memory(tensor: DTensor, value: DTensor) -> None:
 
 def assign_dtensor(tensor: DTensor, value: DTensor) -> None:
     """Give a DTensor the shape, the layout and the local tensor of another DTensor."""
+    # `.data` gives the wrapper its sizes and dtype, but does not change the attributes below.
     set_data(tensor, value)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
 
@@ -98,6 +99,7 @@ def share_version_counter(parameter: DTensor) -> nn.Parameter:
     local = parameter._local_tensor
     if type(local) is not Tensor:  # simulated ranks
         return cast(nn.Parameter, parameter)
+    # Made of the local tensor, whose version counter it keeps when `.data` is assigned.
     result = as_subclass(DTensor, local)
     set_data(result, parameter)
     result._local_tensor, result._spec = local, parameter._spec
@@ -180,6 +182,7 @@ def check_before_pickling(check: Callable[[DTensor], None]) -> None:
 
     # `copy.copy` would call `__reduce_ex__`, and so `check`.
     def copy(tensor: DTensor) -> Any:
+        # `copy.copy` uses protocol 4.
         rebuild, arguments = reduce(tensor, 4)
         return rebuild(*arguments)
 

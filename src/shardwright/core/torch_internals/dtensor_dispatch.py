@@ -66,6 +66,7 @@ def set_operator_handler(
         finally:
             handlers[called] = handler
 
+    # The handlers that PyTorch itself has registered stay, such as those of convolutions.
     handlers.setdefault(operator, handler)
 
 
@@ -75,6 +76,7 @@ def _convert_gradients_to_full(tensor: Tensor) -> None:
     if tensor.requires_grad and not hasattr(tensor, "converts_gradients"):
         tensor.converts_gradients = True  # type: ignore[attr-defined]
         tensor.register_hook(  # type: ignore[no-untyped-call]
+            # None leaves the gradient as it is.
             lambda g: g.full_tensor() if isinstance(g, DTensor) else None
         )
 
@@ -107,6 +109,7 @@ def run_unless_mixed(
     try:
         return operator(*args, **kwargs)
     except RuntimeError as mixed:
+        # Other errors are those of the operator itself.
         if MIXED_TENSORS not in str(mixed):
             raise
         return fallback(operator, args, kwargs, mixed)
@@ -203,6 +206,8 @@ def format_values() -> None:
 
     def format_value(tensor: DTensor, specification: str) -> str:
         if tensor.ndim or not specification:
+            # PyTorch formats only `Tensor` itself as a number, and other scalars as objects, for
+            # which a specification is an error.
             return object.__format__(tensor, specification)
         return format(tensor.full_tensor().item(), specification)
 

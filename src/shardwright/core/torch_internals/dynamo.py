@@ -110,6 +110,7 @@ def _capture_options(numbers: frozenset[str]) -> Iterator[None]:
         return FrameStateSizeEntry(scalar=auto_dynamic) if name in numbers else entry
 
     options = {**_OPTIONS, **(_DYNAMIC_NUMBERS if numbers else {})}
+    # These return None and would break the graph; Dynamo leaves out their calls.
     options["ignore_logging_functions"] = {*_logger_methods(), warnings.warn}
     with (
         config.patch(**options),
@@ -151,11 +152,13 @@ class ModuleCall:
         tensors = []
         for name in self.names:
             tensor = module
+            # By Dynamo's own attributes, so that the tensor becomes an input of the graph.
             for attribute in name.split("."):
                 tensor = tensor.var_getattr(tx, attribute)
             tensors.append(tensor)
         call = [TupleVariable(list(args)), ConstDictVariable(keywords), ListVariable(tensors)]
         submodule, source = module.value, module.get_nn_module_stack_source()
+        # The node gets the path of the module, like the nodes of traced modules.
         with record_nn_module_stack(str(id(submodule)), source, tx, submodule):
             return TorchInGraphFunctionVariable(self.function).call_function(tx, call, {})
 
@@ -281,6 +284,7 @@ class DynamoCapture:
             output = fullgraph_capture(function, args, dict(kwargs))
         traced, _ = get_traced_fn(function)
         variables = traced.__globals__
+        # A global variable of the function's own module, which Dynamo's source does not name.
         located = [replace(c, value=variables) if c.value is None else c for c in changes]
         return cls(output, traced, tuple(located), tuple(cached.impure))
 
@@ -329,6 +333,7 @@ class DynamoCapture:
         around = FunctionType(
             captured.bytecode, scope, argdefs=captured.argdefs, closure=captured.closure
         )
+        # Before Python 3.13 `FunctionType` takes no defaults of keyword-only arguments.
         around.__kwdefaults__ = captured.kwdefaults
         # The global variable keeps `program` alive no longer than the function that calls it.
         weakref.finalize(around, _delete_global_if_unchanged, scope, backend_id, program)
@@ -368,6 +373,7 @@ class DynamoCapture:
         """
         captured = self.output.graph_capture_output
         scope = self.scope(owner, args, kwargs)
+        # Dynamo builds each guard from the object that its source denotes in this scope.
         captured.output_graph.local_scope.update(scope)
         for guard in captured.output_graph.guards:
             # Reset guards that were built for other objects, such as the traced copy.
@@ -377,6 +383,7 @@ class DynamoCapture:
 
         def keep(entries: Sequence[Any]) -> list[bool]:
             for entry in entries:
+                # Not `isinstance`: booleans are integers, but never become inputs of the graph.
                 if entry.has_value and type(entry.value) in (int, float):
                     constants[entry.orig_guard.name] = entry.value
             return [_is_needed_guard(entry, unguarded) for entry in entries]
@@ -406,6 +413,7 @@ class ChangedObject:
 
 
 def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObject]:
+    # Dynamo keeps the objects alive whose ids it uses as keys.
     existing = {id(item): item for item in side_effects.keepalive}
     for key, variable in side_effects.id_to_variable.items():
         # Objects that the trace itself has created are no state of the user.
@@ -415,6 +423,7 @@ def _objects_changed_by_trace(side_effects: SideEffects) -> Iterator[ChangedObje
         attributes = side_effects.store_attr_mutations.get(variable)
         if isinstance(variable, NewGlobalVariable):
             assert attributes is not None
+            # The only attribute of this variable is the name of the global variable.
             name = next(iter(attributes))
             yield ChangedObject(_module_name_of_global_variable(variable.source), None, name)
         elif attributes is None:
@@ -514,6 +523,7 @@ class Guards:
 def _evaluate_dynamo_source(source: str, scope: dict[str, Any]) -> Any:
     """Evaluate a Dynamo source such as `L["self"].scale`; None if evaluation raises."""
     try:
+        # A copy, as `eval` adds `__builtins__` to the dictionary.
         return eval(source, dict(scope))
     # Attributes may be missing by now, and properties of the user raise anything.
     except Exception:

@@ -28,6 +28,7 @@ def guarding_missing_attributes() -> Iterator[None]:
 
 
 def _guard_missing_attributes(variable_type: type) -> Any:
+    # Each of the two classes has a method of its own.
     read = vars(variable_type)["var_getattr"]
 
     def guarded(variable: Any, tx: Any, name: str) -> Any:

@@ -68,6 +68,7 @@ class CachedFunctionCalls:
             name: name of the function.
             graph: Dynamo's graph of the running trace.
         """
+        # The nodes that the call adds follow these in the graph.
         num_nodes = len(graph.nodes)
         self.running.append(name)
         try:
@@ -88,6 +89,7 @@ class CachedFunctionCalls:
 
         def record(variable: VariableTracker) -> None:
             if _was_created_in_trace(variable):
+                # With the variable, so that its id is not reused during the trace.
                 self.results[id(variable)] = variable, name
 
         VariableTracker.visit(record, result, side_effects=tx.output.side_effects)
@@ -107,12 +109,14 @@ class CachedFunctionCalls:
 
 def _was_created_in_trace(variable: VariableTracker) -> bool:
     """Whether an object was created during the trace."""
+    # Dynamo's classes are `ValueMutationNew`, `AttributeMutationNew`, and the same with `Existing`.
     return type(variable.mutation_type).__name__.endswith("New")
 
 
 def _draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node calls a function or method of torch that draws random numbers."""
     name = str(getattr(node.target, "__name__", node.target))
+    # Functions and methods of torch have the names of their ATen operators.
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or node.op not in ("call_function", "call_method"):
         return False

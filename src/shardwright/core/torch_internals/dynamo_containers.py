@@ -63,6 +63,7 @@ class ExistingListVariable(ListVariable):
         only_adds = name == "append" or (name == "extend" and is_sequence and args[0] is not self)
         if not only_adds:
             return super().call_method(tx, name, args, kwargs)
+        # As if guarded, so that the reads of `append` and `extend` themselves install no guard.
         is_guarded, self.is_guarded = self.is_guarded, True
         try:
             return super().call_method(tx, name, args, kwargs)
@@ -113,6 +114,7 @@ def _wrap_list(wrap: Callable[..., Any], variable_builder: Any, value: list[Any]
     if type(variable) is not ListVariable:
         variable_builder.install_guards(GuardBuilder.SEQUENCE_LENGTH)
         return variable
+    # `items` guards the length once the list is read.
     variable_builder.install_guards(GuardBuilder.TYPE_MATCH)
     # In place, as Dynamo may refer to the variable already.
     state = {"num_existing": len(value), "is_guarded": False, "is_traced": False}
@@ -129,6 +131,7 @@ def replay_all_contents(side_effects: SideEffects) -> None:
         if isinstance(variable, DequeVariable):
             # The elements are traced: the code clears the deque and appends those that remain.
             variable.maxlen = ConstantVariable.create(None)
+        # An `OrderedDict` is an object of a user's class, with its entries in `_base_vt`.
         table = getattr(variable, "_base_vt", variable)
         if isinstance(table, ConstDictVariable):
             now = [key.vt for key in table.items]

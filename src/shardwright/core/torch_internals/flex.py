@@ -85,11 +85,13 @@ def register_block_masks(value: Any) -> None:
     """
     is_needed = isinstance(value, str) and _SERIALIZED in value
     if is_needed or any(type(leaf) is BlockMask for leaf in _pytree.tree_leaves(value)):
+        # PyTorch raises an error for a class that is registered twice.
         if BlockMask in _pytree.SUPPORTED_NODES:
             return
         _pytree.register_pytree_node(
             *(BlockMask, _flatten_block_mask, _unflatten_block_mask),
             serialized_type_name=_SERIALIZED,
+            # The context of PyTorch has the code of the mask function, which has no text.
             to_dumpable_context=lambda context: json.dumps(context.description),
             from_dumpable_context=lambda text: MaskContext(json.loads(text)),
             flatten_with_keys_fn=_flatten_block_mask_with_keys,
@@ -103,6 +105,7 @@ def _flatten_block_mask(mask: BlockMask) -> tuple[list[Any], MaskContext]:
     # During a trace PyTorch leaves the mask function's tensors in the context, as constants.
     with patch.object(torch.compiler, "is_compiling", lambda: False):
         leaves, context = mask._flatten()
+    # A callable object or `functools.partial` has no `__qualname__`.
     name = getattr(mask.mask_mod, "__qualname__", type(mask.mask_mod).__qualname__)
     return list(leaves), MaskContext(f"{name} {mask.seq_lengths} {mask.BLOCK_SIZE}", context)
 
@@ -115,6 +118,7 @@ def _flatten_block_mask_with_keys(
 
 
 def _unflatten_block_mask(leaves: Any, context: MaskContext) -> BlockMask:
+    # The copy that `deepcopy` had just created is its own context.
     if isinstance(context.context, BlockMask):
         return context.context
     return BlockMask._unflatten(tuple(leaves), context.context)

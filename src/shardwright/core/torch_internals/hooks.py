@@ -44,6 +44,7 @@ def renumbered_forward_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     Each registration gets a new id in the process, on which guards would depend.
     """
+    # The entries of each dictionary, with which it is filled again at the end.
     registered = [
         (hooks, dict(hooks)) for m in modules for hooks in map(vars(m).__getitem__, _NUMBERED_HOOKS)
     ]
@@ -117,6 +118,7 @@ def hooks_of_result(tensor: Tensor) -> Mapping[str, Hooks]:
 
 
 def _hooks_by_method(methods: Mapping[str, Callable[..., Any]]) -> Mapping[str, Hooks]:
+    # The handle refers to the dictionary weakly.
     return {name: method(_keep_gradient).hooks_dict_ref() for name, method in methods.items()}
 
 
@@ -146,5 +148,6 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     try:
         yield
     finally:
+        # In reverse, so that the innermost hooks are innermost again.
         for hooks in reversed(popped):
             autograd._push_saved_tensors_default_hooks(*hooks)

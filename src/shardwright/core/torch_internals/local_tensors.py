@@ -62,6 +62,7 @@ class LocalTensorMode(TorchLocalTensorMode):  # type: ignore[no-untyped-call]
         if func is aten.dim.default and isinstance(args[0], LocalTensor):
             return len(args[0]._size)
         subclass = _find_tensor_class(args, kwargs)
+        # All ranks share these tensors, so one result is that of all of them.
         if subclass is Tensor and func.namespace in _LOCAL_NAMESPACES:
             return func(*args, **kwargs)
         if subclass is LocalTensor and _is_rank_local_operator(func):
@@ -87,6 +88,7 @@ def _on_dispatch_stack(mode: TorchLocalTensorMode) -> Iterator[None]:
 def _share_storage(views: Tensor | Sequence[Tensor], tensor: Tensor) -> None:
     """Set the storage of a `LocalTensor` on its views, so that code recognizes the shared
     memory."""
+    # Operators such as `split` return several views.
     for view in [views] if isinstance(views, Tensor) else views:
         torch._functionalize_unsafe_set(view, tensor)
 
@@ -120,6 +122,8 @@ def _is_rank_local_operator(func: Any) -> bool:
     change of its first argument."""
     if func.namespace != "aten":
         return False
+    # PyTorch's mode keeps a random generator for each rank, and updates the sizes of the
+    # `LocalTensor` after an in-place view such as `t_`.
     tags = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
     if not tags.isdisjoint(func.tags):
         return False
@@ -127,6 +131,7 @@ def _is_rank_local_operator(func: Any) -> bool:
     if not schema.is_mutable:
         return True
     written = [argument.is_write for argument in schema.arguments]
+    # An operator with `out=` writes its last argument.
     return written[0] and not any(written[1:]) and schema.name.endswith("_")
 
 

@@ -86,6 +86,8 @@ class TensorSlots:
                     attributes = attributes if name in attributes else owner._buffers
                     replaced.append((attributes, name, attributes[name]))
                     attributes[name] = tensor
+            # Recurrent modules compute with this list. Their `__setattr__` updates it, but writing
+            # to the dictionaries does not.
             for module in self.recurrent:
                 module._flat_weights = [getattr(module, n) for n in module._flat_weights_names]
             yield
@@ -110,6 +112,7 @@ def alias_module(
         cls: class of the alias; by default the current class of `module`.
         state: `__dict__` of the alias; by default that of `module`.
     """
+    # `nn.Module.__setattr__` needs the dictionaries that an object without `__init__` lacks.
     alias: nn.Module = object.__new__(cls or type(module))
     object.__setattr__(alias, "__dict__", vars(module) if state is None else state)
     return alias
@@ -132,6 +135,7 @@ def drop_buffer_assignments_of_export() -> None:
 def state_names(module: nn.Module) -> set[str]:
     """Return the names of parameters and persistent buffers in the state dict, without calling
     state dict hooks."""
+    # A state dict has an entry for each name of a tied tensor.
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for path, child in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

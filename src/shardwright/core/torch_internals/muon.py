@@ -50,4 +50,5 @@ def replace_muon_step(step: Callable[..., None]) -> None:
     if not hasattr(original, "is_replacement"):
         replacement: Any = wraps(original)(partial(step, original))
         replacement.is_replacement = True
+        # `torch.optim.Muon` looks the function up in its module in each step.
         _muon._single_tensor_muon = replacement

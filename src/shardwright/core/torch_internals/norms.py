@@ -80,12 +80,14 @@ Extension = Callable[[Norms, CallArguments, "nn.Module | None", Callable[..., An
 def _clip_grad_norm_by_norms(
     norms: Norms, arguments: CallArguments, source: nn.Module | None, original: Callable[..., Any]
 ) -> Any:
+    # `norm_type` may be the text `inf`.
     parameters, norm_type = arguments["parameters"], float(arguments["norm_type"])
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = norms.total("clip_grad_norm_", parameters, gradients, source, norm_type)
     if norm is None:
         return original(**arguments)
     _check_norm_is_finite(norm, arguments)
+    # A foreach operator cannot mix meshes, or DTensors with ordinary tensors.
     for group in norms.groups(parameters):
         nn.utils.clip_grads_with_norm_(group, arguments["max_norm"], norm, arguments["foreach"])
     return norm
@@ -111,6 +113,7 @@ def _clip_grads_by_group(
 
 
 def _check_norm_is_finite(norm: Tensor, arguments: CallArguments) -> None:
+    # Reading the value waits for the device, so it is read only if the caller asks for the error.
     if arguments["error_if_nonfinite"] and not bool(norm.isfinite()):
         raise RuntimeError(NON_FINITE.format(float(arguments["norm_type"])))
 
@@ -146,6 +149,7 @@ def _wrap_implementation(
     @wraps(implementation)
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = args[0] if args else kwargs.get(first)
+        # A call without tensors is left to PyTorch, which raises its own error.
         if is_compiling() or running.get() or tensors is None:
             return implementation(*args, **kwargs)
         token = running.set(True)
@@ -162,6 +166,7 @@ def _wrap_implementation(
         source, was_generator = module_of_parameters(tensors), isgenerator(tensors)
         bound = signature_.bind(*args, **kwargs)
         bound.apply_defaults()
+        # A generator can be read only once, and an extension and PyTorch may both read it.
         bound.arguments[first] = list(tensors)
 
         def original(**arguments: Any) -> Any:

@@ -64,6 +64,7 @@ def operators_in_namespace(namespace: str) -> tuple[OpOverload, ...]:
     """Return all operators of a namespace, such as `aten`."""
     operators = []
     for name in torch._C._dispatch_get_all_op_names():
+        # Names are like `aten::mean.dim`.
         of, _, qualified = name.partition("::")
         packet, _, overload = qualified.partition(".")
         if of == namespace:
@@ -79,6 +80,7 @@ def operators_of_several_tensors() -> tuple[OpOverload, ...]:
     operators = []
     for operator in operators_in_namespace("aten"):
         types = [str(argument.type) for argument in schema_of(operator).arguments]
+        # A list may hold several tensors.
         count = sum(2 if "List[" in name else 1 for name in types if "Tensor" in name)
         if count > 1:
             operators.append(operator)
@@ -97,6 +99,7 @@ def written_arguments(overload: OpOverload) -> tuple[tuple[int, str], ...]:
 
 def unregister(library: Library) -> None:
     """Remove all kernels that were registered through `library`."""
+    # PyTorch itself removes them when the library is collected, which may be later.
     library._destroy()  # type: ignore[no-untyped-call]
 
 

@@ -57,6 +57,7 @@ class SequentialDualPipeV(ScheduleDualPipeV):
 
 def _flatten_pairs(actions: Iterable[TorchAction | None]) -> Iterator[TorchAction | None]:
     for action in actions:
+        # Only a pair of a forward and a backward pass has sub-actions.
         yield from (action,) if action is None or not action.sub_actions else action.sub_actions
 
 
@@ -118,6 +119,7 @@ class InFlightStage(PipelineStage):
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch would allocate the buffers of all micro-batches before the step.
         with _create_buffers_on_meta(self):
             result = super()._prepare_forward_infra(*args, **kwargs)
         for messages in self.args_recv_info.values():
@@ -150,6 +152,7 @@ class InFlightStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        # Without a backward pass nothing reads the received tensors again.
         if not self.has_backward:
             _release_receive_buffers(self.args_recv_info[fwd_chunk_id])
         return result
@@ -193,6 +196,7 @@ class _ReleasedBuffer:
 @contextmanager
 def _create_buffers_on_meta(stage: PipelineStage) -> Iterator[None]:
     """Context manager in which PyTorch creates the receive buffers of `stage` as meta tensors."""
+    # PyTorch creates the buffers on `stage.device`.
     device, stage.device = stage.device, torch.device("meta")
     try:
         yield

@@ -46,9 +46,11 @@ def treespec_loads(text: str) -> TreeSpec:
             a built-in type or an enumeration belongs to a module that is not imported.
     """
     try:
+        # The first element is the version of the format.
         _, structure = json.loads(text)
         # First, since PyTorch runs code while it reads some structures.
         _check_no_code_runs(structure)
+        # PyTorch looks classes up by name, so they are registered before it reads the text.
         register_block_masks(text)
         register_named_classes(text)
         return _pytree.treespec_loads(text)
@@ -69,6 +71,7 @@ def _check_no_code_runs(structure: dict[str, Any]) -> None:
                 f"the serialized `TreeSpec` calls `{'.'.join(factory)}`, which could run code\n"
                 "only load files that Shardwright has written"
             )
+    # Other contexts are JSON text, in which an enumeration is an object with its module.
     if isinstance(context, str) and structure["type"] is not None:
         json.loads(context, object_hook=_check_enum_is_imported)
     for child in structure["children_spec"]:

@@ -88,6 +88,7 @@ def register_named_classes(text: str) -> None:
     for name in set(_class_names_in_structure(json.loads(text)[1])):
         if name in _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE:
             continue
+        # The name of a named tuple is in quotes, as JSON.
         module, _, path = name.strip('"').partition(":")
         named_class: Any = sys.modules.get(module)
         for each in path.split("."):
@@ -109,6 +110,7 @@ def _class_names_in_structure(structure: Any) -> Iterator[str]:
 def _builtin_base_of_user_class(cls: type) -> Any:
     """Return the built-in class with which objects of the user's class `cls` are created; None if
     objects of `cls` are not flattened by fields."""
+    # Built-in containers are nodes of PyTorch.
     if cls in _BASE_CLASSES[1:4] or cls is object or cls is OrderedDict:
         return None
     if issubclass(cls, (Tensor, nn.Module, enum.Enum, type, torch.Size, BaseException)):
@@ -116,6 +118,7 @@ def _builtin_base_of_user_class(cls: type) -> Any:
     module = str(cls.__module__)
     if module.partition(".")[0] in _LIBRARIES and not module.startswith(_WITH_OBJECTS):
         return None
+    # Subclasses come before their bases, so this is the most derived one.
     base = next(base for base in _BASE_CLASSES if issubclass(cls, base))
     derived = (each for each in cls.__mro__ if each not in base.__mro__)
     # Classes of extensions have contents besides their fields.
@@ -129,6 +132,7 @@ _HEAP_TYPE = 1 << 9
 def _is_unregistered_object(value: Any) -> bool:
     """Whether the class of a leaf can be registered and is not registered yet."""
     cls = type(value)
+    # Named tuples are nodes of PyTorch too.
     if _pytree.is_namedtuple_class(cls):
         return False
     return (
@@ -189,6 +193,7 @@ def register_keys(structure: Any) -> None:
     for child in structure.children():
         register_keys(child)
     cls, context = structure.type, structure.context
+    # All named tuples have one node type, with the class as context.
     if cls is namedtuple:
         if context not in _pytree.SUPPORTED_SERIALIZED_TYPES:
             _register_named_tuple(context)
@@ -197,6 +202,7 @@ def register_keys(structure: Any) -> None:
     if node is None:
         return
     if node.flatten_with_keys_fn is None:
+        # The children of such a class are named by their positions.
         with_keys = partial(_flatten_with_sequence_keys, node.flatten_fn)
         # `flatten_with_keys_fn` is the last field.
         _pytree.SUPPORTED_NODES[cls] = type(node)(*node[:-1], with_keys)
@@ -251,6 +257,7 @@ class _ObjectStructure:
             object.__setattr__(rebuilt, "__dict__", rebuilt)
         named = zip(self.attributes, children[count:], strict=True)
         for name, value in (*named, *((name, constant.value) for name, constant in self.constants)):
+            # Not `setattr`, which the class may override, as a frozen data class does.
             _set_attribute_or_slot(rebuilt, name, value)
         return rebuilt
 
@@ -289,6 +296,7 @@ class _UnknownField:
     class."""
 
     def __init__(self, value: Any) -> None:
+        # An object that was rebuilt from a structure may be flattened again.
         is_placeholder = isinstance(value, UnreadField)
         self.value = value if is_placeholder else UnreadField(type(value).__qualname__)
 
@@ -343,6 +351,7 @@ def _flatten_object(value: Any) -> tuple[list[Any], Any]:
     )
     is_own_dict = getattr(value, "__dict__", None) is value
     structure = _ObjectStructure(tuple(items), tuple(children), constants, is_own_dict)
+    # Structures without constants are written to files in full, and need no cache.
     return [*items.values(), *children.values()], _cache_structure(
         structure
     ) if constants else structure
@@ -396,6 +405,7 @@ def _structure_from_json(content: Any) -> Any:
 
 
 def _items_by_key(value: Any) -> dict[Hashable, Any]:
+    # By the methods of the built-in class, which the user's class may override.
     if isinstance(value, dict):
         return dict(dict.items(value))
     if isinstance(value, list):
@@ -414,6 +424,7 @@ def _attributes_by_name(value: Any) -> dict[str, Any]:
                 except AttributeError:  # Not set yet.
                     continue
     try:
+        # Not `vars()`: the user's class may define `__getattribute__` or `__dict__`.
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return slot_values
@@ -431,6 +442,7 @@ def _set_attribute_or_slot(rebuilt: Any, name: str, value: Any) -> None:
 
 
 def _is_child_of_structure(value: Any) -> bool:
+    # By the exact class: an `IntEnum` is an integer too, but a constant.
     cls = type(value)
     if cls in _LEAF_TYPES or isinstance(value, (Tensor, np.ndarray)):
         return True

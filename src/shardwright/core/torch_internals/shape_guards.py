@@ -26,6 +26,7 @@ class ShapeGuards:
 
     def hold(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the sizes and strides of a call's inputs satisfy the guards."""
+        # Without guards there is no code, and the trace is valid for all sizes.
         return self.code is None or bool(self.symbols.evaluate_guards_expression(self.code, inputs))
 
 
@@ -42,6 +43,7 @@ def supposed_size(size: int | SymInt) -> int:
     """Return the number of `suppose_size` for a size."""
     if isinstance(size, int):
         return size
+    # Also in sizes that are computed from supposed ones.
     number = size.node.expr.xreplace(size.node.shape_env.real_tensor_prop_unbacked_vals)
     return int(number) if number.is_Integer else int(size)
 
@@ -66,8 +68,10 @@ def _holds_above_zero(condition: Any, supposed: Mapping[Any, Any]) -> bool:
         # Rows that are selected twice by one mask have two symbols.
         return True
     symbols = tuple(condition.free_symbols)
+    # Conditions on several sizes are not tried: the answer False is the safe one.
     if len(symbols) != 1:
         return False
+    # Conditions on divisibility show at small numbers, those on thresholds at powers of two.
     numbers = (*range(1, 65), *(1 << power for power in range(7, 40)))
     is_empty = supposed.get(symbols[0]) == 0
     return is_empty or all(bool(condition.subs(symbols[0], number)) for number in numbers)

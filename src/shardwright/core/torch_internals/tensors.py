@@ -39,6 +39,7 @@ def without_checks_of_fake_tensors() -> Iterator[None]:
         if not isinstance(cond, FakeTensor):
             check(error_type, cond, message)
 
+    # `torch._check_tensor_all` looks this function up in its module in each call.
     with patch.object(torch, "_check_tensor_all_with", check_real):
         yield
 
@@ -66,6 +67,7 @@ def copied_results() -> Iterator[None]:
         if self.is_leaf or id(self) in memo:
             return deepcopy(self, memo)  # type: ignore[no-untyped-call, no-any-return]
         # In the memo, so that a tensor that occurs twice is copied once.
+        # A tensor with a node in the autograd graph requires a gradient, and so does its copy.
         memo[id(self)] = result = self.detach().clone().requires_grad_()
         return result
 
@@ -106,6 +108,7 @@ def prioritize_gradient(tensor: Tensor) -> Tensor:
     creation, so that a node created early waits for all later nodes. The node of `tensor` is given
     the highest number, as leaves have. Returns `tensor`.
     """
+    # A leaf has no node, and accumulating into it has this priority anyway.
     if tensor.grad_fn is not None:
         tensor.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[attr-defined]
     return tensor
@@ -123,6 +126,7 @@ def negated(tensor: Tensor) -> Tensor:
 
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into the target at the same index, in one kernel where possible."""
+    # Foreach operators take a list or a tuple, but no other sequence.
     torch._foreach_copy_(list(targets), list(sources))
 
 

@@ -55,6 +55,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
             lambda *a, **k: _vmap(f, in_dims, out_dims, random, size, *a, **k), *args, **kwargs
         )
 
+    # Unlike `vmap_impl`, these functions take the arguments as a tuple and a dictionary.
     def grad(f: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
         return outermost(lambda *a, **k: _grad(f, argnums, has_aux, a, k), *args, **kwargs)
 
@@ -76,6 +77,8 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
             value, _, *aux = _vjp(f, *primals, **options)
             return value, aux
 
+        # The other arguments are `retain_graph` and `create_graph`, which a recomputed graph
+        # ignores.
         def pullback(cotangents: Any, *_: Any, **__: Any) -> Any:
             return outermost(lambda p, c: _vjp(f, *p, **options)[1](c), primals, cotangents)
 
@@ -89,6 +92,7 @@ def transforms_called_by(call: Calling) -> Iterator[None]:
         )
 
     with ExitStack() as patches:
+        # `apis` has imported `vmap_impl` by name; the others are looked up in `eager_transforms`.
         for module, name, function in (
             (apis, "vmap_impl", mapped),
             (eager_transforms, "grad_impl", grad),
