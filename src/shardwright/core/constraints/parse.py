@@ -339,8 +339,8 @@ class StrategyParser:
                 f"the operator would have {total} shards ({product}), but there are only {devices}"
                 f" devices\nuse shard counts whose product divides {devices}"
             )
-        # Axes of the device matrix are the prime factors of the devices, so shard counts must be
-        # too.
+        # The axes of the device matrix have the prime factors of the devices as sizes, and only
+        # products of axes are numbers of shards.
         if devices % total:
             raise self.error(
                 f"the total number of shards, {total} ({product}), does not divide the {devices}"
