@@ -33,6 +33,7 @@ _UNPRINTABLE = re.compile(
 """Characters of the Unicode categories Cc (but tab and newline), Cf, Cs, Zl and Zp: a terminal
 executes them, changes the order of the text, or does not show them."""
 
+# Inserted at the beginning of the character class.
 _UNPRINTABLE_IN_LINE = re.compile(_UNPRINTABLE.pattern.replace("[", "[\t\n", 1))
 """`_UNPRINTABLE`, tab and newline."""
 
@@ -223,4 +224,5 @@ def needs_extra(name: str, purpose: str, error_type: type[ShardwrightError]) -> 
     try:
         yield
     except ImportError as error:
+        # From the import error, whose traceback shows which import failed.
         raise error_type(f"{purpose} ({error})\npip install 'shardwright[{name}]'") from error

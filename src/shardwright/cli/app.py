@@ -43,6 +43,7 @@ app = typer.Typer(
     cls=OrderedCommands,
     add_completion=False,
     no_args_is_help=True,
+    # `main` prints all errors itself.
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -71,6 +72,7 @@ VersionOption = Annotated[
     typer.Option(
         "--version",
         callback=_print_version,
+        # Handled before other arguments are checked.
         is_eager=True,
         help="Print the versions of Shardwright, torch and Python, and exit.",
     ),

@@ -143,6 +143,7 @@ def calibrate_command(
             f"{runs_file} has runs on several clusters\n"
             f"use --cluster with one of {', '.join(names)}"
         )
+    # Without --cluster, the one cluster of all runs.
     base = base or load_cluster(names[0])
     for why in left_out.values():
         echo(f"left out: {why}")
@@ -150,6 +151,7 @@ def calibrate_command(
         fitted = fit_cluster(planned, base, on_progress)
     # Runs may share a source.
     sources = sorted({f"#   {each.run.source}" for each in planned})
+    # Comments of the cluster file, which say where its figures are from.
     header = f"# Efficiencies, overhead, latencies and slowdown fitted to {len(planned)} runs of"
     content = "\n".join([header, *sources, cluster_file_text(fitted.cluster)])
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -279,6 +279,7 @@ def report_command(
     For a configuration, searches for a plan first.
     """
     _check_planning_options(source, devices, (cluster, memory_limit, what_if or None, top))
+    # Read before the search, so that a damaged profile is reported at once.
     measured = None if profile is None else Measured.load(profile)
     files = [Path(each) for each in against or () if each != PRESETS]
     # Before the search, which may take minutes.
@@ -301,6 +302,7 @@ def report_command(
             plan, page = planned.plan, Path(f"{source.stem}.html")
             other_plans |= planned.what_if_plans() if what_if else ()
             other_plans |= planned.best_plans(top) if top is not None else ()
+            # As for a saved plan, one of the values is `presets`.
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
         for file in files:
             other_plans[file.stem] = _load_or_search_plan(file, plan.devices, cluster, on_progress)

@@ -230,6 +230,7 @@ def _settings_equal_on_nodes(run: Run) -> dict[str, object]:
     keys = {
         f"{section}.{key}": value
         for section, values in sections.items()
+        # `loss` is a value of its own, not a section.
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
     }
     return {"shardwright": __version__, **keys}
@@ -270,6 +271,7 @@ def _load_or_search_plan(
     print_batch_formula(run, options.config, devices)
     if saved is not None:
         return run, saved
+    # A single process is this command, which starts the ranks itself.
     if world.size not in (1, devices):
         raise PlanError(
             f"--devices {devices}, but torchrun has started {world.size} processes\n"
@@ -379,6 +381,7 @@ class _LocalRankLauncher:
         ) as progress:
             on_line = {
                 self.logs.stdout(0): progress.line,
+                # Rank 0 is another process, which reports its steps by its log.
                 self.logs.steps(0): lambda line: progress.step(StepRecord.from_json(line)),
             }
             with follow_files(on_line):

@@ -90,6 +90,7 @@ def _read_mixtral_or_qwen(section: Keys, config: Keys) -> tuple[str, dict[str, A
 
 def _read_deepseek_v2(section: Keys, config: Keys) -> tuple[str, dict[str, Any]]:
     """Read DeepSeek-V2's latent attention, shared experts and leading dense layers."""
+    # A missing key means True, as in MindFormers, so that these files must set it.
     if section.flag("norm_topk_prob", True):
         raise section.error(
             "norm_topk_prob", "DeepSeek-V2 does not normalize expert weights\nset it to False"

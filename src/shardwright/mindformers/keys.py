@@ -173,6 +173,7 @@ class Keys:
         if value is None:
             return None
         match = _SIZE_PATTERN.fullmatch(value) if isinstance(value, str) else None
+        # The pattern also matches numbers with several points.
         number = _parse_number(match.group(1)) if match else None
         if match is None or number is None or number <= 0:
             raise self.error(name, f"{value!r} is not a memory size\nset it to a size such as 58GB")

@@ -165,6 +165,7 @@ def _read_dimensions(
         **experts,
         "hf": {**experts.get("hf", {}), **_read_hf_arguments(config, family, positions)},
     }
+    # PanguAlpha always has the sigmoid approximation.
     if family == "gpt":
         sizes["activation"] = _GELU[config.string("hidden_act", "gelu", valid=list(_GELU))]
     try:

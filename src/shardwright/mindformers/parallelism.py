@@ -9,6 +9,7 @@ from shardwright.core.partition.decisions import OptimizerParallel
 from shardwright.errors import ConfigError
 from shardwright.mindformers.keys import Keys
 
+# MindFormers' numbers, and MindSpore's names.
 _MODES: Mapping[str, str] = {
     "0": "data_parallel",
     "data_parallel": "data_parallel",

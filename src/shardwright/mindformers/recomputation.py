@@ -75,6 +75,7 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
     name = "select_comm_recompute"
     patterns = _read_patterns(section, name, stages, chunks)
     if patterns is None:
+        # One entry without a pattern, for the check below.
         patterns = {"": _read_blocks(section, name, stages, chunks)}
     # Zeros for all stages ask for nothing.
     if any(blocks is True or (blocks and any(blocks)) for blocks in patterns.values()):

@@ -222,6 +222,7 @@ class Batch:
 
     def micro_batches(self) -> int:
         """Return the number of micro-batches of a step."""
+        # Interleaved parts of a batch are micro-batches as well.
         return self.interleave * self._accumulation_key_and_steps()[1]
 
     def global_batch(self, devices: int) -> int:

@@ -121,6 +121,7 @@ def _read_model_type(config: Keys) -> str:
     architectures = config.any("architectures")
     # `config.json` has a list of one class.
     name = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    # `model_type` wins over the class in `architectures`.
     if not config.has("model_type"):
         types = {_class_prefix(model_type): model_type for model_type in valid}
         # `Qwen3MoeForCausalLM` is the class of `qwen3_moe`.

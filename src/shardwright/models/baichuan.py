@@ -94,6 +94,7 @@ class BaichuanBackbone(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
+        # ALiBi has no angles.
         angles = None
         # Computed once for all layers.
         if self.sizes.positions == "rotary":

@@ -95,6 +95,7 @@ def decoder(sizes: Dimensions, attention: Attention) -> Decoder:
     _fuse_norms(net)
     if sizes.family == "telechat":
         _add_telechat_biases(net)
+    # Without the model's own class, whose loss `Decoder` replaces.
     return Decoder(net.model, net.lm_head)
 
 

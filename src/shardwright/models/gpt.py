@@ -145,6 +145,7 @@ class PanguBackbone(GPTBackbone):
         self.query_layer = GPTBlock(sizes, attention, fast_gelu)
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        # The query layer reads the normalized output of the other blocks.
         hidden = super().forward(input_ids)
         return self.query_layer(hidden, self.embed_queries.weight[: input_ids.shape[1]])
 

@@ -148,6 +148,7 @@ def fit_cluster(
     # Logarithms keep figures positive, and make equal relative changes equal steps.
     initial_logs = np.array([log(figure.value_in(cluster)) for figure in figures])
     log_spread = np.array([figure.log_spread for figure in figures])
+    # With fewer runs than figures, the prior must decide more.
     weight = PRIOR_WEIGHT if len(planned) >= len(figures) else PRIOR_WEIGHT_FEW_RUNS
 
     def fit_with(values: Sequence[float]) -> Fit:

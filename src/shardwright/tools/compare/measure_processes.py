@@ -101,6 +101,7 @@ def _measure_as_process(
     # A file instead of a port, which other users of the machine could reach.
     store = result.with_name("store").as_uri()
     dist.init_process_group(HOST_BACKEND, store, rank=rank, world_size=processes)
+    # All ranks measure the same; one of them reports it.
     report = (lambda *words: reports.put(words)) if rank == 0 else ignore_progress
     report("operators and large messages", 0, 0)
     cluster = _measure_rates(Clock(processes, dist.barrier))

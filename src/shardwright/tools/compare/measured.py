@@ -100,6 +100,7 @@ class MeasuredComparison:
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     """Return Spearman's ρ, with mean ranks for ties; NaN if all of `x` or all of `y` are equal."""
     ranks = np.array([_tie_averaged_ranks(x), _tie_averaged_ranks(y)])
+    # 0 if all values of one of the two are equal.
     spread = ranks.std(axis=1).prod()
     # Pearson's correlation of the ranks.
     return float(np.cov(ranks, bias=True)[0, 1] / spread) if spread else float("nan")

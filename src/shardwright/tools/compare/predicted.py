@@ -115,6 +115,7 @@ class GridComparison:
         self.run, self.cluster, self.devices, self.limit = run, cluster, devices, limit
         self.net = run.model_to_plan()
         self.batch = run.micro_batch_to_plan()
+        # Captured once, as alternatives differ only in the tags of modules.
         self.graph = run.capture_graph(self.net, self.batch)
         parallel = run.config.parallel
         # After the capture, so that only Megatron-style plans, which read these tags, recompute.
@@ -291,6 +292,7 @@ class GridComparison:
         return schedule if schedule in SCHEDULES else next(iter(SCHEDULES))
 
     def _predict_alternative(self, name: str, degrees: GridPoint | None, plan: Plan) -> Alternative:
+        # All plans are for a cluster, which predicts their steps.
         assert plan.step is not None
         phase = name if degrees is None else "·".join(map(str, degrees))
         # Before the memory, for which a dry run takes seconds.

@@ -217,6 +217,7 @@ class PlannedRun:
     @property
     def _recomputes_attention_only(self) -> bool:
         """Whether selective recomputation recomputes only attention, as in Megatron-LM."""
+        # A cluster names the software whose figures it has.
         return self.run.has_explicit_attention or "Megatron" in self.cluster.software
 
     def _stage_of_each_block(self, net: nn.Module, blocks: Sequence[str]) -> dict[str, int] | None:

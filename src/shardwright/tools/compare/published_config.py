@@ -71,6 +71,7 @@ class ConfiguredRun:
     @property
     def tokens(self) -> float:
         """Number of tokens that a device processes per step."""
+        # A fraction of a sequence if several devices share one.
         batch = self.mindformers_run.batch.global_batch(self.devices)
         return batch * self.mindformers_run.model.sizes.seq_length / self.devices
 

@@ -157,8 +157,9 @@ def _excess_loss_bytes(stage: StageMemory, chunks: Iterable[Chunk], software: So
                 for name, category, size in stage.largest
                 if (name, category) == (op.name, ACTIVATIONS)
             )
-            # Nothing is saved if memory peaks elsewhere than in the loss.
+            # Empty if memory peaks elsewhere: the loss is then not among the largest tensors.
             if saved := sum(entries):
+                # The shard of one device, as the loss keeps logits sharded along the vocabulary.
                 layout = chunk.communication.input_layouts[op.name][0]
                 logits = prod(layout.shard_shape(op.inputs[0].shape))
                 return saved + stage.temporary - int(software.logit_bytes * logits)

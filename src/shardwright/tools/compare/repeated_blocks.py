@@ -29,6 +29,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         third block differ, or do not run one after the other.
     """
     spans = [_ops_of_block(graph, block) for block in blocks]
+    # A buffer that a block updates would have no update in copies of the block.
     if len(spans) != CAPTURED_BLOCKS or graph.updates or not _run_consecutively(graph, spans):
         return None
     first, middle, last = spans

@@ -87,6 +87,7 @@ class SmallModel:
         max_tensor_parallel = max(each.tensor for each in self.shardings)
         # A multiple of the largest tensor-parallel degree, and at least `MIN_HEADS`.
         heads = max_tensor_parallel * ceil(MIN_HEADS / max_tensor_parallel)
+        # Multiples of `heads`, which every tensor-parallel degree divides.
         self.sizes = Dimensions(
             # A family that does not need `transformers`.
             family="baichuan1",

@@ -133,6 +133,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
         )
         for each, plan, size, decision in zip(mem_coeffs, plans, peaks, decisions, strict=True)
     ]
+    # On the mesh of one stage, that of the first plan.
     values = break_even_mem_coeffs(graph, prime_mesh(plans[0].mesh.num_devices))
     return Tuning(devices, parallel.cluster, limit, tuple(trials), values)
 

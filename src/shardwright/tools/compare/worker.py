@@ -91,6 +91,7 @@ def _make_training_step(
     net = parallelize(run.model(), plan, device)
     assert isinstance(net, ParallelModule)
     optimizer = run.optimizer(net)
+    # Moved once, so that no timed step includes the transfer.
     local_batch = [tensor.to(device) for tensor in batch]
 
     def step() -> None:
@@ -153,9 +154,11 @@ def tiny_run(run: Run, devices: int) -> Run:
     assert parallel.expert is not None and sizes is not None
     large = Dimensions(**sizes)
     tiny = large.tiny()
+    # A stage needs at least one block.
     stages = _largest_divisor(int(parallel.stages), tiny.num_layers, devices)
     # Tensor parallelism shards heads, of which keys and values have the fewest.
     model = _largest_divisor(parallel.expert.model_parallel, tiny.num_kv_heads, devices // stages)
+    # `context_parallel` is 1, which `expert_run` has checked.
     data, rows = devices // stages // model, BATCH_SIZE // MICRO_BATCHES
     if rows % data:
         raise ConfigError(

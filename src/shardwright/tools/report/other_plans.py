@@ -36,6 +36,7 @@ def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterato
     )
     for name, each in plans_by_name.items():
         if isinstance(each, str):
+            # The reason why this plan could not be made.
             yield OtherPlan(name, each)
         else:
             changes = Chart() if each is plan else _differences_table(plan, each)

@@ -279,6 +279,7 @@ def page_html(page: Page) -> str:
         autoescape=True,  # Names of modules may contain any characters.
         # A misspelled field raises an error instead of rendering as nothing.
         undefined=StrictUndefined,
+        # Lines that only have a tag of the template leave no empty lines.
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -121,6 +121,7 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
     # Pipeline stages are not an axis of the mesh, which is that of one stage.
     stages = [f"pp {plan.pipeline.stages}"] if plan.pipeline.stages > 1 else []
     mesh = [f"{axis.name} {axis.size}" for axis in _mesh_axes(plan)]
+    # The mesh of one device has no axes.
     yield Headline("Devices", f"{plan.devices:,}", " × ".join(stages + mesh) or "one device")
     step = plan.step
     if step is None:
@@ -305,6 +306,7 @@ def _largest_tensors_chart(plan: PlanData) -> Chart:
     """Return the table of the largest tensors at the peak of the stage with the highest peak."""
     if plan.known_memory is None:
         return Chart()
+    # This stage decides whether the plan fits.
     stage = plan.known_memory.largest_stage
     header = ("produced by, or for", "kind", "size")
     note = f"The largest tensors of one micro-batch at the peak ({stage.moment})."
@@ -322,6 +324,7 @@ def _stage_lanes(plan: PlanData) -> tuple[tuple[Lane, ...], str]:
     if pipeline.num_chunks * pipeline.micro_batches > MAX_TIMELINE_PASSES:
         return (), f"{pipeline.micro_batches:,} micro-batches are too many to draw."
     line = timeline(pipeline, chunks)
+    # A timeline without costs ends at 0.
     total = line.seconds or 1.0
     has_chunks = pipeline.chunks > 1
 
@@ -379,6 +382,7 @@ def _communication_chart(plan: PlanData) -> Chart:
             # axes.
             steps = (re.sub(r" (dim \d+|sum|mean|max)( to dim \d+)?", "", s) for s in each.steps)
             entry = sent.setdefault(", then ".join(steps), [0, 0, 0])
+            # The first number counts redistributions.
             sizes = (1, each.forward_bytes, each.backward_bytes)
             entry[:] = [total + fold_count * size for total, size in zip(entry, sizes, strict=True)]
     # Most bytes first, because only the first rows are shown.
