@@ -95,9 +95,9 @@ def main() -> None:
     set_log_level(logging.ERROR)
     try:
         with _escape_control_characters():
-            # Else Click would print errors itself, and exit.
+            # In standalone mode, Click would print errors itself, and exit.
             status = app(standalone_mode=False)
-        # In this mode `typer.Exit` is returned as its status.
+        # Without that mode, `typer.Exit` is returned as its status.
         raise SystemExit(status if isinstance(status, int) else 0)
     except _USAGE_ERROR as error:
         _exit_with_usage_error(error)

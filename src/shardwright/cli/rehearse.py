@@ -117,7 +117,7 @@ def _rank_lines(rank: RankRehearsal) -> Iterator[str]:
     for collective, traffic in sorted(rank.traffic.items()):
         yield f"{collective:21} {traffic.calls:,} calls, {traffic.bytes:,} bytes in a step"
     verdict = "as planned" if rank.as_planned else "NOT as planned"
-    # Of the last step: in the first, PyTorch's pipeline stages may also exchange shapes.
+    # The bytes of the last step: in the first, PyTorch's pipeline stages may also exchange shapes.
     yield (
         f"bytes sent            {rank.sent_bytes[-1]:,} counted, {rank.planned_bytes:,} planned:"
         f" {verdict}"

@@ -382,7 +382,7 @@ def _reduce(accelerator: Any, tensor: Any, reduction: str = "sum", scale: float 
 def _clip_grad_norm(
     accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2
 ) -> Tensor:
-    # Else gradients of a scaled loss would be clipped at a scaled norm.
+    # Unscaled first: gradients of a scaled loss would be clipped at a scaled norm.
     accelerator.unscale_gradients()
     norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -92,7 +92,7 @@ def save_folder(
             problem = str(unwritable_error(path, error))
         except Exception as error:  # Any error must reach the other ranks, which wait below.
             problem = f"{path}: {error}"
-    # Also so that no rank looks for the folder before it has its name.
+    # Reached by all ranks, so that none looks for the folder before it has its name.
     _raise_on_all_ranks(problem)
 
 

@@ -156,7 +156,7 @@ def _find_module_of_plan(net: nn.Module, plan: Plan) -> nn.Module:
     for module in net.modules():
         named = dict(module.named_parameters(remove_duplicate=False))
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        # Of tied parameters a plan may have one name or all.
+        # A plan may have one or all names of a tied parameter.
         if planned.items() <= shapes.items() and dict(module.named_parameters()).keys() <= {
             *planned
         }:

@@ -42,7 +42,7 @@ class AllErrors:
                 if is_repeated:
                     return None
                 self._wrong_keys.append(error.key)
-                # So that the reader goes on to later keys.
+                # Without this key the reader goes on to later ones.
                 self.keys.ignore(error.key)
             except ConfigError as error:
                 self._add_error(error)

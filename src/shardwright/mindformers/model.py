@@ -106,7 +106,7 @@ def read_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     adaptation = read_adaptation(config, arch.string("type"), notes)
     family, experts = read_experts(keys.section("moe_config"), config, family, notes)
     sizes = _read_dimensions(config, family, positions, experts, config_type, notes)
-    # Of MindFormers' models, only PanguAlpha has flash attention by default.
+    # PanguAlpha is the only model of MindFormers with flash attention by default.
     is_explicit = not config.flag("use_flash_attention", family == "pangualpha")
     return MindFormersModel(
         sizes=sizes,

@@ -224,9 +224,9 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
         )
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"
-    # In KB, with MindSpore's default.
+    # In KB; 64 is MindSpore's default.
     threshold = config.integer("parallel_optimizer_threshold", 64, minimum=0)
-    # Only now, so that the keys of the section count as read.
+    # Returns only here, so that the keys of the section count as read.
     if not parallel.flag("enable_parallel_optimizer", False):
         return None
     return OptimizerParallel(level, size, threshold)

@@ -41,7 +41,7 @@ class BaichuanAttention(nn.Module):
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # Of heads without the features of ALiBi, which make queries and keys wider.
+        # The scale of the heads themselves: features of ALiBi make queries and keys wider.
         scale = self.head_size**-0.5
         if angles is not None:
             query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)

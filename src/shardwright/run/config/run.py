@@ -397,7 +397,7 @@ class Run:
     def model_to_plan(self) -> nn.Module:
         """Build the model for capture: on the meta device if a language model, else deferred."""
         self.on_progress("build")
-        # The library's models read no values while they are built, so the meta device suffices.
+        # Language models read no values while they are built, so the meta device suffices.
         if self.config.model.is_language_model:
             with torch.device("meta"):
                 return self.model()

@@ -206,7 +206,7 @@ def mnist_or_digits() -> tuple[Tensor, Tensor]:
     if os.environ.get("DATA_PATH"):
         return mnist()
     images, labels = digits(MNIST_SIZE)
-    # By its own moments, as MNIST's are those of other pixels.
+    # The mean and standard deviation of MNIST are those of other images.
     return (images - images.mean()) / images.std(), labels
 
 

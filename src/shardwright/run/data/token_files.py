@@ -51,7 +51,7 @@ class TokenArray:
             DataError: if a token id is not below `vocab_size`, or the file is damaged.
         """
         if self.checked is not None:
-            # Of a memory map, the offset is the length of the header; Arrow columns have none.
+            # `offset` of a memory map is the length of the file's header; Arrow columns have none.
             offset, size = getattr(self.values, "offset", 0), self.values.itemsize
             self.checked.verify(offset + start * size, offset + (start + length) * size)
         tokens: NDArray[np.int64] = self.values[start : start + length].astype(np.int64)

@@ -54,7 +54,7 @@ class LogFolder:
         """
         # The step log stays where it is: a failure on the way must not lose it.
         steps_to_keep = self.steps(0) if keep_steps else None
-        # Of all ranks, as the earlier run may have had more than this one.
+        # Folders of all ranks, because the earlier run may have had more than this one.
         for rank_folder in self.run.glob("rank.[0-9]*"):
             for entry in rank_folder.iterdir():
                 # `rmtree` refuses symbolic links.

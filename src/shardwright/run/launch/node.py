@@ -343,8 +343,8 @@ def _local_ip_address(node: Node) -> str:
         if node.rank == 0:
             # The store binds the address later; here a failure gives its reason.
             with socket.socket(family, socket_type) as probe:
-                # Else the port of a run that has just ended could not be bound, as its connections
-                # linger.
+                # Without this option, the port of a run that has just ended could not be bound, as
+                # its connections linger.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen()

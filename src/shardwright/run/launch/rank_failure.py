@@ -202,7 +202,7 @@ def first_failure(ends: Sequence[RankEnd], logs: LogFolder) -> RankFailedError:
         # Adds one timed-out rank, whose message names the collective in which it waited.
         timed_out = [end for end in ends if end.error is not None and end.error.is_consequence]
         message += "".join(f"\n{end}" for end in timed_out[:1])
-    # Of all ranks, because several devices may be lost at once.
+    # Several devices may be lost at once, so all ranks count, not only the first.
     lost_ranks = frozenset(end.rank for end in ends if end.is_lost)
     return RankFailedError(
         message, error.exception_type if error else "", error.message if error else "", lost_ranks

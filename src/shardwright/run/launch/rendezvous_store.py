@@ -105,7 +105,8 @@ def _bind_socket(address: str, port: int) -> socket.socket | None:
     translated by a network (NAT).
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    # Else the port of a store that has just ended could not be bound, as its connections linger.
+    # Without this option, the port of a store that has just ended could not be bound, as its
+    # connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))

@@ -56,7 +56,7 @@ def earliest_finding(net: torch.nn.Module, order: int, finding: str) -> str | No
         and has_other_ranks()
     ):
         return None if order == NO_FINDING else finding
-    # Of equal times, the lowest rank's, so that all ranks choose the same finding.
+    # The rank breaks ties between equal times, so that all ranks choose the same finding.
     order, rank, finding = min(
         (order, rank, finding)
         for rank, (order, finding) in enumerate(values_of_ranks((order, finding)))
@@ -95,7 +95,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
 def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name for messages, tensor) of each sample of the batch, then of each parameter."""
     for index, tensor in enumerate(batch):
-        # A scalar counts as one row.
+        # A tensor without dimensions cannot be iterated.
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):
             yield f"the batch itself: row {row} of input {index}", values
     yield from ((f"parameter {name}", p) for name, p in net.named_parameters())

@@ -115,7 +115,7 @@ def _measure_as_process(
 def _measure_rates(clock: Clock) -> Cluster:
     """Measure the rates of large operators and messages, without overheads."""
     device = measure_device(clock)
-    # Of all processes, without a device mesh.
+    # A group of all processes, which needs no device mesh.
     group = Group((), dist.group.WORLD.group_name, clock.processes, tuple(range(clock.processes)))  # type: ignore[union-attr]
     # Two sizes, whose difference in time has no latency.
     short, long = (

@@ -240,7 +240,7 @@ def _save_measure_order(
     for plan_index, (names, plan) in enumerate(model_plans.plans):
         file = folder / f"{model_index}.{plan_index}.json"
         plan.save(file)
-        # All names of a plan, by which an error of the worker calls it.
+        # The names of all alternatives with this plan, which an error of the worker gives.
         files[" = ".join(names)] = str(file)
     return MeasureOrder(model_plans.config, str(graph), files, rounds)
 

@@ -131,7 +131,7 @@ class GridComparison:
         expert = self._predict_alternative(EXPERT, degrees, plan)
         yield expert
         yield self._predict_alternative(AUTO, None, self.automatic())
-        # So that the grid does not plan them again.
+        # Plans of points of the grid, which the search below does not plan again.
         planned_points: dict[GridPoint, Plan] = {}
         for name, degrees in (
             (DATA_PARALLEL, (self.devices, 1, 1)),

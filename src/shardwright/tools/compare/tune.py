@@ -116,7 +116,7 @@ def tune_mem_coeff(run: Run, devices: int, mem_coeffs: Sequence[float] = MEM_COE
     cuts = [_shard_counts(plan, main_ops) for plan in plans]
     # Plans count as equal if their stages and the shards of their main operators are.
     decisions = [(plan.pipeline.stages, cut) for plan, cut in zip(plans, cuts, strict=True)]
-    # Numbered in order of first occurrence.
+    # In order of first occurrence, so that their numbers ascend with `mem_coeff`.
     distinct_decisions = [
         decision for index, decision in enumerate(decisions) if decision not in decisions[:index]
     ]
