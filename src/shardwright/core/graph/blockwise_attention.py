@@ -170,6 +170,7 @@ class _BlockMask:
         rows = max((self.window or 0) // 4, MIN_ROWS)
         for first in range(0, self.queries, rows):
             end = min(first + rows, self.queries)
+            # The first query of the block reads `window` keys, of which its own is the last.
             begin = 0 if self.window is None else max(0, self.offset + first - self.window + 1)
             key_range = slice(begin, self.offset + end if self.causal else self.keys)
             allowed = self._compute_block_mask(slice(first, end), key_range)

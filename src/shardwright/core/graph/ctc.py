@@ -81,6 +81,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _ctc_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    # No gradients of targets, lengths and options.
     return ctc_gradient(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 
 

@@ -161,6 +161,7 @@ class _AssignParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # Autograd does not record the change, so `value` gets no gradient.
         return gradients[0], None
 
 
@@ -239,6 +240,7 @@ def experts(
     if not sharded:
         # Rows with an id out of range are computed by the last expert, with weight 0.
         ends = torch.cat([ends[:-1], ends.new_full((1,), local_ids.shape[0])])
+    # The kernels take ends in int32. Row r of the flat ids is of token r // `top_k`.
     ends, tokens, scale = ends.to(torch.int32), order // top_k, scale[order]
     rows = x.reshape(-1, hidden)[tokens].to(gate_up.dtype)
     rows = segment_matmul(rows, gate_up.flatten(1, 2).mT, ends, tail)

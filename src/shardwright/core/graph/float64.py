@@ -112,6 +112,7 @@ def is_product_of_row_groups(op: Op) -> bool:
     """Whether an operator is `torch._grouped_mm` of `[rows, k]` and `[groups, k, j]`, which has no
     float64 kernel."""
     ranks = [len(value.shape) for value in op.inputs]
+    # Rows, matrices, and the end of each group.
     return op.target == GROUPED_MM and ranks == [2, 3, 1]
 
 
@@ -238,6 +239,7 @@ def grouped_product(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `torch._grouped_mm`; for groups of rows, in float64 too."""
+    # Other forms are left to PyTorch's operator, which has no float64 kernel.
     if offs is None or bias is not None or (mat_a.ndim, mat_b.ndim) != (2, 3):
         product: Tensor = GROUPED_MM(mat_a, mat_b, offs, bias, out_dtype)
     else:

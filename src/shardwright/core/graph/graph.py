@@ -102,6 +102,7 @@ def _hashable_structure(argument: Any) -> Any:
     return argument
 
 
+# Compared by identity: `kwargs` has no hash, and caches use operators as keys.
 @dataclass(frozen=True, eq=False)
 class Op:
     """One operator: `target(*args, **kwargs)`, with a `Value` in place of every tensor.
@@ -136,6 +137,7 @@ class Op:
     @cached_property
     def inputs(self) -> tuple[Value, ...]:
         """Tensor arguments, first from `args`, then from `kwargs`."""
+        # Rules and communication refer to an input by its index in this tuple.
         flat = pytree.tree_leaves((self.args, self.kwargs))
         return tuple(leaf for leaf in flat if isinstance(leaf, Value))
 
@@ -156,6 +158,7 @@ class Op:
     def takes_device(self) -> bool:
         """Whether the operator creates a tensor from no tensor inputs, and has a `device`
         argument."""
+        # With a tensor input the result is on the device of that tensor.
         if self.inputs or not isinstance(self.target, OpOverload):
             return False
         return any(argument.name == "device" for argument in schema_of(self.target).arguments)
@@ -177,6 +180,7 @@ class Op:
     def _has_nested_values(self) -> bool:
         """Whether a list or tuple among the arguments contains values."""
         direct = (*self.args, *self.kwargs.values())
+        # `inputs` also has the values inside of lists and tuples.
         return sum(isinstance(each, Value) for each in direct) < len(self.inputs)
 
     def __repr__(self) -> str:
@@ -213,6 +217,7 @@ class WholeBatch:
         return frozenset(name for name, _ in self.values)
 
 
+# Compared by identity, as caches use graphs as keys.
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A captured model, for fixed input shapes.
@@ -375,6 +380,7 @@ def ops_from_inputs(graph: Graph, values: Iterable[Value]) -> list[Op] | None:
         if needed.intersection(op.outputs):
             ops.append(op)
             needed.update(op.inputs)
+    # `needed` also has the leaves from which the operators start.
     if any(value.origin in (Origin.PARAMETER, Origin.BUFFER) for value in needed):
         return None
     return ops[::-1]

@@ -48,6 +48,7 @@ class HostNumbers:
         numbers = {*first, *items, *later}
         read = [n for n in (*inputs, *nodes) if _is_number_read_by_operator(n, numbers, output)]
         outputs = {i: n for i, n in enumerate(output.args[0]) if n in numbers}
+        # Behind Dynamo's own outputs, which its bytecode reads by their indices.
         indices = {item: _add_tensor_output(graph, item, output) for item in items}
         return cls(inputs, nodes, tuple(read), outputs, indices, later)
 
@@ -79,6 +80,7 @@ class HostNumbers:
             values: result of `values`.
             outputs: the outputs of the graph.
         """
+        # Reading a tensor waits for the device, so it follows the operators of the program.
         values |= {node: outputs[index].item() for node, index in self.items.items()}
         _run_number_operations(self.later, values)
 
@@ -91,6 +93,7 @@ def _find_operations_on_numbers(
     operands: Collection[fx.Node], graph: fx.Graph
 ) -> tuple[fx.Node, ...]:
     """Return the operations of a graph on numbers in `operands` and on their results."""
+    # A dictionary as a set that keeps the order of the nodes.
     numbers = dict.fromkeys(operands)
     for node in graph.nodes:
         # A node without operands creates a value, and is no operation on numbers.
@@ -131,6 +134,7 @@ def _find_item_calls(
 
 def _is_read_outside(node: fx.Node, on_host: Collection[fx.Node]) -> bool:
     """Whether an operation outside of `on_host` reads the node or a number computed from it."""
+    # The recursion ends at the output node, which has no users.
     return any(user not in on_host or _is_read_outside(user, on_host) for user in node.users)
 
 
@@ -159,6 +163,7 @@ def _run_number_operations(nodes: Sequence[fx.Node], values: dict[fx.Node, Any])
         elif callable(node.target):
             values[node] = node.target(*args, **kwargs)
         else:
+            # The target of a method call is the name of the method.
             values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
 
 

@@ -46,6 +46,7 @@ def interpret(
         for value, result in zip(op.outputs, run(op, tensors, device), strict=True):
             tensors[value] = result
     outputs = [tensors[v] if isinstance(v, Value) else v for v in graph.outputs]
+    # Detached, as a buffer would keep the autograd graph of the call alive.
     updates = {buffer.name: tensors[new].detach() for buffer, new in graph.updates}
     return graph.result(outputs), updates
 

@@ -109,8 +109,10 @@ def reached_by_gradients(results: Sequence[Tensor], tensors: Sequence[Tensor]) -
         results: the results of the code.
         tensors: inputs of the code that require gradients.
     """
+    # A leaf has an edge too: the node that accumulates its gradient.
     edges = [get_gradient_edge(tensor) for tensor in tensors]
     reached = _find_edges_to_inputs(results, {edge.node for edge in edges})
+    # With the index: a node such as that of `split` may be reached through another of its outputs.
     return [(edge.node, edge.output_nr) in reached for edge in edges]
 
 
@@ -188,6 +190,7 @@ class _OnEachRankFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: RunLocally, *tensors: Tensor) -> tuple[Tensor, ...]:
         local = [tensors_by_rank(tensor) for tensor in tensors]
+        # At least one input differs between ranks, else the code is not run rank by rank.
         ranks = sorted(next(shards for shards in local if shards is not None))
         ctx.runs = {}
         saved: set[int] = set()
@@ -195,6 +198,7 @@ class _OnEachRankFunction(torch.autograd.Function):
             # Autograd functions run `forward` without recording, but each rank needs its own graph.
             with on_simulated_rank(rank), torch.enable_grad():
                 inputs = [
+                    # Detached, so that the graph of a rank ends at its inputs.
                     (tensor if shards is None else shards[rank]).detach()
                     for tensor, shards in zip(tensors, local, strict=True)
                 ]
@@ -205,6 +209,7 @@ class _OnEachRankFunction(torch.autograd.Function):
         # Saved through `ctx`, so that parameters are gathered again for the backward pass, as on
         # real ranks.
         ctx.save_for_backward(*(t if i in saved else None for i, t in enumerate(tensors)))
+        # The number of results, and which require a gradient, are taken from the first rank.
         first = ctx.runs[ranks[0]][1]
         results = tuple(
             tensor_of_ranks({rank: ctx.runs[rank][1][index].detach() for rank in ranks})
@@ -236,6 +241,7 @@ class _OnEachRankFunction(torch.autograd.Function):
                 gradients_of_rank[rank] = [
                     next(computed) if t.requires_grad else None for t in inputs
                 ]
+        # All arguments of `forward` but `run`.
         count = len(ctx.needs_input_grad) - 1
         return None, *(_collect_input_gradient(gradients_of_rank, index) for index in range(count))
 

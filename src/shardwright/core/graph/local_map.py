@@ -311,6 +311,7 @@ class LocalCall:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the code on local shards, and return a tuple of results even for a single tensor."""
+        # First, so that the checks below apply to the tensors of each rank.
         if any(tensors_by_rank(tensor) is not None for tensor in tensors):
             return on_each_rank(self.run, tensors)
         if all(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -343,6 +344,7 @@ class LocalCall:
         for index in after:
             if index not in self.changed:
                 raise CaptureError(self._format_changed_input(num_arguments + index))
+        # Leaves such as None and numbers are not declared.
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if self.sample is None:
             self._check_container(result, len(results))
@@ -388,6 +390,7 @@ class LocalCall:
         """Return the declared local shape and dtype of each result, for local inputs `tensors`."""
         sizes, num_outputs = self.declaration.sizes(tensors), len(self.declaration.outputs)
         return [
+            # A changed buffer is not declared: each rank has all of it.
             (self.declaration.shape(index, sizes, shape) if index < num_outputs else shape, dtype)
             for index, (shape, dtype) in enumerate(self.results)
         ]
@@ -418,6 +421,7 @@ class LocalCall:
         self, index: int, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> str:
         returned, declared = f"{list(tensor.shape)}", f"{list(shape)}"
+        # With the declared shape, the dtype is what differs.
         if tuple(tensor.shape) == shape:
             remedy = f"declare the dtype of each result: `dtypes=({tensor.dtype},)`"
             returned, declared = str(tensor.dtype), str(dtype)
@@ -481,6 +485,7 @@ class LocalCall:
             return None
         global_numel = sum(math.prod(shape) for shape, _ in self.results)
         local_numel = sum(math.prod(shape) for shape, _ in self._infer_local_result_types(tensors))
+        # The results may have no elements.
         return int(self.saved_bytes * local_numel / max(global_numel, 1))
 
 

@@ -54,6 +54,8 @@ def partial_attention(
             # Contiguous, as `register_fake` declares the results; flash kernels return other
             # strides.
             return out.contiguous(), lse.contiguous()
+        # No cumulative lengths, as sequences are not packed; no dropout, the causal mask, no debug
+        # mask.
         out, lse, *_ = aten._flash_attention_forward(
             *(each.transpose(1, 2) for each in (query, key, value)),
             *(None, None, query.shape[-2], key.shape[-2]),
@@ -144,6 +146,7 @@ def _blockwise_backward(
     gradient, query, key, value, out, lse = tensors
     compute_dtype = _choose_compute_dtype(query.dtype)
     keys, values = key.to(compute_dtype), value.to(compute_dtype)
+    # A key gets a gradient from every block of queries, which are summed in the compute dtype.
     grad_query, grad_key, grad_value = [], torch.zeros_like(keys), torch.zeros_like(values)
     for rows, scores in _iterate_score_blocks(query, key, diagonal, scale):
         grad_out, queries = (tensor[..., rows, :].to(compute_dtype) for tensor in (gradient, query))
@@ -176,6 +179,7 @@ def _iterate_score_blocks(
         )
         if diagonal is not None:
             pairs = query.new_ones(rows.stop - rows.start, keys, dtype=torch.bool)
+            # Row r of the block is query `first` + r.
             scores.masked_fill_(~pairs.tril(diagonal + first), -torch.inf)
         yield rows, scores
 
@@ -190,10 +194,12 @@ def _choose_compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _reads_no_key(query: Tensor, diagonal: int | None) -> bool:
+    # The last query, of index n − 1, reads up to index n − 1 + `diagonal`.
     return diagonal is not None and diagonal <= -query.shape[-2]
 
 
 def _reads_all_keys(key: Tensor, diagonal: int | None) -> bool:
+    # Query 0 reads the fewest keys, up to index `diagonal`.
     return diagonal is None or diagonal >= key.shape[-2] - 1
 
 

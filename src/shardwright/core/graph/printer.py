@@ -37,6 +37,7 @@ def typed(value: Value) -> str:
 
 
 def _format_section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    # A list, to omit the title of a section without lines.
     inner = [f"  {line}" for line in lines]
     if inner:
         yield title

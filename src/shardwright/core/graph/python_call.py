@@ -121,6 +121,7 @@ class PythonCall:
             else:
                 results.append(buffers[source] if isinstance(source, str) else outputs[source])
         if self.numbers.items:
+            # After the loop, as these numbers are read from its results.
             self.numbers.add_values_of_tensors(numbers, results)
             for index, node in self.numbers.outputs.items():
                 results[index] = numbers[node]

@@ -47,6 +47,7 @@ def saved_tensors(op: Op) -> SavedTensors:
         CaptureError: if `op` rejects its arguments, which a trace may not notice.
     """
     if op not in _CACHED_RESULTS:
+        # Without a differentiable input autograd records nothing.
         differentiable = any(value.differentiable for value in op.inputs)
         _CACHED_RESULTS[op] = (
             _run_on_fake_tensors(_OperatorKey.of(op)) if differentiable else SavedTensors()
@@ -103,6 +104,7 @@ def _run_on_fake_tensors(key: _OperatorKey) -> SavedTensors:
 
     with (
         fake,
+        # The caller may run under `torch.no_grad`.
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved),
     ):
@@ -176,6 +178,7 @@ def needed_in_backward(graph: Graph) -> frozenset[InputUse]:
         if not uses:
             continue
         if any(value in bases for value in op.outputs):
+            # The viewed tensor is the first input.
             views |= dict.fromkeys(op.outputs, uses[0])
             continue
         saved = range(len(op.inputs)) if is_opaque(op.target) else saved_tensors(op).inputs

@@ -59,6 +59,7 @@ def _has_grouped_kernel(*tensors: Tensor) -> bool:
         first.device.type == "cuda"
         and first.dtype == torch.bfloat16
         and first.shape[0] > 0
+        # Ampere and newer.
         and torch.cuda.get_device_capability(first.device) >= (8, 0)
         and all(n * t.itemsize % 16 == 0 for t in tensors for n in t.stride() if n != 1)
     )
@@ -94,6 +95,7 @@ def _matmul_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
     needs_grad = ctx.needs_input_grad
     # The gradient of a sum is an expanded tensor, with strides of 0.
     gradient = gradient.contiguous()
+    # The rows of a tail have a result of 0, and so a gradient of 0.
     grad_rows = segment_matmul(gradient, matrices.mT, ends, ctx.tail) if needs_grad[0] else None
     grad_matrices = _sum_outer_products(rows, gradient, ends) if needs_grad[1] else None
     return grad_rows, grad_matrices, None, None

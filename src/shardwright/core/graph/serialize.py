@@ -116,6 +116,7 @@ class _GraphWriter:
             if isinstance(obj, Value):
                 # Values contain no other values, so the reader numbers them in the same order.
                 self._value_indices[obj] = len(self._value_indices)
+            # In the order of the fields, which is that of the arguments of the constructor.
             contents: Iterable[Any] = (getattr(obj, each.name) for each in fields(obj))
             return [type(obj).__name__, *map(self.write, contents)]
         if isinstance(obj, dict):
@@ -149,6 +150,7 @@ class _GraphReader:
             return self._values[entries[0]]
         if name in _LEAF_FORMATS:
             leaf_type, _, from_text = _LEAF_FORMATS[name]
+            # A damaged name may be that of any attribute of torch.
             return _check_leaf_type(leaf_type, from_text(entries[0]))
         if name == "Value":
             value = Value(*map(self.read, entries))
@@ -184,6 +186,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Any]] = {
 
 
 def _find_operator(name: str) -> Any:
+    # `loads` reports a name that has not three parts as damage.
     namespace, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
@@ -227,6 +230,7 @@ _LEAF_FORMATS: dict[str, tuple[Any, Callable[[Any], str], Callable[[str], Any]]]
     "device": (torch.device, str, torch.device),
     "kind": (Origin, lambda origin: origin.value, Origin),
     "operator": (OpOverload, str, _find_operator),
+    # `types.FunctionType`, the type of functions that are defined in Python.
     "function": (type(_find_operator), _get_importable_name, _FUNCTIONS_BY_NAME.__getitem__),
     "structure": (TreeSpec, treespec_dumps, treespec_loads),
     "tensor": (torch.Tensor, _encode_tensor, _decode_tensor),

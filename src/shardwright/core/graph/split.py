@@ -139,6 +139,7 @@ def _group_ops_by_chunk(
             if returned or any(value in needed for value in op.outputs):
                 ops.append((index, op))
                 needed.update(op.inputs)
+    # By index alone, as operators cannot be compared.
     return [tuple(op for _, op in sorted(ops, key=itemgetter(0))) for ops in ops_of_chunk]
 
 
@@ -176,6 +177,7 @@ def _find_crossing_values(
         for op in ops:
             for value in op.inputs:
                 producer = graph.producer.get(value)
+                # Every chunk reads leaves and recomputes repeatable values by itself.
                 if producer is None or value in repeatable:
                     continue
                 if chunk_of[producer.name] > chunk_index:
@@ -184,6 +186,7 @@ def _find_crossing_values(
                         f" in the later chunk {chunk_of[producer.name]}\n"
                         "assign stages that do not decrease along the forward pass"
                     )
+                # Chunks come in order, so that the last reader is assigned last.
                 last[value] = chunk_index
     if graph.loss is not None and graph.loss in graph.producer:
         # The backward pass of a pipeline starts in the last chunk, so the loss must arrive there.
@@ -205,6 +208,7 @@ def _build_chunk(
     arriving: list[Value],
     leaving: list[Value],
 ) -> GraphChunk:
+    # No operator of this chunk computes these values.
     received = {value: replace(value, origin=Origin.INPUT) for value in arriving}
     ops = tuple(_replace_received(op, received) for op in ops)
     read = {value for op in ops for value in op.inputs}
@@ -218,6 +222,7 @@ def _build_chunk(
     used = read | set(returned) | {v for pair in updates for v in pair}
     inputs = (*(v for v in graph.input_values if v in used), *received.values())
     passed = tuple(received.get(value, value) for value in leaving)
+    # A value may be both passed on and returned.
     outputs = tuple(dict.fromkeys((*passed, *returned)))
     subgraph = replace(
         graph,
@@ -315,6 +320,7 @@ def assign_neighbors(graph: Graph, anchor_chunks: Mapping[str, int]) -> dict[str
         elif chunks := producer_chunks(op):
             # The latest chunk, as a value must not be read in an earlier chunk than computed.
             chunk_of[op.name] = max(chunks)
+    # Backwards, so that the consumers of an operator are assigned before it.
     for op in reversed(graph.ops):
         if op.name not in chunk_of:
             # Without producers, any chunk up to the first consumer is valid; in the chunk of the
