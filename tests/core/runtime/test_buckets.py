@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -266,6 +266,56 @@ def test_products_run_between_start_and_end_of_collectives(level: str | None) ->
     under_way = [seen[:i].count("start") > seen[:i].count("end") for i in range(len(seen))]
     hidden = sum(busy for busy, event in zip(under_way, seen, strict=True) if event == "mm")
     assert hidden >= products
+
+
+@pytest.mark.parametrize("level", ["level1", "level3"])
+def test_gradients_of_a_local_map_are_reduced_during_its_backward_pass(level: str) -> None:
+    net, args, _ = mlp(8, SIZES)
+    sw.local_map(net, "b _f, b _f -> ()", partial="mean")
+    graph, mesh = sw.capture(net, args), prime_mesh(4)
+    with one_of(mesh) as devices:
+        program = lower(whole_chunk(graph, mesh, decisions(graph, mesh, level)), devices)
+        shards, inputs = arguments(program, args)
+        (loss,), _ = program(shards, {}, inputs)
+        with Events() as backward:
+            loss.backward()
+    # Each layer but the first still has products when the gradients of the layer behind it are sent.
+    first = backward.seen.index("start")
+    assert backward.seen[first:].count("mm") >= len(SIZES) - 2
+
+
+class EitherFirst(nn.Module):
+    """Two layers side by side, in an order that depends on the values of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [self.a, self.b] if x[0, 0] > 0 else [self.b, self.a]
+        return torch.stack([layer(x).square().mean() for layer in order]).sum()
+
+
+def test_ranks_reduce_buckets_of_a_local_map_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = EitherFirst(), torch.ones(8, 16)
+    sw.local_map(net, "b _f -> ()", partial="mean")
+    graph, mesh = sw.capture(net, (x,)), prime_mesh(4)
+    said = replace(decisions(graph, mesh, "level1"), bucket_bytes=1)
+    reduced: list[int] = []
+    original = BoundBucket.reduce
+
+    def reduce(bound: BoundBucket, gradients: Any) -> Tensor:
+        reduced.append(bound.bucket.number)
+        return original(bound, gradients)
+
+    monkeypatch.setattr(BoundBucket, "reduce", reduce)
+    with one_of(mesh) as devices:
+        program = lower(whole_chunk(graph, mesh, said), devices)
+        for batch in (x, -x):
+            shards, inputs = arguments(program, (batch,))
+            (loss,), _ = program(shards, {}, inputs)
+            loss.backward()
+    assert reduced == [1, 0, 1, 0]
 
 
 def test_the_gathers_stand_one_bucket_ahead_in_the_text() -> None:

@@ -43,6 +43,7 @@ class BucketLines:
         devices: this rank's view of the devices.
         unsharded: whether the program reads parameters from `UnshardedParameters`.
         source: the source text to which lines are added.
+        read_locally: values that a `local_map` reads.
         bound: the buckets, bound to process groups.
         regather: all-gathers buckets again in the backward pass; None if no bucket is regathered.
     """
@@ -51,11 +52,13 @@ class BucketLines:
     devices: Devices
     unsharded: bool
     source: Source
+    read_locally: frozenset[Value] = frozenset()
     bound: tuple[BoundBucket, ...] = ()
     regather: BackwardRegather | None = None
     _entry_variables: dict[Bucket, str] = field(default_factory=dict)
     _gather_variables: dict[Bucket, str] = field(default_factory=dict)
     _member_variables: dict[BucketMember, str] = field(default_factory=dict)
+    _turn_variable: str = ""
     _bucket_of: dict[tuple[Value, tuple[int, ...]], tuple[Bucket, BucketMember]] = field(
         default_factory=dict
     )
@@ -160,10 +163,16 @@ class BucketLines:
         else:
             function = self.source.refer(f"finish_{number}", UseAsStored(bound, is_cached))
         names = [self.source.name(member.name) for member in bucket.members]
-        call = f"{function}({bucket_variable})"
-        self.source.add(names, call, [bucket_variable], unpack=True, segment=bucket.segment)
         # All members at once, so that later uses of any of them emit nothing.
         self._member_variables.update(zip(bucket.members, names, strict=True))
+        reads, call = [bucket_variable], f"{function}({bucket_variable})"
+        # A recomputed segment is a function of its own, which no turn enters or leaves.
+        if bucket.segment is None and any(m.value in self.read_locally for m in bucket.members):
+            call = f"{function}({bucket_variable}, {self._turn_variable or 'torch.empty(0)'})"
+            reads += [self._turn_variable] if self._turn_variable else []
+            self._turn_variable = self.source.name("turn")
+            names.append(self._turn_variable)
+        self.source.add(names, call, reads, unpack=True, segment=bucket.segment)
 
     def _find_bucket_to_prefetch(self, bucket: Bucket) -> Bucket | None:
         """Return the bucket to prefetch before `bucket` is used, or None."""

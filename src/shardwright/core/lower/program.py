@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from shardwright.core.graph.graph import Graph, Op, Origin, Value, ops_from_inputs
+from shardwright.core.graph.local_map import LocalCall
 from shardwright.core.graph.saved_tensors import returned_before_update, saved_before_update
 from shardwright.core.lower.emit import NAMED_RANGE, Source, expression, write_body
 from shardwright.core.lower.emit_buckets import BucketLines, cast_key
@@ -175,7 +176,14 @@ class _ProgramEmitter:
         # Reserved, so that no variable shadows an argument of the program.
         for name in ("parameters", "buffers", "inputs", "seed", "device"):
             self.source.name(name)
-        self.buckets = BucketLines(self.communication, self.devices, self.unsharded, self.source)
+        local = (op for op in self.graph.ops if isinstance(op.target, LocalCall))
+        self.buckets = BucketLines(
+            self.communication,
+            self.devices,
+            self.unsharded,
+            self.source,
+            frozenset(value for op in local for value in op.inputs),
+        )
         self.kernels = Kernels(self.devices, self.cuts, self.communication)
         self.transfers = TransferLines(
             self.communication,

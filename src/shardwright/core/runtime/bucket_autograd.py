@@ -11,6 +11,12 @@ of the bucket's use, waits one bucket later in the backward pass: communication 
 in both directions. If `start` starts a sum over replicas in the backward pass, `enter` is one of
 the first lines of the program and so waits last. Otherwise `enter` is placed beside `start`, so
 that the gradients of a bucket are accumulated before those of the next bucket arrive.
+
+All parameters of a `local_map` are gathered before its code runs, and so `finish` would run after
+the whole backward pass of the code. There `finish` runs as soon as its gradients are complete. The
+code may differ between ranks, as it may depend on values, but all ranks must issue collectives in
+one order: each `finish` depends on a result of the `finish` before, its *turn*, so that autograd
+runs them in reverse order.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from torch import Tensor
 from shardwright.core.runtime.buckets import BoundBucket
 from shardwright.core.runtime.regather import BackwardRegather
 from shardwright.core.torch_internals.compiled import is_compiling
+from shardwright.core.torch_internals.tensors import prioritize_gradient
 
 
 class EnteredBucket(NamedTuple):
@@ -95,7 +102,8 @@ class ReuseGathered:
 
 @dataclass(frozen=True)
 class FinishGather:
-    """Call that waits for the all-gather of a bucket, and returns its unsharded parameters.
+    """Call that waits for the all-gather of a bucket, and returns its unsharded parameters, then
+    the next turn if it takes a `turn`.
 
     Args:
         bound: the bucket, bound to process groups.
@@ -106,30 +114,39 @@ class FinishGather:
     bound: BoundBucket
     regather: BackwardRegather | None = None
 
-    def __call__(self, started: StartedGather) -> tuple[Tensor, ...]:
+    def __call__(self, started: StartedGather, turn: Tensor | None = None) -> tuple[Tensor, ...]:
         tensors = self.bound.finish_gather(started.pending)
         if self.regather is not None:
             self.regather.record(self.bound, started.shards, tensors)
-        return _connect_gradients_to_token(self.bound, started, tensors)
+        return _connect_gradients_to_token(self.bound, started, tensors, turn)
 
 
 @dataclass(frozen=True)
 class UseAsStored:
     """Call that returns the parameters of a bucket that needs no all-gather, or whose gathered
-    parameters are cached."""
+    parameters are cached; then the next turn if it takes a `turn`."""
 
     bound: BoundBucket
     is_cached: bool = False
 
-    def __call__(self, entered: EnteredBucket) -> tuple[Tensor, ...]:
+    def __call__(self, entered: EnteredBucket, turn: Tensor | None = None) -> tuple[Tensor, ...]:
         tensors = entered.shards if self.is_cached else self.bound.unsharded(entered.shards)
-        return _connect_gradients_to_token(self.bound, entered, tensors)
+        return _connect_gradients_to_token(self.bound, entered, tensors, turn)
 
 
 def _connect_gradients_to_token(
-    bound: BoundBucket, bucket: EnteredBucket | StartedGather, tensors: Sequence[Tensor]
+    bound: BoundBucket,
+    bucket: EnteredBucket | StartedGather,
+    tensors: Sequence[Tensor],
+    turn: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    return _FinishGatherFunction.apply(bound, bucket.without_gradient, bucket.token, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    results: tuple[Tensor, ...] = _FinishGatherFunction.apply(  # type: ignore[no-untyped-call]
+        bound, bucket.without_gradient, bucket.token, turn, *tensors
+    )
+    # A compiled backward pass has an order of its own.
+    if turn is not None and not is_compiling():
+        prioritize_gradient(results[-1])
+    return results
 
 
 class _EnterBucketFunction(torch.autograd.Function):
@@ -168,8 +185,8 @@ class _StartGatherFunction(torch.autograd.Function):
 
 
 class _FinishGatherFunction(torch.autograd.Function):
-    """Return the gathered members of a bucket; in the backward pass, start the reduction of their
-    gradients as one flat tensor.
+    """Return the gathered members of a bucket, then the next turn if there is a `turn`; in the
+    backward pass, start the reduction of the members' gradients as one flat tensor.
 
     Members that a backward pass does not reach get no gradient instead of zeros, as optimizers with
     momentum or weight decay would change parameters with zero gradients.
@@ -177,17 +194,25 @@ class _FinishGatherFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bound: BoundBucket, without_gradient: set[int], token: Tensor, *tensors: Tensor
+        ctx: Any,
+        bound: BoundBucket,
+        without_gradient: set[int],
+        token: Tensor,
+        turn: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.bound, ctx.without_gradient = bound, without_gradient
+        ctx.bound, ctx.without_gradient, ctx.count = bound, without_gradient, len(tensors)
         ctx.first = tensors[0].shape, tensors[0].dtype, tensors[0].device
         # None tells a member that the backward pass does not reach from one with a zero gradient.
         ctx.set_materialize_grads(False)
         # Views, since autograd treats an input that is returned unchanged as modified in place.
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        views = [tensor.view_as(tensor) for tensor in tensors]
+        return (*views, *([] if turn is None else [turn.new_empty(0)]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The turn only orders the nodes, and has no gradient.
+        gradients = gradients[: ctx.count]
         # A compiled backward pass cannot change the set; there, members without gradient get zeros.
         if not is_compiling():
             ctx.without_gradient.clear()
@@ -197,4 +222,4 @@ class _FinishGatherFunction(torch.autograd.Function):
             shape, dtype, device = ctx.first
             gradients = (torch.zeros(shape, dtype=dtype, device=device), *gradients[1:])
         # None for the members: their gradients flow through the token.
-        return None, None, ctx.bound.reduce(gradients), *(None for _ in gradients)
+        return None, None, ctx.bound.reduce(gradients), None, *(None for _ in gradients)
