@@ -129,6 +129,7 @@ class StepSummary:
 def peak_allocated(events: Iterable[Any]) -> int:
     """Return the peak bytes of CPU tensors, not counting tensors allocated before the first
     event."""
+    # Without events that end on another thread, to which no memory is attributed.
     host = [each for each in events if _is_host_event(each) and not each.is_async]
     ordered = sorted(host, key=lambda each: each.time_range.start)
     # Each event has the bytes that it has allocated minus those that it has freed.
@@ -145,6 +146,7 @@ def _events_with_contexts(host: Sequence[Any]) -> Iterator[tuple[Any, _EventCont
     stack = [
         (event, _EventContext())
         for event in host
+        # PyTorch nests only events that begin and end on one thread; the others would count twice.
         if event.cpu_parent is None and not event.is_async
     ]
     while stack:
