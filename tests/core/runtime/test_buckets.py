@@ -279,7 +279,7 @@ def test_gradients_of_a_local_map_are_reduced_during_its_backward_pass(level: st
         (loss,), _ = program(shards, {}, inputs)
         with Events() as backward:
             loss.backward()
-    # Each layer but the first still has products when the gradients of the layer behind it are sent.
+    # The layers before a bucket still have products when its gradients are sent.
     first = backward.seen.index("start")
     assert backward.seen[first:].count("mm") >= len(SIZES) - 2
 
