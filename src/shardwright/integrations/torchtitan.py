@@ -105,6 +105,7 @@ def parallelize_fn(
                 "`data_parallel_shard_degree` and `tensor_parallel_degree` as planned"
             )
         _scale_mean_gradients_to_sum(net, loader_shards)
+        # After the model is sharded, to compile the program of this rank.
         if compile_config.enable and "model" in compile_config.components:
             net.compile(backend=compile_config.backend)
         return net
@@ -196,7 +197,7 @@ def _make_decoder_arguments(
         )
     shape = (training.local_batch_size * shards.count, training.seq_len)
     ids = torch.empty(shape, dtype=torch.long, device="meta")
-    # Meta tensors, since only shapes and dtypes matter.
+    # Meta tensors, since only shapes and dtypes matter; positions have those of token ids.
     return (ids,), {"positions": ids}
 
 

@@ -74,6 +74,7 @@ class AlternativePlanner:
         if limit is not None:
             name = f"half the memory, {bytes_text(limit // 2)}"
             yield self._plan_with_options(name, devices, memory_limit=limit // 2)
+        # Reuses the graph; only plans for another batch size, as below, need another.
         yield self._plan_with_options("twice the devices", 2 * devices)
         yield self._plan_with_batch_size("half the batch", batch_size // 2)
         yield self._plan_with_batch_size("twice the batch", 2 * batch_size)
