@@ -38,6 +38,8 @@ def align_axis_splits(
         pinned: names of operators whose cuts are fixed.
         equal_axes: a group of axes of equal size over equal links.
     """
+    # Limits of the indexed graph: they divide the sizes of all dims with the factor, not only
+    # capacity.
     limits = {
         op.name: dict(zip(op_type.factors, op_type.limits, strict=True))
         for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True)
@@ -51,6 +53,7 @@ def align_axis_splits(
         # Every position is tried, as only the predictor of full plans knows which is cheapest.
         aligned = {name: dict(op_cuts) for name, op_cuts in cuts.items()}
         for name, op_cuts in cuts.items():
+            # Only operators that split this group have a position.
             if name not in pinned and _find_split_position(op_cuts, equal_axes):
                 moved = _split_group_at(op_cuts, equal_axes, position)
                 if all(limits[name][f] % mesh.size(axes) == 0 for f, axes in moved.items()):
@@ -74,6 +77,7 @@ def _find_split_position(cuts: Cuts, group: Axes) -> int:
 def _split_group_at(cuts: Cuts, group: Axes, position: int) -> dict[str, Axes]:
     """Return `cuts` with `group` split at `position`: its first `position` axes cut the first of
     the two factors that share `group`, and the remaining axes cut the second."""
+    # In the order of the group's axes, so that the first factor keeps the outermost ones.
     first, second = _group_axes_by_factor(cuts, group)
     split = {first: group[:position], second: group[position:]}
     return {

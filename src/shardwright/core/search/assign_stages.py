@@ -46,9 +46,12 @@ def balanced_chunks(
     Raises:
         StrategyError: if fewer than `count` operators have work.
     """
+    # Without a cluster there are no seconds; multiply-adds and elements of parameters stand for
+    # them.
     op_work = list(work) if work is not None else operator_work(graph)
     positions = _valid_chunk_boundaries(graph)
     weights = [sum(op_work[start:end]) for start, end in pairwise(positions)]
+    # A chunk without work, such as a view, would occupy a stage for nothing.
     usable = sum(weight > 0 for weight in weights)
     if usable < count:
         raise StrategyError(
@@ -56,6 +59,7 @@ def balanced_chunks(
             f" have parameters or multiply-adds\nuse at most {usable} stages, or assign modules to"
             " stages with stage_config"
         )
+    # Prefix sums: the work of any chunk is a difference of two of them.
     total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
@@ -82,6 +86,8 @@ def _valid_chunk_boundaries(graph: Graph) -> list[int]:
         if producer is not None:
             consumer_indices = (op_index[op.name] for op, _ in graph.consumers[buffer])
             connected = [op_index[producer.name], *consumer_indices]
+            # The position in front of the first of these operators stays valid, as does that behind
+            # the last.
             joined.update(range(min(connected) + 1, max(connected) + 1))
     return [position for position in range(len(graph.ops) + 1) if position not in joined]
 
@@ -118,6 +124,7 @@ def _num_multiply_adds(op: Op) -> int:
     for dims, value in zip((*rule.inputs, *rule.outputs), (*op.inputs, *op.outputs), strict=True):
         for factor, size in zip(dims, value.shape, strict=True):
             if factor is not None and factor not in rule.joined:
+                # Dims with one factor may differ in size; the largest counts.
                 sizes[factor] = max(sizes.get(factor, 1), size)
     return prod(sizes.values())
 
@@ -135,6 +142,7 @@ def _min_work_of_largest_chunk(
     """
     # No largest chunk is below the heaviest indivisible part, nor below the mean.
     low, high = max(max(weights), total[-1] / count), total[-1]
+    # Far below the tolerances by which a chunk may exceed the minimum.
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
         # Filling each chunk up to the limit gives the fewest chunks that respect it.
@@ -182,6 +190,7 @@ def _cheapest_chunk_ends(
     """
     num_positions = len(total)
     infinity = float("inf")
+    # By start of the next chunk: the first chunk starts at position 0.
     least_bytes: list[float] = [0.0] + [infinity] * (num_positions - 1)
     starts_of_chunks: list[list[int]] = []
     for chunk in range(count):
@@ -268,7 +277,9 @@ def configured_stages(
     _check_module_names(graph, stage_config, modules)
     stages = _num_configured_stages(stage_config)
     stage_of_op = {op.name: _find_stage_of_module(op.module, stage_config) for op in graph.ops}
+    # Operators without parameters may be left out: they follow their neighbors.
     _check_all_parameters_have_stage(graph, stage_config)
+    # Operators without a stage do not interrupt a run of operators of one stage.
     named_ops = [op for op in graph.ops if stage_of_op[op.name] is not None]
     runs = [
         (stage, list(ops))
@@ -311,6 +322,7 @@ def _abbreviate_names(names: Sequence[str]) -> str:
 
 def _num_configured_stages(stage_config: StageConfig) -> int:
     for name, stage in stage_config.items():
+        # Booleans are integers in Python, and would name stages 0 and 1.
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise StrategyError(
                 f"stage_config[{name!r}]={stage!r}: a stage must be an integer of at least 0\n"
@@ -336,6 +348,7 @@ def _find_stage_of_module(path: str, stage_config: StageConfig) -> int | None:
     """Return the stage index of the longest key of `stage_config` that is a prefix of the module
     path `path`; None if no key is."""
     words = path.split(".")
+    # Longest first: a module may be in another stage than the module that contains it.
     for length in range(len(words), 0, -1):
         name = ".".join(words[:length])
         if name in stage_config:
@@ -372,6 +385,7 @@ def _assign_ops_to_chunks(
     """
     if schedule.v_shaped:
         runs = _split_last_stage_into_chunks(graph, runs, stages)
+    # V-shaped schedules have a fixed number of chunks; for others the runs of modules tell it.
     chunks = schedule.max_chunks or max(1, len(runs) // stages)
     required = [schedule.stage_of(chunk, stages) for chunk in range(stages * chunks)]
     order = [stage for stage, _ in runs]
@@ -401,6 +415,7 @@ def _split_last_stage_into_chunks(
     work = dict(zip((op.name for op in graph.ops), operator_work(graph), strict=True))
     result = []
     for stage, ops in runs:
+        # Between modules only, as fewer values cross there than inside a module.
         boundaries = [i for i in range(1, len(ops)) if ops[i].module != ops[i - 1].module]
         if stage != stages - 1 or not boundaries:
             result.append((stage, ops))
@@ -425,6 +440,7 @@ def _check_chunks_ascend(graph: Graph, chunk_of: Mapping[str, int], pipeline: Pi
     for op in graph.ops:
         for value in op.inputs:
             producer = graph.producer.get(value)
+            # A value without a producer, such as a parameter or an input, is there in every chunk.
             if producer is None or chunk_of[producer.name] <= chunk_of[op.name]:
                 continue
             early = pipeline.stage_of(chunk_of[op.name])

@@ -69,6 +69,7 @@ def _data_parallel_cuts(graph: Graph, mesh: DeviceMatrix) -> tuple[IndexedGraph,
     """Return the indexed graph with the batch dims whose sharding saves the most activation memory,
     and the data-parallel cuts along these dims."""
     indexed = index_graph(graph)
+    # Dim 0 of the inputs first: it is the batch of nearly all models.
     best = indexed, _shard_along_batch(indexed, mesh)
     if _shards_all_batch_ops(*best, mesh):
         return best
@@ -86,6 +87,7 @@ def _shards_all_batch_ops(indexed: IndexedGraph, cuts: CutsOfGraph, mesh: Device
     """Whether every operator with a cost that depends on the batch is sharded over all devices."""
     on_batch = {value for value, dim in enumerate(indexed.batch_dims) if dim != NO_CUT}
     for op, name in enumerate(indexed.names):
+        # Operators come in graph order, so one pass finds all that depend on the batch.
         if not on_batch.isdisjoint(indexed.inputs[op]):
             on_batch.update(indexed.outputs[op])
             # In a model without main operators all operators count.
@@ -108,6 +110,7 @@ def _replace_batch_dims(
         for leaf, dim in zip(graph.inputs, dims, strict=True)
         if isinstance(leaf, Value) and dim is not None
     }
+    # Of any input, as all dims of a candidate belong to one batch.
     size = next(value.shape[dim] for value, dim in dim_of.items())
     batch_dims = tuple(dim_of.get(value, NO_CUT) for value in graph.values())
     return replace(indexed, batch_dims=batch_dims, batch_size=size)
@@ -116,6 +119,7 @@ def _replace_batch_dims(
 def _num_elements_saved_by_sharding(graph: Graph, mesh: DeviceMatrix, cuts: CutsOfGraph) -> float:
     """Return the number of activation elements that sharding saves a device, over all operators."""
     return sum(
+        # A device computes 1/n of an operator that is cut n ways.
         value.numel * (1 - 1 / _num_shards(cuts.get(op.name, {}), mesh))
         for op in graph.ops
         for value in op.outputs

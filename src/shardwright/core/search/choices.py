@@ -104,6 +104,7 @@ def _build_axis_choice(
     symbolic: bool,
 ) -> AxisChoice:
     chosen_cost = cost(chosen, {})
+    # Symbolic costs know neither links nor seconds of computation.
     quantities = (MEM_COEFF,) if symbolic else SCALED_QUANTITIES
     alternatives = []
     for factor in other_factors:
@@ -113,11 +114,13 @@ def _build_axis_choice(
                 quantity: _break_even_multiplier(cost, chosen, factor, quantity)
                 for quantity in quantities
             }
+            # Only a choice that costs more has a break-even.
             if added_cost > 0
             else {}
         )
         reached = {quantity: value for quantity, value in multipliers.items() if value is not None}
         alternatives.append(OtherChoice(factor, added_cost, reached))
+    # Stable, so that equal costs stay in the order of the factors.
     ranked = sorted(alternatives, key=lambda each: each.cost)
     return AxisChoice(names, axis, chosen, tuple(ranked), symbolic)
 
@@ -156,10 +159,12 @@ def _alternative_cuts(
     """
     current_factors = factor_of_axis(cuts)
     other_axes = {a: factor for a, factor in current_factors.items() if a != axis}
+    # Replicating over the axis is valid for every operator.
     yield "", axes_of_factors(other_axes)
     for factor, limit in zip(op_type.factors, op_type.limits, strict=True):
         new_cuts = axes_of_factors({**other_axes, axis: factor})
         pairs = ({op_type.factors[n] for n in pair} for pair in op_type.joined)
+        # Joined factors cut the same dims, such as the sequence of attention and its ring.
         if any(pair <= {*new_cuts} for pair in pairs):
             continue
         if limit % mesh.size(new_cuts[factor]) == 0:
@@ -180,12 +185,14 @@ def _axis_choices_by_time(
     objective, edges = Objective(problem, model), problem.edges_around()
     names: dict[int, list[str]] = {}
     for op, index in zip(graph.ops, problem.variable_of, strict=True):
+        # Repeated blocks share a variable, so that one choice stands for operators of many layers.
         names.setdefault(index, []).append(op.name)
     cuts: list[Cuts] = [all_cuts[variable.op.name] for variable in problem.variables]
     total_cost = objective.cost(cuts)
     byte_seconds = timed_step.seconds_per_parameter_byte(mem_coeff)
 
     def cost_around(index: int, variable: OpVariable, new_cuts: Cuts) -> ObjectiveCost:
+        # Edges read the cuts of both ends, so they get those of all variables.
         changed = [*cuts[:index], new_cuts, *cuts[index + 1 :]]
         cost = ObjectiveCost().plus(objective.operator(variable, new_cuts), variable.count)
         for edge in edges[index]:
@@ -274,6 +281,7 @@ def _axis_choices_by_symbolic_cost(
             return {
                 "" if each.factor == NO_CUT else factors[each.factor]: each.total
                 for each in recursion.alternatives(level, op)
+                # Impossible choices have a cost for the log only.
                 if each.operator_cost < IMPOSSIBLE
             }
 
@@ -313,6 +321,7 @@ def _propagate_choices_without_op(level: AxisLevel, choice: list[int], op: int) 
         choice: decided choice of each operator on the axis.
     """
     graph = level.graph
+    # Region: operators that may follow `op`; borders: the main operators where their region ends.
     region, borders, queue = {op}, set[int](), deque([op])
     while queue:
         current = queue.popleft()
@@ -349,5 +358,6 @@ def _list_shard_counts_and_choices(
         )
         shard_counts.append(tuple(sizes))
         factors_on_axis = [factor for factor, axes in cuts.items() if axis in axes]
+        # The first suffices, as an axis cuts at most one factor of an operator.
         choice.append(op_type.factors.index(factors_on_axis[0]) if factors_on_axis else NO_CUT)
     return shard_counts, choice

@@ -99,6 +99,7 @@ class TensorContext:
     def _redistribution_steps_and_bytes(
         self, source: TensorLayout, target: TensorLayout
     ) -> tuple[tuple[RedistributionStep, ...], tuple[int, ...]]:
+        # Cached by layouts, not by tensor: repeated layers have the same few redistributions.
         return _redistribution_steps_and_bytes(
             source, target, self.shape, self.itemsize, self.differentiable
         )
@@ -135,6 +136,7 @@ def _num_common_leading_steps(
     first: Sequence[RedistributionStep], second: Sequence[RedistributionStep]
 ) -> int:
     length = 0
+    # Not strict: either path may be longer.
     for a, b in zip(first, second, strict=False):
         if a != b:
             break
@@ -181,6 +183,7 @@ class DecidedLayouts:
         self.mesh = mesh
         self.outputs = outputs
         self.cuts: CutsOfGraph = {}
+        # Looked up once, as the layouts of an operator are computed many times.
         self.rules = {op.name: rule_of(op) for op in graph.ops}
         # Every rank receives full inputs, buffers and constants; callers replace the layouts of
         # inputs that arrive sharded.
@@ -208,6 +211,7 @@ class DecidedLayouts:
     def neighbors(self, op: Op) -> Iterator[tuple[Value, Op]]:
         """Yield (value, neighbor) for the producer of each input and for each consumer of an
         output."""
+        # Parameters, buffers and inputs of the model have no producer to follow.
         for value in op.inputs:
             if value in self.graph.producer:
                 yield value, self.graph.producer[value]
@@ -230,6 +234,8 @@ class DecidedLayouts:
         Yields nothing for parameters and for values without a decided producer.
         """
         if value in self.initial_layouts:
+            # Distinct layouts in the order of consumers, as consumers with one layout share the
+            # result.
             targets = tuple(dict.fromkeys(self.consumer_layouts[value].values()))
             for index, target in enumerate(targets):
                 # Each redistribution counts only the steps that no earlier redistribution has.
@@ -243,6 +249,7 @@ def kernel_collectives(
     forward plus backward."""
     differentiable = any(value.requires_grad for value in op.outputs)
     for reduction in rule.reductions(op, rule.shard_counts(mesh, cuts)):
+        # Axes of all factors of the reduction together: one collective over their joined group.
         axes = tuple(axis for factor in reduction.factors for axis in cuts.get(factor, ()))
         inner = InnerReduction(reduction, axes)
         yield inner, sum(inner.bytes(mesh, differentiable))

@@ -39,6 +39,7 @@ class CostedTensor:
 
     def elements(self, shard_counts: Sequence[int]) -> int:
         """Return the number of elements of a shard, given the number of shards of each factor."""
+        # Exact, as only numbers of shards that divide the sizes are ever chosen.
         return self.size // prod(shard_counts[factor] for factor in self.factors)
 
 
@@ -86,6 +87,7 @@ class OpType:
     @property
     def is_lookup(self) -> bool:
         """Whether the operator looks up rows of its weight, as an embedding does."""
+        # `_tensors_in_symbolic_cost` changes the sizes of lookups only.
         return self.costed_tensors != self.tensors and self.is_main
 
     def shard_counts(
@@ -109,6 +111,7 @@ class OpType:
         Args:
             shard_counts: number of shards of each factor over the other axes.
         """
+        # All axes that cut a factor count together, whatever their order.
         if self.limits[factor] % (shard_counts[factor] * axis_size):
             return False
         # Joined factors cut the same dim of the queries: cut by both, it would be sharded twice.
@@ -118,6 +121,7 @@ class OpType:
 
 def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
     """Return the `OpType` of operators with `rule`; without a rule, an `OpType` without factors."""
+    # Without factors an operator can only be replicated.
     if rule is None:
         rule = ShardingRule(
             tuple((None,) * len(value.shape) for value in op.inputs),
@@ -130,6 +134,7 @@ def op_type_of(rule: ShardingRule | None, op: Op) -> OpType:
     factors = tuple(dict.fromkeys((*rule.factors, *labels)))
     index = {factor: i for i, factor in enumerate(factors)}
 
+    # `NO_CUT` for a factor in `joined`, such as `ring`: no operator follows a neighbor into it.
     def numbered(dims: Dims) -> tuple[int, ...]:
         return tuple(
             NO_CUT if f is None or f in rule.joined else index.get(f, NO_CUT) for f in dims
@@ -207,6 +212,7 @@ def _max_shard_counts(
 ) -> tuple[int, ...]:
     """Return for each factor the greatest common divisor of its capacity and the sizes of all dims
     with the factor."""
+    # 1 for factors that cannot be sharded, as labeled ones of size 1.
     limits = {f: rule.capacity[f] if rule.can_shard(f) else 1 for f in factors}
     for value, dims in zip(values, (*rule.inputs, *rule.outputs), strict=True):
         for size, name in zip(value.shape, dims, strict=True):
@@ -303,6 +309,7 @@ def _build_indexed_graph(graph: Graph) -> IndexedGraph:
     producer: list[tuple[int, int] | None] = [None] * len(value_index)
     consumers: list[list[tuple[int, int]]] = [[] for _ in value_index]
     for op, (read, written) in enumerate(zip(inputs, outputs, strict=True)):
+        # Operators come in graph order, so the flags of their inputs are final.
         depends = any(data[v] for v in read)
         for index, v in enumerate(read):
             consumers[v].append((op, index))
@@ -350,6 +357,7 @@ def _find_replicating_inputs_of_ops(
     flags = []
     for op_type, read in zip(op_types, inputs, strict=True):
         is_data = tuple(data[v] for v in read)
+        # By type and flags, as the layers of a deep model have the same few combinations.
         key = (id(op_type), is_data)
         if key not in cached:
             cached[key] = _find_replicating_inputs(op_type, is_data)
@@ -366,6 +374,7 @@ def _find_replicating_inputs(op_type: OpType, is_data: tuple[bool, ...]) -> tupl
     """
     # An input that carries all factors decides; a bias or a mask that lacks some is broadcast.
     counted = is_data if any(is_data) else (True,) * len(is_data)
+    # Factors that no axis can cut do not count: an input that lacks one is as good as complete.
     factors_of = [
         {f for f in dims if f != NO_CUT and op_type.limits[f] > 1} for dims in op_type.inputs
     ]

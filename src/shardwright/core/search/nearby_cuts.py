@@ -60,6 +60,7 @@ class NearbyCuts:
             yield {
                 axis: factor
                 for factor, axes in zip(tensor.dims, tensor.layout.axes, strict=True)
+                # A dim that the operator cannot cut stays replicated, whatever the neighbor does.
                 if factor is not None and factor in self.limits
                 for axis in axes
             }
@@ -73,6 +74,7 @@ class NearbyCuts:
         new factor too, as an operator must not be cut by both.
         """
         for axis in axes:
+            # None last, so that of equal costs a cut is found before no cut.
             for factor in (*self.limits, None):
                 if factor != factors.get(axis):
                     other_axes = {a: f for a, f in factors.items() if a != axis}
@@ -147,6 +149,7 @@ def axes_of_factors(factors: FactorOfAxis) -> dict[str, Axes]:
     first."""
     cuts: dict[str, Axes] = {}
     for axis in sorted(factors):
+        # Sorted, as the axes are numbered from the outermost, most significant one.
         cuts[factors[axis]] = (*cuts.get(factors[axis], ()), axis)
     return cuts
 

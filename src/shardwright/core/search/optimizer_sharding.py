@@ -54,6 +54,7 @@ def sharded_storage(
         # Gathering a small parameter takes the latency of a collective and saves little memory.
         if value.name in pinned or size < sharding.threshold * KB:
             continue
+        # An axis that shards any use would make the gather depend on the use.
         used_axes = cut_axes[value].union(*map(frozenset, used[value.name]))
         free_axes = tuple(a for a in range(len(mesh.device_matrix)) if a not in used_axes)
         max_replicas = max(max_replicas, mesh.size(free_axes))

@@ -61,6 +61,7 @@ def _list_prioritized_axes(
     # The batch first: nearly all operators have it, so that sharing its axes saves the most.
     priority = {Meaning.BATCH: 0, Meaning.POSITION: 1}
     return sorted(
+        # A factor without a meaning is treated as a feature, which takes the last axes.
         (priority.get(meanings.get(factor, Meaning.FEATURE), 2), axis)
         for factor, axes in cuts.items()
         for axis in axes

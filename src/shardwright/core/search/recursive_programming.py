@@ -26,6 +26,8 @@ class RecursiveProgramming(SearchMode):
         return self.candidate_cuts(request)[0]
 
     def candidate_cuts(self, request: SearchRequest) -> Sequence[CutsOfGraph]:
+        # Seconds already count operators without a symbolic cost, so none of them is sharded
+        # afterwards.
         if request.timed_step is not None:
             return candidates_by_time(request)
         try:

@@ -91,6 +91,7 @@ class SearchRequest:
     mem_coeff: float = DEFAULT_MEM_COEFF
     order: str = "weight"
     log_costs: bool = False
+    # Not compared: a callback does not change the result.
     on_share: OnShare = field(default=ignore_share, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -38,6 +38,8 @@ def ring_cuts(
     """
     changed: dict[str, Cuts] = {}
     for op, op_type in zip(graph.ops, index_graph(graph).op_types, strict=True):
+        # Only attention has joined factors: its sequence, and the ring that also cuts keys and
+        # values.
         op_cuts = cuts.get(op.name, {})
         if not op_type.joined or op.name in pinned:
             continue
@@ -49,6 +51,7 @@ def ring_cuts(
             if not axes or rule.capacity[ring] % mesh.size(axes):
                 continue
             if _num_gathered_bytes(op, rule, mesh, op_cuts, ring) >= MIN_MEMORY_SHARE * limit:
+                # The same axes in the same place, so that the queries keep their layout.
                 changed[op.name] = {ring if f == sequence else f: a for f, a in op_cuts.items()}
     return {**cuts, **changed} if changed else None
 

@@ -86,6 +86,7 @@ class _UncostedOps(DecidedLayouts):
 
     def __init__(self, request: SearchRequest, cuts: Mapping[str, Cuts]) -> None:
         super().__init__(request.graph, request.mesh, request.outputs)
+        # `DecidedLayouts` takes inputs as replicated.
         for value in self.graph.input_values:
             if value.name in request.arrivals:
                 arrival = TensorLayout(self.mesh, request.arrivals[value.name])
@@ -97,6 +98,7 @@ class _UncostedOps(DecidedLayouts):
         for op in self.graph.ops:
             self.decide(op, cuts.get(op.name, {}))
         self.axes = tuple(axis for axis, size in enumerate(self.mesh.device_matrix) if size > 1)
+        # The empty group is that of gradients which need no reduction.
         self.existing_gradient_axes = {
             frozenset(),
             *self._axes_of_gradient_reductions(self.graph.ops),
@@ -106,6 +108,7 @@ class _UncostedOps(DecidedLayouts):
         """Yield names of the producers and consumers of `op`, and of other consumers of its
         inputs."""
         for value in op.inputs:
+            # Without a gradient, as of a mask, consumers in all layers would be neighbors.
             if value.requires_grad and value.origin is not Origin.PARAMETER:
                 yield from (
                     consumer.name
@@ -168,6 +171,8 @@ class _UncostedOps(DecidedLayouts):
             queue = deque(region)
             while queue:
                 op = queue.popleft()
+                # The first that fits: whether communication grows is only known for the region as a
+                # whole.
                 for more_cuts in islice(self._extend_cuts_to_neighbor_layouts(op, (axis,)), 1):
                     self.decide(op, more_cuts)
                     queue.extend(
@@ -217,6 +222,7 @@ class _UncostedOps(DecidedLayouts):
         """
         calls: list[tuple[str, int]] = []
         sent_bytes = gradient_bytes = activation_bytes = 0
+        # Each value once, though several of `ops` may share it.
         for value in dict.fromkeys(value for op in ops for value in (*op.inputs, *op.outputs)):
             context = tensor_context(value, ())
             redistributions = self.redistributions(value)
@@ -234,6 +240,8 @@ class _UncostedOps(DecidedLayouts):
             for index, value in enumerate(op.inputs):
                 layout = self.consumer_layouts[value][op.name, index]
                 context = tensor_context(value, ())
+                # From the layout without varying axes to the layout itself: only the gradient is
+                # reduced.
                 if context.is_parameter:
                     gradient_bytes += context.communication_volume(
                         without_partial(layout), layout, ()
@@ -247,6 +255,7 @@ class _UncostedOps(DecidedLayouts):
         messages = sum(
             1 + COLLECTIVES[name].rounds * (devices - 1).bit_length()
             for name, devices in calls
+            # A collective of one device sends no message.
             if devices > 1
         )
         return messages, sent_bytes, gradient_bytes, activation_bytes
@@ -283,6 +292,7 @@ class _UncostedOps(DecidedLayouts):
             # redistribution.
             order = {f: a for f, a in zip(tensor.dims, tensor.layout.axes, strict=True) if f}
             more_cuts = nearby.divisible({**own_factors, **added}, order) if added else cuts
+            # `divisible` drops axes, and the rest may be no more than the operator has already.
             if sum(map(len, more_cuts.values())) > len(own_factors):
                 yield more_cuts
 

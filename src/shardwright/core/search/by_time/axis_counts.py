@@ -24,6 +24,7 @@ import numpy.typing as npt
 from shardwright.core.cost.collectives import ELEMENT_BYTES, Links
 from shardwright.core.layout.axes import Axes
 
+# Single precision halves the memory of tables, which have millions of entries.
 LayoutTable = npt.NDArray[np.float32]
 ROUNDING = 1e-6
 """Maximum fraction of a tensor that counts as a rounding error of single precision."""
@@ -106,6 +107,7 @@ class CountedRedistributionBound:
 
     def __init__(self, links: Links, axis_groups: Sequence[AxisGroup]) -> None:
         levels = links.cluster.levels
+        # The best of this level and all slower ones: a cluster may have a faster level further out.
         fastest_rates = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
         self._latency = [min(level.latency for level in levels[n:]) for n in range(len(levels))]
         seconds_per_byte = [1 / rate for rate in fastest_rates]
@@ -148,6 +150,7 @@ class CountedRedistributionBound:
                     source, target, differentiable
                 )
             seconds_per_byte, latency = self._cached_rates[key]
+            # Then only the latency of a single message is certain.
             if num_bytes < self._few_elements_bytes:
                 latency = np.minimum(latency, np.float32(self._latency[0]))
             self._cached_tables[key, num_bytes] = np.float32(num_bytes) * seconds_per_byte + latency
@@ -160,6 +163,7 @@ class CountedRedistributionBound:
         if not differentiable:
             return seconds_per_byte, latency
         backward_byte, backward_latency = self._seconds_per_byte_and_latency(target, source)
+        # Transposed: the gradient goes from the layouts of consumers back to those of the producer.
         return seconds_per_byte + backward_byte.T, latency + backward_latency.T
 
     def _seconds_per_byte_and_latency(
@@ -205,6 +209,7 @@ class CountedRedistributionBound:
         read_share = target_shares[:, :-1].prod(1)
         common_share = np.ones((len(source), len(target)), np.float32)
         for dim in range(target_shares.shape[1] - 1):
+            # A dim that no layout shards overlaps entirely, which is a factor of 1.
             if (source_shares[:, dim] != 1).any() or (target_shares[:, dim] != 1).any():
                 # Blocks of one dim overlap at most by the smaller of the two.
                 common_share *= np.minimum(source_shares[:, dim, None], target_shares[:, dim])

@@ -109,6 +109,7 @@ class AxisTables:
         self.size = model.mesh.device_matrix[axis]
         self.choices = choices
         self.weights = weights
+        # Links instead of the index: axes over equal links share tables.
         self._key = (model.links.levels[axis], weights)
         self._tables = tables
         self._reads: dict[object, ReadLayouts] = {}
@@ -133,6 +134,8 @@ class AxisTables:
         while True:
             sizes, factors = self._build_tables()
             scopes = tuple(scope for scope, _ in factors)
+            # The order of elimination depends on sizes and scopes only, which most axes have in
+            # common.
             key = (tuple(sizes), scopes)
             try:
                 if key not in eliminations:
@@ -164,6 +167,7 @@ class AxisTables:
 
     def _valid_choices_on_axis(self, index: int, variable: OpVariable) -> tuple[int, ...]:
         if variable.pinned is not None:
+            # A single choice, so that the pin costs the elimination nothing.
             return (self.choices[index][self.axis],)
         op_type, shard_counts = variable.op_type, self.shard_counts[index]
         # Only factors whose shards over all other axes are divisible by this axis; `NO_CUT` is
@@ -208,6 +212,7 @@ class AxisTables:
         cost = weights.forward * forward + weights.backward * backward
         if rule is not None and rule.reductions is not no_reductions and choice != NO_CUT:
             for reduction in rule.reductions(variable.op, counts_by_factor):
+                # Over this axis alone: each other axis counts its collective when it is decided.
                 if op_type.factors[choice] in reduction.factors:
                     seconds = self.model.inner_collective_seconds(
                         reduction, (self.axis,), variable.differentiable, (forward, backward)
@@ -236,6 +241,8 @@ class AxisTables:
         if value.requires_grad:
             cost += self.model.parameter_update_seconds(parameter_bytes, num_shards)
             if choice not in own_factors:
+                # Stored and updated in the stored dtype, but gathered and reduced in the dtype of
+                # use.
                 shard_bytes = value.numel * value.itemsize / num_shards
                 is_partial = choice != NO_CUT and variable.differentiable
                 axes = (self.axis,)
@@ -270,6 +277,7 @@ class AxisTables:
             costs = self._redistribution_table(
                 len(edge.value.shape), num_bytes, edge.differentiable, edge.is_shared_parameter
             )
+            # A row for each choice of the producer; several choices may give one layout.
             costs = costs[[table_index(layout) for layout in produced.layouts]]
             # No table: the edge costs nothing, and need not connect its operators in the
             # elimination.
@@ -278,6 +286,7 @@ class AxisTables:
             reads: dict[int, ReadLayouts] = {}
             for consumer, input_index in consumers:
                 layouts = self._read_layouts(edge, consumer, input_index)
+                # An operator that reads the value twice has one variable, and reads both layouts.
                 reads[consumer] = (
                     union_of_reads(reads[consumer], layouts) if consumer in reads else layouts
                 )
@@ -382,6 +391,8 @@ class AxisTables:
             layouts = []
             for choice in options:
                 dim = op_type.input_dims[choice][input_index]
+                # Without a gradient, reading the full value as `PARTIAL` is the same as
+                # `REPLICATED`.
                 is_partial = dim == NO_CUT and choice != NO_CUT and edge.differentiable
                 layouts.append(frozenset((PARTIAL if is_partial else dim,)))
             self._reads[key] = tuple(layouts)

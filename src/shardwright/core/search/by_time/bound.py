@@ -62,6 +62,7 @@ class _MessagePassing:
 
     def __init__(self, tables: CountTables) -> None:
         self.tables = tables
+        # By layout instead of choice: all choices with one layout pay equally for the edge.
         self._messages = [
             [np.zeros(len(end.first_of_layout)) for end in table.table_ends]
             for table in tables.edge_tables
@@ -76,6 +77,7 @@ class _MessagePassing:
         the bound."""
         best_bound = -np.inf
         for _ in track(range(MAX_ROUNDS), on_share):
+            # The forward sweep comes last, as `sent_costs` needs its messages.
             self._send_all_messages(backward=True)
             bound = self._send_all_messages(backward=False)
             # Each sweep takes as long as the one before and gains less.
@@ -196,6 +198,7 @@ def _compute_unfolded_bound(
         num_variables[variable, frozenset(shares_of_tables.items())] += 1
     bound = tables.constant
     for (variable, table_shares), count in num_variables.items():
+        # Of one operator: the table counts all operators that share the variable.
         cost = tables.op_costs[variable] / problem.variables[variable].count
         for (index, end), share in table_shares:
             cost = cost + share / edge_tables[index].edge.count * sent_costs[index][end]

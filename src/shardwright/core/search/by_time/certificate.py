@@ -97,7 +97,9 @@ def certify(request: SearchRequest, cuts: Mapping[str, Cuts]) -> CertifiedCuts:
             )
         except TooManyCutsError:
             continue
+        # No bound may exceed the objective of a plan, not even by rounding.
         return CertifiedCuts(_copy_cuts(cuts), total, min(total, bound * (1 - TABLE_PRECISION)))
+    # 0 is a lower bound of any objective, and says that no other is known.
     return CertifiedCuts(_copy_cuts(cuts), total, 0.0)
 
 
@@ -177,6 +179,7 @@ def gap_of(
     def to_primes(axes: Axes) -> Axes:
         return tuple(prime for axis in axes for prime in prime_axes_of[axis])
 
+    # Without pins and fixed outputs, as the bound is over all plans.
     request = SearchRequest(
         graph,
         primes,

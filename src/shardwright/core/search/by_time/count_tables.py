@@ -199,6 +199,7 @@ class CountTables:
 
     def _computation_costs(self, variable: OpVariable, cut_counts: Counts) -> Array:
         op_type, rule, weights = variable.op_type, variable.rule, self.weights
+        # Computation depends on numbers of shards only, which many cut counts have in common.
         distinct_counts, row_of = _distinct_rows(num_shards_of(self.axis_groups, cut_counts))
         shard_counts = [
             dict(zip(op_type.factors, map(int, row), strict=True)) for row in distinct_counts
@@ -235,8 +236,11 @@ class CountTables:
         costs = []
         for shard_axes, partial_axes in distinct_uses:
             num_shards = int(num_shards_of(self.axis_groups, shard_axes))
+            # Once for each distinct use: most cut counts shard a parameter in one of a few ways.
             cost = self._parameter_byte_cost(value, num_shards)
             if value.requires_grad:
+                # Disjoint axes: the first shard the parameter, the next reduce its gradient, the
+                # rest gather it.
                 reduce_axes = pick_axes(self.axis_groups, partial_axes, shard_axes)
                 other_axes = (
                     [len(group.axes) for group in self.axis_groups] - shard_axes - partial_axes
@@ -306,6 +310,7 @@ class CountTables:
 
     def _add_edge_table(self, edge: TensorEdge) -> None:
         sources, source_of = _distinct_rows(self._producer_layouts(edge, self._cut_counts))
+        # Any weights of the consumers prove a bound; those of the plan's costs prove a high one.
         plan_source = self._producer_layouts(edge, self._plan_counts)
         plan_costs = [
             float(self._redistribution_lower_bounds(edge, plan_source, targets)[0, 0])
@@ -324,6 +329,7 @@ class CountTables:
             # Without a table the edge is free, and need not connect its variables.
             if not scale or not table.any():
                 continue
+            # The layout in which the model returns the value follows those of all consumers.
             is_returned = consumer_index == len(edge.consumers)
             consumer = None if is_returned else edge.consumers[consumer_index]
             # A fixed layout is a single row or column: then the table belongs to the other end.
@@ -372,6 +378,7 @@ class CountTables:
         for (variable, _), (layouts, row_of), consumer_weight in zip(
             edge.consumers, layouts_of_consumers, _consumer_weights(plan_costs), strict=True
         ):
+            # As in `Objective._edge_cost`, where redistributions of parameters count as gradients.
             weight = self.weights.gradients * self.model.parameter_weight
             seconds = weight * self._redistribution_lower_bounds(edge, storage_layouts, layouts)
             least_costs = (storage_costs[:, None] + seconds).min(axis=0)
@@ -383,6 +390,7 @@ class CountTables:
         self, edge: TensorEdge, sources: Counts, targets: Counts
     ) -> LayoutTable:
         if len(sources) * len(targets) > MAX_TABLE_ENTRIES:
+            # Before the table is computed, which might not fit into memory.
             raise TooManyCutsError
         num_bytes = edge.value.numel * edge.value.itemsize
         return self._bound.between(sources, targets, num_bytes, edge.differentiable)
@@ -404,6 +412,7 @@ def _distinct_rows(rows: Counts) -> tuple[Counts, npt.NDArray[np.intp]]:
 
 def _consumer_weights(costs: Sequence[float]) -> list[float]:
     """Return consumer weights of sum 1: equal among the consumers with the largest cost, else 0."""
+    # Where nothing is redistributed in the plan, all consumers have equal weight.
     highest = max(costs, default=0.0)
     is_highest = [each >= highest * (1 - EQUAL_COST_TOLERANCE) for each in costs]
     return [float(each) / sum(is_highest) for each in is_highest]

@@ -43,6 +43,7 @@ def factor_between(row: int | None, column: int | None, table: Table) -> Factor:
         scope = tuple(variable for variable in (row, column) if variable is not None)
         return scope, table.reshape(-1) if scope else table.reshape(())
     if row == column:
+        # As of an edge between repeated blocks, whose producer and consumer share a variable.
         return (row,), np.diagonal(table)
     return ((row, column), table) if row < column else ((column, row), table.T)
 
@@ -116,6 +117,8 @@ class Elimination:
         self._position = [0] * len(sizes)
         for position, variable in enumerate(self._order):
             self._position[variable] = position
+        # By position in the order: (table index, scope) of the tables whose first variable is
+        # there.
         buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
         # Tables without variables: arguments, or results of eliminating the last variable of a
         # connected component.
@@ -125,6 +128,7 @@ class Elimination:
         self._steps: list[_EliminationStep] = []
         num_tables = len(scopes)
         for position, variable in enumerate(self._order):
+            # A variable without a table takes its first choice.
             if buckets[position]:
                 step = self._elimination_step(variable, buckets[position], limit)
                 self._steps.append(step)
@@ -170,6 +174,7 @@ class Elimination:
             table, shape = step.addends[0]
             total = all_tables[table].reshape(shape)
             for table, shape in step.addends[1:]:
+                # Not in place: `total` may be a view of a table of the caller.
                 total = total + all_tables[table].reshape(shape)
             # `argmin` returns the first of equal costs, so that plans are the same in every run.
             best_choices.append(total.argmin(axis=step.axis))
@@ -178,6 +183,7 @@ class Elimination:
         # Backwards: the best choice of a variable depends on those eliminated after it.
         for step, best in zip(reversed(self._steps), reversed(best_choices), strict=True):
             choices[step.variable] = int(best[tuple(choices[v] for v in step.other_variables)])
+        # Each connected component of variables leaves one constant.
         return Minimum(sum(float(all_tables[table]) for table in self._constants), tuple(choices))
 
 

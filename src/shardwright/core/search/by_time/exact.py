@@ -81,6 +81,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
     search_part, joint_part, bound_part = (subrange(request.on_share, i, 3) for i in range(3))
     # The heuristic plan first: it is the result if the tables are too large.
     plans = [cuts_of_graph(graph, search.problem, search.best(search_part))]
+    # Not folded: the optimum may cut repeated blocks differently.
     unfolded_search = timed_search(request, fold=False)
     try:
         tables = _JointTables(
@@ -91,6 +92,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
             cuts, least_sum = tables.solve(
                 weights, subrange(joint_part, share_index, len(unfolded_search.exposed_shares))
             )
+            # Every λ proves a bound.
             bound = max(bound, least_sum)
             # The cuts minimize a lower bound; shared redistributions may make others cheaper.
             local_search(
@@ -99,6 +101,7 @@ def search_exactly(request: SearchRequest) -> CertifiedCuts:
             plans.append(cuts_of_graph(graph, unfolded_search.problem, cuts))
     except TablesTooLargeError as reason:
         logger.info("mode='exact' stops early: %s", reason)
+    # By the objective itself, as each plan minimizes another approximation of it.
     best = min(plans, key=lambda plan: unfolded_search.total(unfolded_search.cost(plan)))
     certified = certify(replace(request, on_share=bound_part), best)
     # Both bounds hold, and the larger says more. No bound may exceed the cost by rounding.
@@ -187,6 +190,7 @@ class _JointTables:
         if variable.pinned is not None:
             return [variable.pinned]
         matrix = self.model.mesh.device_matrix
+        # Axes of one device would only repeat each combination.
         axes = [axis for axis, size in enumerate(matrix) if size > 1]
         names, limits = variable.op_type.factors, variable.op_type.limits
         all_cuts: list[Cuts] = []
@@ -242,6 +246,7 @@ class _JointTables:
         weights: Weights,
     ) -> Table:
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        # An upper bound of the number of searches for steps, as some pairs may be cached.
         if len(self._redistributions) + len(rows) * len(columns) > MAX_REDISTRIBUTIONS:
             raise TablesTooLargeError(
                 f"the exact search needs costs of more than {MAX_REDISTRIBUTIONS:,} "

@@ -69,21 +69,26 @@ def local_search(
                 1.0, 1 - (max_cached_edges - objective.num_cached_edges) / MAX_NEW_EDGE_COSTS
             )
             on_share(max(visit_share, edge_cost_share))
+            # Not before sorting: changes of neighbors earlier in the round may have removed
+            # redistributions.
             if neighborhood.redistribution_seconds(cuts) <= MIN_COMMUNICATION_SHARE * best_total:
                 continue
             if objective.num_cached_edges > max_cached_edges:
                 return
             index = neighborhood.index
+            # Without this operator, so that other cuts need only the costs of its own edges.
             other_cost = total_cost.plus(neighborhood.cost(cuts), -1)
             # A list, since `cuts` changes in the loop.
             for new_cuts in list(neighborhood.nearby_cuts(cuts)):
                 previous_cuts, cuts[index] = cuts[index], new_cuts
+                # Computed again for each of the cuts, as an accepted change lowers the total.
                 bound = best_total * (1 - min_gain)
                 new_cost = neighborhood.cost_with_others(other_cost, cuts, total, bound)
                 if new_cost is not None:
                     total_cost, best_total = new_cost, total(new_cost)
                 else:
                     cuts[index] = previous_cuts
+        # Another round would start from the same cuts.
         if best_total >= previous_total * (1 - min_gain):
             return
 
@@ -167,6 +172,8 @@ class _OperatorWithEdges:
             SharedTensor(self._dims_at_edge_end(own_end), self._layout_at_edge_end(other_end, cuts))
             for edge in self.edges
             for other_end in edge.ends()
+            # Not between repeated blocks that share this variable: their cuts would change
+            # together.
             if other_end.variable != self.index
             for own_end in edge.ends()
             if own_end.variable == self.index

@@ -35,6 +35,7 @@ def log_costs(
     edges_around = problem.edges_around()
     mesh = objective.model.mesh
     for index, variable in enumerate(problem.variables):
+        # The operators that the symbolic search logs, so that the two logs can be compared.
         if not variable.op_type.is_main or variable.pinned is not None:
             continue
         op_type, current_factors = variable.op_type, factor_of_axis(cuts[index])
@@ -52,6 +53,8 @@ def log_costs(
                 label = (
                     "no_cut" if factor == NO_CUT else op_type.labels[op_type.choices.index(factor)]
                 )
+                # Of one block, without the number of its repetitions: the log is about single
+                # operators.
                 redistribution_seconds = sum(
                     weights.weighted_seconds(objective.edge(edge, all_cuts))
                     for edge in edges_around[index]

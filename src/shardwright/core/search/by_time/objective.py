@@ -67,6 +67,7 @@ class ObjectiveCost:
                 slows down the computation that it overlaps.
         """
         micro_batch_seconds = micro_batches * (self.forward + self.backward + self.redistributions)
+        # What is not exposed overlaps computation, and slows it down.
         exposed = self.exposed + slowdown * (self.gathers + self.gradients - self.exposed)
         return (
             micro_batch_seconds
@@ -116,6 +117,7 @@ class Objective:
         Args:
             cuts: the axes of each factor of each variable.
         """
+        # Costs of operators need no search for steps, so that they are exact from the start.
         op_costs = ObjectiveCost()
         for variable, op_cuts in zip(self.problem.variables, cuts, strict=True):
             op_costs = op_costs.plus(self.operator(variable, op_cuts), variable.count)
@@ -148,6 +150,7 @@ class Objective:
                 base = base.plus(cost, edge.count)
             else:
                 bounded_edges.append((edge.count * cost.redistributions, edge))
+        # Bounds of all edges whose cost is not computed yet.
         bound_seconds = sum(edge_bound for edge_bound, _ in bounded_edges)
         # The largest bound first: its cost is most likely to lift the total above `bound`.
         for edge_bound, edge in sorted(bounded_edges, key=lambda each: -each[0]):
@@ -159,6 +162,7 @@ class Objective:
 
     def operator(self, variable: OpVariable, cuts: Cuts) -> ObjectiveCost:
         """Return the cost of one operator and of the parameters that only this operator reads."""
+        # Equal cuts in another order of factors are computed again, but not wrongly.
         key = (id(variable), tuple(cuts.items()))
         if key not in self._operators:
             self._operators[key] = self._operator_cost(variable, cuts)
@@ -177,6 +181,7 @@ class Objective:
                         reduction, axes, variable.differentiable, computation
                     )
                 )
+        # Collectives inside kernels count as redistributions, since each micro-batch repeats them.
         cost = ObjectiveCost(forward, backward, reduction_seconds)
         input_layouts, _ = self.layouts(variable, cuts)
         for input_index in variable.own_parameters:
@@ -233,6 +238,7 @@ class Objective:
         # Its seconds count as `gradients`, which `add_edges` does not bound; 0 is a bound too.
         if edge.is_shared_parameter:
             return ObjectiveCost(), False
+        # In the dtype of use: activations are redistributed as they are computed.
         num_bytes = edge.value.numel * edge.value.itemsize
         seconds = max(
             self._redistribution_bound.seconds(source, target, num_bytes, edge.differentiable)
@@ -307,5 +313,7 @@ class Objective:
             if value.requires_grad
             else 0.0
         )
+        # A `mem_coeff` below the default favors replicated parameters
+        # (`TimedStep.parameter_weight`).
         seconds *= self.model.parameter_weight
         return ObjectiveCost(gradients=seconds, update=update, parameter_bytes=parameter_bytes)

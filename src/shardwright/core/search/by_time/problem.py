@@ -128,6 +128,8 @@ class SearchProblem:
         """Return the factor index that each variable cuts (or `NO_CUT`) if an axis of `axis_size`
         devices is data parallel."""
         if axis_size not in self._data_parallel_choices:
+            # As if no other axis cut anything: the caller that copies the choices checks that sizes
+            # are divisible.
             shard_counts = [(1,) * len(op_type.factors) for op_type in self.indexed.op_types]
             level = AxisLevel(self.indexed, shard_counts, axis_size)
             level.decide_remaining()
@@ -164,6 +166,7 @@ def search_problem(
     """
     pins = tuple((name, tuple(cuts.items())) for name, cuts in pinned.items())
     passed_in = tuple((arrivals or {}).items())
+    # A rule that is registered later changes the variables.
     key = num_rules(), pins, tuple(outputs.items()), passed_in, fold
     cached = _LAST_PROBLEM.get(graph)
     if cached is None or cached[0] != key:
@@ -221,6 +224,7 @@ def _op_folding_key(op: Op, work: Work, pinned: Mapping[str, Cuts], outputs: Out
     `OpType`s are equal."""
     cuts = pinned.get(op.name)
     pin = None if cuts is None else tuple(cuts.items())
+    # The gradients that an operator computes decide the seconds of its backward pass.
     requires_grad = tuple(value.requires_grad for value in (*op.inputs, *op.outputs))
     return id(work), requires_grad, pin, outputs.get(op.name)
 
@@ -262,6 +266,7 @@ def _tensor_edges(
             op, output_index = op_and_output
             producer = (variable_of[op], output_index)
             axes = outputs.get(graph.ops[op].name, (None,) * (output_index + 1))[output_index]
+        # A value may require a gradient although no consumer sends one back.
         has_gradient = value.requires_grad and (
             value in returned_values
             or any(variables[consumer].differentiable for consumer, _ in consumers)
@@ -269,6 +274,7 @@ def _tensor_edges(
         edge = TensorEdge(
             value, producer, axes, consumers, value in replicated, has_gradient, is_parameter, 0
         )
+        # Equal for the values between corresponding operators of repeated blocks.
         key: Hashable = (
             producer,
             axes,
@@ -328,6 +334,7 @@ def block_runs(indexed: IndexedGraph, op_keys: Sequence[Hashable]) -> list[Block
     Args:
         op_keys: a hashable key of each operator; operators are equal if their keys and types are.
     """
+    # Numbers instead of keys, so that NumPy compares all operators one period apart at once.
     number_of_key: dict[Hashable, int] = {}
     keys = np.array(
         [
@@ -357,6 +364,7 @@ def _find_longest_repeated_run(
     """
     best_start, length = (0, 0), 0
     segment_keys = keys[start:stop]
+    # A longer period would leave no room for `MIN_BLOCKS` blocks.
     for period in range(1, (stop - start) // MIN_BLOCKS + 1):
         # A longer period has fewer operators to compare, and so no longer run.
         if length >= stop - start - period:
@@ -402,6 +410,7 @@ def _reads_corresponding_inputs(indexed: IndexedGraph, op: int, period: int) -> 
     constants whose consumers are all one period apart.
     """
     for value, later in zip(indexed.inputs[op], indexed.inputs[op + period], strict=True):
+        # One value that all blocks read, such as a mask.
         if value == later:
             continue
         producer, later_producer = indexed.producer[value], indexed.producer[later]

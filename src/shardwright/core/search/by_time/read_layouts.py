@@ -109,6 +109,7 @@ def layout_sets(
     all_layouts = sorted(
         frozenset().union(returned, *(read for reads in consumers for read in reads))
     )
+    # An operator that reads the value twice may need more layouts at once than the limit.
     max_size = max(MAX_LAYOUTS, max(len(read) for reads in consumers for read in reads))
     sets = tuple(
         layouts

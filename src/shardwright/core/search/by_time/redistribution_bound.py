@@ -39,6 +39,7 @@ class RedistributionBound:
 
     def __init__(self, links: Links) -> None:
         levels = links.cluster.levels
+        # The best of this level and all slower ones: a cluster may have a faster level further out.
         fastest_rates = [max(level.rate for level in levels[n:]) for n in range(len(levels))]
         seconds_per_byte = [1 / rate for rate in fastest_rates]
         # Bytes that cross slower links are among those counted at faster ones, so that each level
@@ -46,6 +47,7 @@ class RedistributionBound:
         self._added_seconds_per_byte = [
             after - before for before, after in pairwise([0.0, *seconds_per_byte])
         ]
+        # The link with the lowest latency: no message takes less, wherever it goes.
         self._latency = min(level.call + level.latency for level in levels)
         self._mesh = links.mesh
         # An axis that crosses several levels counts as the fastest, which can only lower the bound.
@@ -65,6 +67,7 @@ class RedistributionBound:
             num_bytes: bytes of the full value.
             differentiable: whether the seconds of redistributing the gradient back are added.
         """
+        # By layouts alone: the seconds are linear in the bytes.
         key = source.axes, source.partial, target.axes, target.varying, differentiable
         if key not in self._cache:
             seconds_per_byte, latency = self._seconds_per_byte_and_latency(
@@ -90,6 +93,7 @@ class RedistributionBound:
         received = self._min_received_fraction(source, partial_axes, target, 0)
         seconds_per_byte = self._added_seconds_per_byte[0] * received
         for crossed, added in enumerate(self._added_seconds_per_byte[1:], start=1):
+            # No bytes cross the links of a level that no axis spans.
             if added and self._devices_inside[crossed] < self._devices_inside[-1]:
                 seconds_per_byte += added * self._min_received_fraction(
                     source, partial_axes, target, crossed

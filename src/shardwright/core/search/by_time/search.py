@@ -158,6 +158,7 @@ class TimedSearch:
             # Local search may end at the same cuts from both starts; equal cuts are returned once.
             if all(cuts != earlier_cuts for _, earlier_cuts in totals):
                 totals.append((self.total(self.objective.cost(cuts)), cuts))
+        # By the objective alone, as cuts are dicts and cannot be compared.
         totals.sort(key=itemgetter(0))
         # Only the best cuts, which stay the best: a change is kept only if it lowers the objective.
         self._swap_axes_and_improve(totals[0][1], swap_part)
@@ -202,6 +203,7 @@ class TimedSearch:
         # λ at the present cuts: 1 where communication is exposed, 0 where it is hidden.
         weights = self.weights(1.0 if is_exposed or self.model.shares_processor else 0.0)
         swap_part, local_search_part = (subrange(on_share, index, 2) for index in range(2))
+        # Without a swap local search would start from the cuts at which it has ended before.
         if swap_axes(self.objective, cuts, self.total, weights, swap_part):
             local_search(self.objective, cuts, self.total, MAX_ROUNDS, MIN_GAIN, local_search_part)
 
@@ -213,6 +215,7 @@ class TimedSearch:
         that a neighbor can read without redistribution. So neither order is always better.
         """
         levels = self.model.links.levels
+        # An axis that crosses several levels counts as the fastest of them.
         inwards = sorted(self.axes, key=lambda axis: -levels[axis][0][0])
         outwards = sorted(self.axes, key=lambda axis: (-levels[axis][0][0], -axis))
         return [inwards] if inwards == outwards else [inwards, outwards]
@@ -227,6 +230,7 @@ class TimedSearch:
             The cuts before copying choices between axes and, if copying decreases the objective,
             those after it.
         """
+        # Pins are neighbors of all other operators from the first axis on.
         choices = self._pinned_choices()
         decide_part, refine_part, copy_part, second_refine_part = (
             subrange(on_share, index, 4) for index in range(4)
@@ -239,6 +243,7 @@ class TimedSearch:
             choices, exposed_share, total, refine_part, up_to_date={*order[-1:]}
         )
         results = [self._convert_choices_to_cuts(choices)]
+        # All axes are decided again then, as copies may have changed several of them.
         if self._copy_choices_between_axes(choices, best, copy_part):
             self._redecide_axes(
                 choices,
@@ -366,6 +371,7 @@ class TimedSearch:
         """
         previous_choices = [row[axis] for row in choices]
         self._decide_axis(choices, axis, exposed_share)
+        # Spares the objective, which takes longer to compute than to compare the choices.
         if [row[axis] for row in choices] == previous_choices:
             return best_total
         cost = self._compute_cost_if_below(choices, best_total)

@@ -143,6 +143,7 @@ class _AxisSwap:
         self.changed_variables = [
             index for index, (current, swapped) in enumerate(pairs) if current != swapped
         ]
+        # The combination at hand, which `_select_combination` changes in place.
         self._cuts = list(cuts)
         changed = {*self.changed_variables}
         self._ops_of_edge = {
@@ -150,6 +151,7 @@ class _AxisSwap:
             for edge in objective.problem.edges
             if any(end.variable in changed for end in edge.ends())
         }
+        # Less all that the swap may change, so that a combination only adds its own costs.
         for variable in self.changed_variables:
             total_cost = self._add_operator_cost(total_cost, variable, -1)
         for edge in self._ops_of_edge:
@@ -170,6 +172,7 @@ class _AxisSwap:
         tabulated = {
             edge: ops for edge, ops in self._ops_of_edge.items() if len(ops) <= MAX_OPS_PER_TABLE
         }
+        # Every operator has both axes at one factor, or neither.
         if not self.changed_variables:
             return None
         op_tables = [self._operator_table(op) for op in self.changed_variables]
@@ -183,6 +186,7 @@ class _AxisSwap:
         cost_without_swap = sum(float(table.flat[0]) for table in tables)
         try:
             elimination = Elimination([2] * len(op_tables), scopes)
+        # Too many connected operators for an exact minimum: this pair of axes stays as it is.
         except TooWideError:
             return None
         for _ in range(MAX_EVALUATED_COMBINATIONS):
@@ -199,6 +203,7 @@ class _AxisSwap:
             if self.objective.num_cached_edges == num_cached_edges:
                 return None
             for (edge, ops), table in zip(tabulated.items(), edge_tables, strict=True):
+                # Costs that were computed on the way are cached by now, and replace their bounds.
                 table[tuple(minimum.choices[number_of_op[op]] for op in ops)] = (
                     self._lower_bound_of_edge(edge)
                 )

@@ -117,6 +117,7 @@ class LocalProblem:
         cheapest: list[dict[str, Axes]] = []
         for cuts in candidates:
             cost = self.cost(cuts, least_cost)
+            # `cost` gives None above the bound, so a different cost is a lower one.
             if cost is not None and cost != least_cost:
                 least_cost, cheapest = cost, []
             if cost is not None and cuts not in cheapest:
@@ -130,6 +131,7 @@ class LocalProblem:
         `bound`."""
         inputs, outputs = self.rule.layouts(self.mesh, cuts)
         tensors = zip((*self.inputs, *self.outputs), (*inputs, *outputs), strict=True)
+        # The cheap terms first, so that the bound may end the sum over redistributions early.
         memory = sum(context.local_bytes(layout) for context, layout in tensors)
         reduction_bytes = sum(
             context.communication_volume(layout, without_partial(layout), ())
@@ -193,6 +195,7 @@ class LocalProblem:
         ]
         options = all_factors if prod(map(len, all_factors)) <= MAX_CUTS else neighbor_factors
         yielded = set()
+        # Limited here too, as the factors of neighbors alone may have more combinations.
         for chosen in islice(product(*options), MAX_CUTS):
             assigned = {
                 axis: factor
@@ -200,6 +203,7 @@ class LocalProblem:
                 for axis in group
                 if factor is not None
             }
+            # Where two axes cut one dim, their order decides whose layout the operator matches.
             for preferred in self._axis_orders():
                 cuts = self.nearby.divisible(assigned, preferred)
                 key = tuple(cuts.items())
@@ -219,6 +223,8 @@ class LocalProblem:
 
     def _factors_cut_by_neighbors(self, group: Axes) -> tuple[str | None, ...]:
         """Return the factors that neighbors cut over the axes of `group`, then None for no cut."""
+        # All axes of a group have one placement in each neighbor's layout, so the first stands for
+        # all.
         matching = [factors for factors in self.nearby.matching_neighbors() if group[0] in factors]
         return (*dict.fromkeys(factors[group[0]] for factors in matching), None)
 

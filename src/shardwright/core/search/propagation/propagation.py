@@ -55,6 +55,7 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
     cuts = propagation.cuts
     unreached = [op.name for op in graph.ops if op.name not in cuts]
     if unreached:
+        # Pins are in `cuts` already.
         data_parallel_cuts = semi_auto(graph, request.mesh, {})
         cuts.update({name: data_parallel_cuts.get(name, {}) for name in unreached})
     return {op.name: cuts[op.name] for op in graph.ops if cuts[op.name]}
@@ -106,11 +107,13 @@ class _CutsPropagation(DecidedLayouts):
     def _enqueue_neighbors(self, op: Op, gradient_queue: deque[Op], other_queue: deque[Op]) -> None:
         for value, neighbor in self.neighbors(op):
             if neighbor.name not in self.cuts:
+                # A parameter that layers share has a gradient too, but is no path for the batch.
                 has_gradient = value.requires_grad and value in self.data_values
                 (gradient_queue if has_gradient else other_queue).append(neighbor)
 
     def refine(self, pinned: Mapping[str, Cuts]) -> None:
         """Decide operators again until the bytes of redistributions stop decreasing."""
+        # Operators without a path to a pin are not in `cuts` yet, and are not decided by neighbors.
         free_ops = [op for op in self.graph.ops if op.name in self.cuts and op.name not in pinned]
         previous_bytes = self._total_redistribution_bytes()
         for _ in range(MAX_ROUNDS):
@@ -130,6 +133,7 @@ class _CutsPropagation(DecidedLayouts):
 
     def _total_redistribution_bytes(self) -> int:
         return sum(
+            # No factors are needed for the bytes between two given layouts.
             tensor_context(value, ()).redistribution_bytes(*layouts)
             for value in self.consumer_layouts
             for layouts in self.redistributions(value)
@@ -177,6 +181,8 @@ class _CutsPropagation(DecidedLayouts):
             for value, dims in zip(op.inputs, rule.inputs, strict=True)
         )
         outputs = tuple(
+            # The operator is not decided yet, so nothing fixes the layout in which it computes its
+            # outputs.
             tensor_context(value, dims, None, self.other_consumer_layouts(op, value))
             for value, dims in zip(op.outputs, rule.outputs, strict=True)
         )

@@ -61,6 +61,7 @@ class RecomputeCosts:
         """Return the costs in FLOPs of moved and sent bytes on a device of `cluster` that computes
         in `dtype`."""
         rate = cluster.device.rate(dtype)
+        # One rate for all redistributions, whose axes are not known here.
         fastest = max(level.bandwidth for level in cluster.levels)
         return cls(rate / cluster.device.stream_bandwidth, rate / fastest)
 
@@ -108,6 +109,7 @@ class RecomputeBlocks:
         self.graph, self.mesh, self.decisions, self.stage_of = graph, mesh, decisions, stage_of
         self._saved = {op.name: saved_tensors(op) for op in graph.ops}
         self._estimate = ActivationEstimate(graph, self._saved, mesh, decisions)
+        # With the recomputation that the user has marked, and no other.
         self._plain_flow = communication(graph, mesh, decisions)
         flow = self._plain_flow
         self._transfers = OperatorTransfers(graph, flow.routes, flow.reductions)
@@ -140,6 +142,7 @@ class RecomputeBlocks:
             # only the cheap options remain.
             for depth in range(1, num_depths) or (0,)
         }
+        # All that stays saved, and one block whose activations exist again while it is recomputed.
         peaks = {depth: size + self._largest_block_bytes(depth) for depth, size in saved.items()}
         # Deep blocks save many inputs, and shallow blocks recompute many operators at once: the
         # lowest peak is in between.
@@ -193,6 +196,7 @@ class RecomputeBlocks:
     def _recompute_full_blocks(
         self, block_of: Mapping[str, tuple[int, str]], communication: bool
     ) -> dict[str, Recompute]:
+        # Operators outside of modules at this depth form no block that can run as one function.
         return {
             name: Recompute(block, communication) for name, (_, block) in block_of.items() if block
         }
@@ -233,6 +237,7 @@ class RecomputeBlocks:
             block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
         options: dict[tuple[int, str], dict[str, tuple[KnapsackItem, RecomputeByOp]]] = {}
+        # All blocks take the option at once: one pass over the graph gives the bytes of each.
         for option, recompute in self._recompute_by_option(block_of).items():
             flow = self._communication_with_recompute(recompute)
             freed = self._freed_bytes_by_block(flow, block_of)
@@ -335,6 +340,7 @@ class RecomputeBlocks:
             flow: communication with recomputation.
             block_of: (stage, module call) of each operator that may be recomputed, by name.
         """
+        # By segment name; transfers outside of segments are not repeated.
         sent: dict[str, int] = {}
         for transfer in flow.transfers:
             if transfer.segment is not None:
@@ -359,6 +365,7 @@ class RecomputeBlocks:
         """
         op, cuts = self.graph.by_name[name], self.decisions.cuts.get(name, {})
         work = work_of(op)
+        # Repeated layers with equal cuts have equal FLOPs.
         key = (id(work), *cuts.items())
         if key not in self._cached_operations:
             rule = rule_of(op)
@@ -367,6 +374,7 @@ class RecomputeBlocks:
                 size / prod(shard_counts.get(factor, 1) for factor in factors)
                 for size, factors in work.forward_bytes
             )
+            # Every cut factor divides the FLOPs, contracted ones too.
             flops = work.forward_flops / prod(shard_counts.values())
             self._cached_operations[key] = flops + self.costs.flops_per_moved_byte * moved_bytes
         return self._cached_operations[key]
@@ -419,6 +427,7 @@ class ActivationEstimate:
         memory have equal keys."""
         first_ops = _first_consumer_by_transfer(self.graph, flow)
         for op in self.graph.ops:
+            # Inside a segment `torch.utils.checkpoint` drops what autograd would save.
             segment = flow.segment_of.get(op.name)
             if segment is None:
                 saved = self.saved[op.name]
@@ -466,6 +475,7 @@ class ActivationEstimate:
         value, layout = reference
         if value.numel < prod(shape):
             return 1 / prod(map(self._mesh.size, self._cuts.get(op.name, {}).values()))
+        # A tensor may be empty.
         return _local_numel(value, layout) / max(value.numel, 1)
 
     def _saved_tensor_of_input(
@@ -518,6 +528,7 @@ def _first_consumer_by_transfer(graph: Graph, flow: Communication) -> dict[Trans
     for op in graph.ops:
         for index in range(len(op.inputs)):
             for transfer in flow.routes[op.name, index]:
+                # Operators come in graph order, so the first entry stays.
                 first_ops.setdefault(transfer, op.name)
     return first_ops
 

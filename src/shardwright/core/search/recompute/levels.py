@@ -63,6 +63,7 @@ class StageLevels:
     def __init__(self, blocks: Sequence[RecomputeBlock], saved_bytes: int, in_flight: int) -> None:
         self._blocks = blocks
         self._items = [[item for item, _ in block.options.values()] for block in blocks]
+        # A block takes at most one option.
         self._freeable_bytes = sum(max(item.freed for item in items) for items in self._items)
         self._cached_recompute: dict[int, RecomputeByOp] = {}
         min_saved_bytes = saved_bytes - self._freeable_bytes
@@ -74,6 +75,7 @@ class StageLevels:
     def _freed_bytes_and_options(self) -> list[tuple[int, str]]:
         """(freed bytes, option of all blocks) of each level, by freed bytes ascending; the option
         is "" if a knapsack chooses the option of each block."""
+        # By freed bytes, so that options which free equally many are one level.
         steps = {self._freeable_bytes * step // NUM_LEVELS: "" for step in range(NUM_LEVELS + 1)}
         for option in UNIFORM_OPTIONS:
             # Replaces a combination that frees equally many bytes by what users configure by hand.
@@ -91,6 +93,7 @@ class StageLevels:
 
     def freed_share(self, level: int) -> float:
         """Return the fraction of the freeable activation bytes that a recomputation level frees."""
+        # A stage without blocks frees nothing.
         return self._freed_bytes_and_options[level][0] / max(self._freeable_bytes, 1)
 
     def first_level_freeing(self, freed_share: float) -> int:
@@ -279,6 +282,7 @@ class RecomputeLevels:
             other_bytes: bytes per device of each stage without activations.
             limit: memory limit in bytes per device.
         """
+        # The first depth of the first group has the lowest estimated peak.
         stages = self.at_depth(self.depths[0][0])
         sizes = zip(stages, other_bytes, strict=True)
         return with_recompute(
@@ -300,6 +304,7 @@ class RecomputeLevels:
         return saved_bytes
 
     def _stage_of_op(self, op: Op) -> int:
+        # Without stages `chunk_of` is empty, and chunk 0 has all operators.
         return self._pipeline.stage_of(self._pipeline.chunk_of.get(op.name, 0))
 
 
@@ -335,4 +340,5 @@ def with_recompute(
     """
     by_stage = (stage.recompute_of(level) for stage, level in zip(stages, levels, strict=True))
     recompute_of_stages = {name: recompute for each in by_stage for name, recompute in each.items()}
+    # No conflicts: operators that the user recomputes belong to no block.
     return replace(decisions, recompute={**decisions.recompute, **recompute_of_stages})

@@ -91,6 +91,7 @@ class RecomputeSearch:
             for stage, size in zip(stages, other_bytes, strict=True)
         ]
         self.estimate_fits = max_ratio is not None and max_ratio * max(self._estimates) <= limit
+        # The measured peak of each level, for each stage.
         self._peaks: list[dict[int, int]] = [{} for _ in stages]
         self._measured_levels: dict[object, set[int]] = {stage.key: set() for stage in stages}
         self._fully_recomputed: MeasuredDecisions | None = None
@@ -115,6 +116,7 @@ class RecomputeSearch:
             stage.fully_recomputed_bytes(size)
             for stage, size in zip(self._stages, self._other_bytes, strict=True)
         ]
+        # The largest by estimate is the most likely one not to fit.
         stage_index = sizes.index(max(sizes))
         (stage,) = self._measure(self._decisions_at_levels(self._last_levels), {stage_index}).stages
         return stage
@@ -191,6 +193,7 @@ class RecomputeSearch:
         lowest_fitting = min(
             (n for n, size in peaks.items() if size <= self._limit), default=stage.last_level
         )
+        # Invariant: levels up to this one do not fit, and `lowest_fitting` does or is the last.
         highest_exceeding = max((level for level in peaks if level < lowest_fitting), default=-1)
         between = range(highest_exceeding + 1, lowest_fitting)
         if not between:
@@ -198,6 +201,7 @@ class RecomputeSearch:
         # A peak measured at the last level may be outside of passes; such a peak does not predict
         # those of lower levels.
         if highest_exceeding >= 0 or lowest_fitting < stage.last_level:
+            # The shorter the way from a measured level, the smaller the error of the estimate.
             nearest = min(peaks, key=lambda level: abs(peaks[level] - self._limit))
             guess = stage.level_freeing_more(nearest, peaks[nearest] - self._limit)
         else:

@@ -50,6 +50,7 @@ class AxisLevel:
             decided: indices of the operators whose choice is new.
         """
         graph, choice = self.graph, self.choices
+        # Breadth first, so that an operator follows the nearest of the decided ones.
         queue = deque(decided)
         while queue:
             op = queue.popleft()
@@ -77,6 +78,7 @@ class AxisLevel:
                 self._enqueue_op(consumer, dim, queue)
 
     def _is_undecided_follower(self, op: int) -> bool:
+        # Propagation leaves main operators to the decision by cost.
         return self.choices[op] == UNDECIDED and not self.graph.op_types[op].is_main
 
     def _enqueue_op(self, op: int, dim: int, queue: deque[int]) -> None:
@@ -118,6 +120,7 @@ class AxisLevel:
         factor = dims[dim]
         if factor == NO_CUT:
             return NO_CUT
+        # With the axes decided so far: each leaves smaller shards to the next.
         divides = self.graph.op_types[op].divides(factor, self.shard_counts[op], self.axis_size)
         return factor if divides else NO_CUT
 
@@ -134,6 +137,7 @@ class AxisLevel:
         undecided = [op for op, choice in enumerate(self.choices) if choice == UNDECIDED]
         for op in undecided:
             self.choices[op] = _pick_first_cut(self._choices_of_producers(op))
+        # Backwards, so that a chain of operators follows its last consumer.
         for op in reversed(undecided):
             if self.choices[op] == UNDECIDED:
                 self.choices[op] = _pick_first_cut(self._choices_of_consumers(op))
@@ -164,6 +168,7 @@ class AxisLevel:
                 if self.choices[producer] != UNDECIDED:
                     dim = graph.op_types[producer].output_dims[self.choices[producer]][output_index]
                     yield self.choice_from_input(op, input_index, dim)
+            # Parameters, buffers and inputs without a batch say nothing about the choice.
             elif (dim := graph.batch_dims[value]) != NO_CUT:
                 factor = self._factor_of_tensor_dim(op, graph.op_types[op].inputs[input_index], dim)
                 # An input whose batch is not divisible leaves the choice to the other inputs.
@@ -185,5 +190,6 @@ def _pick_first_cut(choices: Iterator[int]) -> int:
     for choice in choices:
         if choice >= 0:
             return choice
+        # `NO_CUT` is greater than `UNDECIDED`.
         preferred = max(preferred, choice)
     return preferred

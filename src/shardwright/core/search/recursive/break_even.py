@@ -23,6 +23,7 @@ def break_even_mem_coeffs(graph: Graph, mesh: DeviceMatrix) -> dict[str, float]:
         The values by operator name, without operators that have no weight or whose batch (factor I
         of MindSpore's notation) is not divisible.
     """
+    # The first axis to be decided, on which all tensors are still unsharded.
     axis_size = next((size for size in mesh.device_matrix if size > 1), None)
     if axis_size is None:
         return {}

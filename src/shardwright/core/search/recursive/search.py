@@ -210,6 +210,7 @@ def operator_costs(
 
 
 _INPUT, _OUTPUT = 0, 1
+# Neither a dim nor `NO_CUT` nor `UNDECIDED`.
 _ANY_DIM = -3
 """Sentinel dim of a model input whose batch size is not divisible by the axis: a choice that
 replicates the input costs a redistribution, and a choice that cuts any of its dims costs none."""
@@ -253,6 +254,7 @@ def _tensors_shared_with_decided_ops(
             for consumer, input_index in graph.consumers[value]
             if choice[consumer] != UNDECIDED
         }
+        # `elements` has the sizes of the inputs first.
         size = elements[len(inputs) + output_index]
         neighbors.extend((_OUTPUT, output_index, dim, size) for _, dim in reads)
     return neighbors
@@ -290,6 +292,7 @@ def _pinned_choices(
 
 def _make_no_valid_cut_error(indexed: IndexedGraph, mesh: DeviceMatrix) -> StrategyError:
     devices = mesh.num_devices
+    # No number of devices would help, so the remedy is not another number.
     if not any(limit > 1 for op_type in indexed.op_types for limit in op_type.limits):
         return StrategyError(
             f"none of the {len(indexed.names)} operators can be sharded: none has a sharding rule"
