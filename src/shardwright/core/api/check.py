@@ -150,6 +150,7 @@ class Check:
         if not self.opaque_operators:
             return self.counted_bytes == self.planned_bytes
         forward, backward = zip(self.counted_bytes, self.planned_bytes, strict=True)
+        # Opaque operators may send less in the backward pass than is planned.
         return forward[0] == forward[1] and backward[0] <= backward[1]
 
     def _repr_html_(self) -> str:
@@ -295,6 +296,7 @@ def _compare_training(
     ]
     eager = _make_eager_training(partitioned, module, leaves)
     with _convert_float64_errors(len(eager.calls)):
+        # First, as the run below trains the module itself.
         random_names = _find_random_ops(eager)
         eager_steps, output_gradients = eager.run()
     outcomes: list[Outcome] = []
@@ -303,6 +305,7 @@ def _compare_training(
         # Without micro-batches the gradients of all outputs are compared; a training step has only
         # the loss.
         if count == 1:
+            # The state has parameters and buffers, so it is passed as both.
             outcomes.append(
                 simulate(partitioned, tensors, tensors, leaves, output_gradients=output_gradients)
             )
@@ -353,6 +356,7 @@ def _compare_training(
         graph, micro_batch_leaves, whole_batch_values, loss_weight(partitioned), output_gradients
     )
     interpreted_steps = train_program(one_device, graph, state)
+    # The same run with perturbed results shows how much rounding alone can change.
     with Rounding():
         perturbed_steps = train_program(one_device, graph, state)
     rounding = Differences.between(perturbed_steps, interpreted_steps).largest
@@ -462,6 +466,7 @@ def _depends_on_seed(eager: EagerTraining, *seeds: int) -> bool:
 
 def _train_with_seed(eager: EagerTraining, seed: int) -> TrainedSteps:
     torch.manual_seed(seed)
+    # A copy, so that all runs start from the same state.
     steps, _ = replace(eager, module=copy.deepcopy(eager.module)).run()
     return steps
 

@@ -142,6 +142,7 @@ def _search(
         )
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     numbers = valid_num_micro_batches(leaves)
+    # Under a new name, as mypy does not narrow the type of `net` in the nested function.
     model, graphs = net, GraphsBySize()
 
     def prepare(number: int, captured: bool) -> PlanTask:
@@ -202,6 +203,7 @@ def plan_task(
             "`dataset_strategy='full_batch'`, or make dimension 0 the batch dimension of all "
             "inputs"
         )
+    # With micro-batches the capture has determined the batch dimensions.
     if options.num_micro_batches == 1 and options.dataset_strategy == "full_batch":
         batch_dims = other_sample_dims(graph)
     model = CapturedModel(

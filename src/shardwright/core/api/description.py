@@ -83,6 +83,7 @@ def _iterate_referenced_objects(value: Any) -> Iterator[Any]:
         yield from value
     elif isinstance(value, ModuleType):
         yield value.__name__
+    # Classes are described by their names, and modules by `_describe_module_and_code`.
     elif not isinstance(value, (type, nn.Module)):
         # Objects of other classes; some, such as locks and process groups, raise, and are opaque.
         with suppress(Exception):
@@ -117,6 +118,7 @@ def _describe_module_and_code(module: nn.Module, seen: Seen) -> Iterator[str]:
     for path, submodule in module.named_modules():
         yield f"module {path}: {_get_type_name(submodule)}"
         for name, attribute in vars(submodule).items():
+            # Parameters and buffers follow below, by shape and dtype.
             if name not in ("_parameters", "_buffers"):
                 yield name
                 yield from description_lines(attribute, seen)

@@ -54,8 +54,10 @@ class SplitBatchNorms(TorchFunctionMode):
         rows, remainder = divmod(x.shape[0], self._count)
         if remainder or (rows, *x.shape[1:]) not in self._shapes:
             return func(*args, **kwargs)
+        # The micro-batch takes the place of `input`, by position.
         others = {name: value for name, value in kwargs.items() if name != "input"}
         shards = micro_batches_of_tensor(x, 0, self._shards, self._count)
+        # These calls update the running statistics too; the caller restores the buffers.
         normalized = [func(shard, *args[1:], **others) for shard in shards]
         # Back from [micro-batch, rank, sample] to [rank, micro-batch, sample], the order of the
         # global batch.

@@ -67,6 +67,7 @@ def examine(
         operators=len(graph.ops),
         main=tuple(op.name for op, rule in rules if rule is not None and rule.main is not None),
         without_rule=tuple((op.name, str(op.target)) for op, rule in rules if rule is None),
+        # The graph lists tied parameters once.
         parameters=sum(value.numel for value in graph.parameters),
     )
 

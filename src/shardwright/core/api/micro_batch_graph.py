@@ -96,6 +96,7 @@ class MicroBatchCapture:
         Raises:
             CaptureError: if the model cannot be captured for the global batch either.
         """
+        # `_capture_with_batch_dims` sets this cause if the model rejected the micro-batch.
         if not self.averages or not isinstance(error.__cause__, CaptureError):
             return error
         # Raises its own error, if the model cannot be captured for the global batch either.
@@ -113,12 +114,14 @@ class MicroBatchCapture:
         try:
             candidates = list(JoinedDims(self._global_batch_graph).candidates(self.count))
         except CaptureError:
+            # `graph` then reports the error for the default batch dimensions.
             return None
         captured: list[tuple[Graph, SampleDims]] = []
         # First, so that it wins if several choices read equally many elements.
         if default is not None and not isinstance(default.whole_batch, str):
             captured.append((default, ()))
         for dims in candidates:
+            # The default has been captured, or has failed.
             if dims == tried:
                 continue
             # A model may reject a micro-batch along a wrong dimension.

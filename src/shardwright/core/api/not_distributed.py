@@ -44,6 +44,7 @@ def check_not_distributed(net: nn.Module) -> None:
         PlanError: for the first module or parameter that is planned, wrapped or sharded.
     """
     check_not_planned(net)
+    # Submodules too, as FSDP is often applied to each block.
     for path, module in wrapped_model(net).named_modules():
         where = _describe_module(path, module)
         for distributed_class, how in DISTRIBUTED_CLASSES.items():

@@ -104,6 +104,7 @@ def _shard_in_place_or_copy(
     # Before the capture, whose autocast regions depend on the type of the device.
     rank_device = torch.device(device) if device is not None else device_of_group()
     use_device(rank_device)
+    # The graph of a plan is that of one mode: dropout and batch norms differ in the other.
     with _with_training_mode(net, plan.training):
         graph = _capture_and_check_plan(net, plan, rank_device)
         partitioned = plan.partition(graph)
@@ -184,6 +185,7 @@ def _capture_and_check_plan(net: nn.Module, plan: Plan, device: torch.device) ->
         plan.check_fits(graph)
         if means:
             check_loss_of_batch(graph, plan.pipeline.micro_batches)
+        # Also for a graph that was captured only now.
         _check_parameters(net, plan)
     except ShardwrightError as error:
         if not without_other_ranks:
@@ -202,6 +204,7 @@ def _with_training_mode(net: nn.Module, training: bool) -> Iterator[None]:
 
     If `net` is in that mode already, modes of submodules are not changed.
     """
+    # Of each submodule, as `train` sets the mode of all.
     modes = [module.training for module in net.modules()]
     if net.training != training:
         net.train(training)
@@ -238,6 +241,7 @@ def _check_parameters(net: nn.Module, plan: Plan) -> None:
         PlanError: if a parameter is missing or has another shape, or a parameter or buffer was
             created in inference mode.
     """
+    # All names of a tied parameter, as the plan has one of them.
     named = dict(net.named_parameters(remove_duplicate=False))
     for name, tensor in (*named.items(), *net.named_buffers()):
         if tensor.is_inference():

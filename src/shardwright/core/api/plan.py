@@ -412,8 +412,10 @@ class AutoParallel(ModuleWrapper):
             ShardwrightError: errors of `plan` and `parallelize`.
         """
         (network,) = self._wrapped
+        # Strategies are constraints of the search, so they are loaded before it.
         if self._strategies is not None:
             load_strategies(network, self._strategies)
+        # Without a process group the model is planned for one device.
         devices = dist.get_world_size() if dist.is_initialized() else 1
         keywords = self.options.keywords(KeywordOptions)
         options = PlanOptions(devices=devices, mode=self.parallel_mode, **keywords)

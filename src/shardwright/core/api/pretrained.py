@@ -45,6 +45,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
                 "`transformers` and `peft` have\nwrite the model with `sw.save_state_dict(net, "
                 "path)`"
             )
+        # The other ranks have no full model to write.
         if is_rank_0():
             try:
                 earlier = _find_weight_files(folder)
@@ -57,6 +58,7 @@ def save_pretrained(net: nn.Module, folder: str | Path, **options: Any) -> None:
                         write_checksum(file)
             except Exception as error:  # Any error must reach the other ranks, which wait below.
                 error_text = f"{folder}: {type(error).__name__}: {error}"
+    # All ranks raise the error of rank 0.
     error_text = value_of_rank(error_text)
     if error_text:
         raise CheckpointError(error_text)
@@ -148,6 +150,7 @@ def _build_model(cls: Any, folder: Path, options: dict[str, Any]) -> nn.Module:
             f"{folder}/config.json cannot be loaded: {error}\ndownload the folder again"
         ) from None
     config_class = getattr(cls, "config_class", None)
+    # The `AutoModelFor...` classes have none, and take any configuration.
     if config_class is not None and not isinstance(config, config_class):
         raise CheckpointError(
             f"{folder} contains another model: {cls.__name__} needs a {config_class.__name__}, but "

@@ -134,6 +134,7 @@ def first_and_last_ranks(plan: Plan) -> list[int]:
     """Return the first and the last rank of each pipeline stage."""
     size = plan.mesh.num_devices
     ends = ((stage * size, stage * size + size - 1) for stage in range(plan.pipeline.stages))
+    # A stage of one device has the same first and last rank.
     return list(dict.fromkeys(rank for pair in ends for rank in pair))
 
 
@@ -176,6 +177,7 @@ def rehearse_rank(
     ):
         allocated, peaks = AllocatedPeak.of(device), list[int]()
         trainee = prepare(device)
+        # Before the phase ends, of which it is a component.
         clock.seconds_of["process groups"] = groups.seconds
         clock.end("start")
         step_bytes, step_ends = _instrument_training(trainee, lone_rank, clock), list[int]()

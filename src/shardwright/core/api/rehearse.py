@@ -67,6 +67,7 @@ def rehearse(
         # A copy for each rank, as the next rank takes other shards of the same parameters.
         parallel = parallelize(net, plan, rank_device, copy=True)
         assert isinstance(parallel, ParallelModule)
+        # Made of the sharded parameters, which are other objects than those of `net`.
         return _SameBatchTrainee(
             parallel, optimizer(parallel.parameters()), plan, leaves, spec, clip_norm
         )

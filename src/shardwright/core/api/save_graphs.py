@@ -16,6 +16,7 @@ from shardwright.core.runtime.devices import Devices
 from shardwright.errors import ShardwrightError
 from shardwright.text_files import write_text
 
+# Numbered in the order in which they are written.
 GRAPH = "1_graph.txt"
 PLAN = "2_plan.txt"
 ERROR = "2_error.txt"

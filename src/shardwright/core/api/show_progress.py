@@ -37,6 +37,7 @@ def show_progress(enabled: bool | None = None) -> Iterator[OnProgress]:
     notebook = Console().is_jupyter
     # Without ipywidgets `rich` cannot update a bar in a notebook.
     bar = bool(find_spec("ipywidgets")) if notebook else sys.stderr.isatty()
+    # By default nothing is shown outside of terminals and notebooks, such as in the log of a job.
     if enabled is False or not (bar or notebook or enabled):
         yield ignore_progress
     elif bar:

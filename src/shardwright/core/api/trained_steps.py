@@ -250,6 +250,7 @@ class EagerTraining:
         updated = {name: buffer.clone() for name, buffer in buffers.items()}
         with SplitBatchNorms(len(self.batch_norm_calls), self.shards, recorded.shapes):
             yield
+        # The call with the global batch has updated the buffers too.
         for name, buffer in buffers.items():
             buffer.copy_(updated[name])
 
@@ -305,6 +306,7 @@ class EagerTraining:
 
     def _get_loss_roots(self) -> list[Tensor]:
         loss_index = self.graph.output_values.index(self.graph.loss)
+        # One call for each micro-batch whose loss is summed, or a single one.
         return [
             torch.stack(
                 [self._select_output_tensors(leaves)[loss_index] for leaves in self.calls]
@@ -320,6 +322,7 @@ def _call_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _make_root_gradients(graph: Graph, roots: Sequence[Tensor]) -> list[Tensor | None]:
     root_gradients: list[Tensor | None] = []
     loss = graph.loss
+    # With micro-batches the only root is the loss.
     values = list(graph.output_values) if len(roots) == len(graph.output_values) else [loss]
     for value, tensor in zip(values, roots, strict=True):
         start = torch.ones_like(tensor) if value is loss else _make_deterministic_gradient(tensor)
@@ -375,6 +378,7 @@ def train_program(run: StepFunction, graph: Graph, state: Mapping[str, Tensor]) 
         outcome = run(trained_state)
         outputs.append([leaf.detach() for leaf in outcome.outputs if isinstance(leaf, Tensor)])
         gradients.append(outcome.gradients)
+        # An updated parameter is a leaf that requires a gradient, which autograd refuses to change.
         with torch.no_grad():
             for name, value in outcome.updates.items():
                 trained_state[name].copy_(value)

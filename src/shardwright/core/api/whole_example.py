@@ -56,6 +56,7 @@ def _get_input_shard_counts(
             )
         world = dist.get_world_size() if dist.is_initialized() else 1
         data_ranks = world // stages
+        # A scalar has no batch dimension.
         batch_rows = next((t.shape[0] for t in tensors if t.ndim), None)
         # As in `data_parallel`, tensors with as many rows as the first tensor are local batches.
         counts = [
