@@ -57,6 +57,7 @@ class OptimizerParallel:
 
     level: str = "level1"
     shard_size: int = -1
+    # The default of MindSpore's `parallel_optimizer_threshold`.
     threshold: int = 64
 
     def __post_init__(self) -> None:
@@ -129,6 +130,7 @@ def adapt_decisions(decisions: Decisions, graph: Graph, mesh: DeviceMatrix) -> D
 
     Cuts are reduced to axes by which the sizes in `graph` are divisible.
     """
+    # Storage stays, as parameters have the same shapes in every capture.
     return replace(
         decisions,
         cuts=_reduce_cuts_to_divisible_axes(decisions.cuts, graph, mesh),

@@ -43,6 +43,7 @@ class Transfer:
         """Bytes that one device sends for the transfer in the backward pass, to redistribute the
         gradient and to repeat the forward step in a recomputed segment."""
         repeated_bytes = self.forward_bytes if self.is_repeated else 0
+        # A segment also repeats transfers without a gradient, such as those of a mask.
         if not self.trained:
             return repeated_bytes
         return repeated_bytes + self.step.backward_bytes(self.value.shape, self.value.itemsize)

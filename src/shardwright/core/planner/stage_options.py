@@ -40,7 +40,7 @@ class StageOptions:
     def add_recomputation(self) -> None:
         """Add the seconds of the recomputation that every plan needs to `min_seconds`."""
         self.recompute_seconds = self.recompute_bound(None)
-        # Added: recomputation comes on top of the computation that `min_seconds` bounds.
+        # `recompute_seconds` is without the computation, which `min_seconds` has already.
         self.min_seconds += self.recompute_seconds
 
 
