@@ -569,3 +569,34 @@ def test_random_numbers_of_a_backward_pass_are_equal_on_all_devices() -> None:
     net, batch = Rows(Noisy.apply), (torch.randn(8, 8),)
     check = sw.check(net, batch, None, sw.plan(net, batch, devices=4))
     assert check.random_operators and check.passes(), str(check)
+
+
+class Logarithm(Function):
+    """Its gradient is finite at 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.log()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / (ctx.saved_tensors[0] + 1)
+
+
+class Clamped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_infinite_inputs_have_the_values_and_gradients_of_eager() -> None:
+    def of_infinite(y: Tensor) -> Tensor:
+        scores = y.masked_fill(torch.arange(8) > 5, -torch.inf)
+        return Reversed.apply(scores, 0.3).softmax(-1) + Clamped.apply(Logarithm.apply(y.relu()))
+
+    check_trains_as_eager(net_with(of_infinite), torch.randn(8, 8))

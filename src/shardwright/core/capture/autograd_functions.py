@@ -6,8 +6,8 @@ calling `backward`. A trial on random numbers finds which of two methods gives t
 `backward`:
 
 - **Factor.** The gradient of an input is the gradient of the output times an elementwise factor, as
-  for activations, straight-through estimators and gradient reversal. The captured expression
-  `y + (x - x.detach()) * factor` has the value `y` and this gradient.
+  for activations, straight-through estimators and gradient reversal. The captured operator
+  `with_gradient_of(x * factor, y)` has the value `y` and this gradient.
 - **Operators.** `backward` computes the derivative of `forward`, for example with less memory. Then
   the operators of `forward` are differentiated like other operators of the model.
 
@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shardwright.core.capture.annotations import tagging_checkpoint
 from shardwright.core.capture.function_trials import CHANGES_INPUT, FACTOR, OPERATORS, called, trial
 from shardwright.core.capture.functions_in_full import traced_in_full
+from shardwright.core.graph.custom_ops import with_gradient_of
 from shardwright.core.torch_internals.autograd import (
     functions_applied_by,
     in_differentiating_transform,
@@ -142,14 +143,21 @@ def _multiply_by_factor(
     # Detached: the gradient flows through the factors alone.
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
     y, backward, _ = called(function, detached, kwargs)
-    zeros = [
-        # Zero in the forward pass, with the derivative `factor` with respect to `x`.
-        ((x - x.detach()) * factor.detach()).to(y.dtype)
+    products = [
+        # With the derivative `factor` with respect to `x`.
+        (x * factor.detach()).to(y.dtype)
         for x, factor in zip(args, backward(torch.ones_like(y)), strict=True)
         if factor is not None
     ]
-    result: Tensor = sum(zeros, y)
-    return result
+    if not products:
+        return y
+    source: Tensor = sum(products[1:], products[0])
+    if not in_transform():
+        return with_gradient_of(source, y)
+    # Transforms have no rules for that operator. The difference is 0, or NaN if `source` is not
+    # finite; the gradient of `where` is then 0.
+    difference = source - source.detach()
+    return y + torch.where(difference == 0, difference, 0)
 
 
 def _differentiate_operators(

@@ -175,6 +175,25 @@ def assigned(parameter: Tensor, value: Tensor) -> Tensor:
     return result
 
 
+@torch.library.custom_op(
+    "shardwright::with_gradient_of", mutates_args=(), tags=(torch.Tag.pointwise,)
+)
+def with_gradient_of(source: Tensor, value: Tensor) -> Tensor:
+    """Return a copy of `value`, whose gradient flows to `source` unchanged.
+
+    An operator that a trace records, unlike `assigned`. Both tensors have the same shape and dtype.
+    """
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+@with_gradient_of.register_fake
+def _(source: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+with_gradient_of.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
 Steps = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
 """Function of one tensor as data: (operator, arguments, keyword arguments) of each step.
 
