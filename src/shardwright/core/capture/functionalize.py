@@ -276,10 +276,14 @@ def _find_functional_variant(target: OpOverload) -> Any:
     """Return the functional variant of an in-place operator, or None if PyTorch has no such
     variant.
 
-    Examples: `add_.Tensor` → `add.Tensor`, `pow_.Scalar` → `pow.Tensor_Scalar`.
+    Examples: `add_.Tensor` → `add.Tensor`, `pow_.Scalar` → `pow.Tensor_Scalar`, `__iand__.Tensor` →
+    `__and__.Tensor`.
     """
-    name = schema_of(target).name.removeprefix("aten::").removesuffix("_")
-    packet = getattr(aten, name.strip("_") if name.startswith("__i") else name, None)
+    name = schema_of(target).name.removeprefix("aten::")
+    # `__iand__` → `__and__`, or `add_` → `add`.
+    is_python = name.startswith("__i")
+    name = name.replace("__i", "__", 1) if is_python else name.removesuffix("_")
+    packet = getattr(aten, name, None)
     return packet and (
         _find_functional_overload(packet, target) or getattr(packet, overload_name(target), None)
     )
