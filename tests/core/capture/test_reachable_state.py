@@ -441,3 +441,49 @@ class _CountsInACache(nn.Module):
 def test_a_change_of_what_a_cached_function_returned_is_refused() -> None:
     with pytest.raises(sw.CaptureError, match=r"result of `_registry` under `functools.lru_cache`"):
         sw.capture(_CountsInACache(), (torch.ones(4, 4),))
+
+
+class _Entries(OrderedDict[str, int]):
+    calls = 0
+
+
+class _Numbers(set[int]):
+    calls = 0
+
+
+class _Log(list[int]):
+    calls = 0
+
+    def clear(self) -> None:
+        raise AssertionError("a method of the user")
+
+
+def test_a_trace_that_fails_leaves_containers_as_they_were() -> None:
+    entries, numbers, log = _Entries(a=1, b=2), _Numbers((1,)), _Log((1,))
+    entries.calls = numbers.calls = log.calls = 1
+
+    def change(net: Net, y: Tensor) -> None:
+        entries["c"] = 3
+        entries.move_to_end("a")
+        numbers.add(2)
+        log.append(2)
+        entries.calls = numbers.calls = log.calls = 2
+        raise KeyError("the trace fails")
+
+    with pytest.raises(sw.CaptureError, match="the trace fails"):
+        sw.capture(nn.Sequential(Net(change)), (BATCH,))
+    assert (list(entries.items()), numbers, log) == ([("a", 1), ("b", 2)], {1}, [1])
+    assert [vars(each) for each in (entries, numbers, log)] == [{"calls": 1}] * 3
+
+
+def test_an_array_that_is_replaced_is_a_change() -> None:
+    scales = SimpleNamespace(array=np.ones(3))
+
+    def scaled(net: Net, y: Tensor) -> Tensor:
+        return y * float(scales.array.sum())
+
+    net = nn.Sequential(Net(scaled))
+    planned = sw.parallelize(net, sw.plan(net, (BATCH,), devices=1), copy=True)
+    for number in (1.0, 2.0):
+        scales.array = np.full(3, number)
+        torch.testing.assert_close(planned(BATCH), net(BATCH))

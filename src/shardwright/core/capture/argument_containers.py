@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.core.capture.naming import located
-from shardwright.core.capture.state_contents import MISSING, After, Parts, contents_of, is_same
+from shardwright.core.capture.state_contents import (
+    MISSING,
+    After,
+    Attribute,
+    Parts,
+    contents_of,
+    is_same,
+)
 from shardwright.core.torch_internals import pytree
 from shardwright.errors import CaptureError
 
@@ -40,8 +47,10 @@ class ArgumentContainers:
             if is_object or not isinstance(value, tuple):
                 self._before.append((path, value, held))
             for key, item in held.items():
-                is_attribute = is_object and isinstance(key, str)
-                self._record_contents(f"{path}.{key}" if is_attribute else f"{path}[{key!r}]", item)
+                name = key.name if isinstance(key, Attribute) else key
+                is_attribute = isinstance(name, str) and (is_object or name is not key)
+                inner = f"{path}.{name}" if is_attribute else f"{path}[{key!r}]"
+                self._record_contents(inner, item)
 
     def refusal(self, codes: Iterable[CodeType]) -> CaptureError | None:
         """Return an error if the call changed a container among its arguments; None otherwise.

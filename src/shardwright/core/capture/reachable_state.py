@@ -28,12 +28,15 @@ from shardwright.core.capture.state_contents import (
     MISSING,
     OF_TORCH,
     STATE,
+    After,
+    Attribute,
     Cache,
     Parts,
     cached_results,
     contents_of,
     is_same,
 )
+from shardwright.core.capture.undone_effects import replace_contents
 from shardwright.core.torch_internals.hooks import forward_hooks
 
 _MOST_OBJECTS = 100_000
@@ -68,6 +71,8 @@ class StateLocation(NamedTuple):
     def inside(self, key: Hashable, indexed: bool) -> StateLocation:
         if key == STATE:
             return self
+        if isinstance(key, Attribute):
+            key, indexed = key.name, False
         path = (
             f"{self.path}[{_format_key(key)}]"
             if indexed
@@ -169,9 +174,11 @@ class ReachableState:
                 if not is_same(old, new, is_equal):
                     location = holder.location
                     # An index says little, as an insertion changes the indices of all that follow.
-                    if not isinstance(holder.value, _ORDERED):
+                    if not isinstance(holder.value, _ORDERED) or isinstance(key, Attribute):
                         location = location.inside(key, isinstance(holder.value, _INDEXED))
-                    yield Change(location, new, old in (None, MISSING) and new is not MISSING)
+                    # By identity: an array compares its elements.
+                    added = (old is None or old is MISSING) and new is not MISSING
+                    yield Change(location, new, added)
 
     def mutable_containers(self) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
         """Yield the recorded closure cells, lists, deques, dictionaries and sets, each with None;
@@ -387,23 +394,26 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
     elif value is os.environ:
         os.environ.clear()
         os.environ.update(before)
-    elif isinstance(value, (list, deque)):
-        value.clear()
-        # Other keys are attributes of a subclass.
-        value.extend([item for key, item in before.items() if isinstance(key, int)])
-    elif isinstance(value, set):
-        set.clear(value)
-        set.update(value, before)
-    elif isinstance(value, dict):
-        for key in now.keys() - before.keys():
-            dict.pop(value, key, None)
-        dict.update(value, before)
     else:
+        is_container = isinstance(value, (list, deque, set, dict))
+        if is_container:
+            _restore_elements(value, before)
         variables = isinstance(read, _GlobalsReader) and isinstance(value, FunctionType)
         owner = _AttributeWriter(value.__globals__ if variables else None, value)
         for key in {**now, **before}:
-            if before.get(key, MISSING) is not now.get(key, MISSING) and isinstance(key, str):
-                owner.set(key, before.get(key, MISSING))
+            old = before.get(key, MISSING)
+            name = key.name if isinstance(key, Attribute) else key
+            # Other keys of a container are those of its elements.
+            is_attribute = isinstance(name, str) and (name is not key or not is_container)
+            if is_attribute and old is not now.get(key, MISSING):
+                owner.set(name, old)
+
+
+def _restore_elements(value: Any, before: Parts) -> None:
+    """Restore the elements of a list, deque, set or dict, in their recorded order."""
+    other = (After, Attribute)
+    elements = {key: item for key, item in before.items() if not isinstance(key, other)}
+    replace_contents(value, elements if isinstance(value, (dict, set)) else elements.values())
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,13 @@ class After:
         return f"order of {self.key!r}"
 
 
+@dataclass(frozen=True)
+class Attribute:
+    """Key under which `Parts` records the attribute `name` of an object that also has elements."""
+
+    name: str
+
+
 Cache = type(functools.lru_cache(lambda: None))
 
 Parts: TypeAlias = dict[Hashable, Any]
@@ -80,7 +87,10 @@ def contents_of(value: Any) -> Parts:
     for of_kind, read_contents in _CONTENTS:
         if issubclass(value_type, of_kind):
             held: Parts = read_contents(value)
-            return held if value_type in of_kind else {**held, **attributes_of(value)}
+            if value_type in of_kind:
+                return held
+            attributes = attributes_of(value).items()
+            return {**held, **{Attribute(name): each for name, each in attributes}}
     return attributes_of(value)
 
 
@@ -129,7 +139,7 @@ def _read_ordered_dict(value: collections.OrderedDict[Any, Any]) -> Parts:
     keys = list(value)
     # `move_to_end` changes who follows whom; a key that is added at the end changes nothing.
     before = {After(key): previous for previous, key in itertools.pairwise([MISSING, *keys])}
-    return {**before, **dict(dict.items(value))}
+    return {**before, **dict(collections.OrderedDict.items(value))}
 
 
 def _read_array(value: np.ndarray[Any, Any]) -> Parts:

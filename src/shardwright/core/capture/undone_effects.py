@@ -80,18 +80,21 @@ _CONTAINERS: tuple[tuple[Any, Callable[..., None]], ...] = (
 def _make_contents_restorer(value: Any) -> Callable[[], None] | None:
     """Return a function that restores the contents of a container; None for other objects."""
     # Methods of the base class, since a subclass may override them with side effects.
-    for cls, fill in _CONTAINERS:
+    for cls, _ in _CONTAINERS:
         if isinstance(value, cls):
             # `OrderedDict.copy` calls the constructor of a subclass.
             contents = dict(cls.items(value)) if issubclass(cls, dict) else cls.copy(value)
-            return partial(_replace_contents, value, contents, cls.clear, fill)
+            return partial(replace_contents, value, contents)
     return None
 
 
-def _replace_contents(
-    value: Any, contents: Any, clear: Callable[..., None], fill: Callable[..., None]
-) -> None:
-    clear(value)
+def replace_contents(value: Any, contents: Any) -> None:
+    """Replace the elements of a list, dict, set or deque by `contents`.
+
+    The methods of a subclass are not called.
+    """
+    cls, fill = next(each for each in _CONTAINERS if isinstance(value, each[0]))
+    cls.clear(value)
     fill(value, contents)
 
 
