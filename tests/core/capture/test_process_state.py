@@ -121,3 +121,13 @@ def test_every_setting_is_restored_to_the_value_that_was_read() -> None:
     assert [setting.read() for setting in SETTINGS] == before
     with pytest.raises(sw.CaptureError, match=r"`os\.chdir`"), unchanged_process():
         next(s for s in SETTINGS if s.name == "os.chdir").write("/")
+
+
+def test_the_default_device_of_the_user_is_restored() -> None:
+    torch.set_default_device("meta")
+    state = ProcessState()
+    torch.set_default_device("cpu")
+    state.restore()
+    assert torch.ones(1).device.type == "meta"
+    torch.set_default_device(None)
+    assert torch.ones(1).device.type == "cpu"

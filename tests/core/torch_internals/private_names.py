@@ -181,6 +181,7 @@ DISPATCH = (
         "traces such a function apart from the model around it",
     ),
     PrivateName("torch.overrides._pop_mode_temporarily", "the same"),
+    PrivateName("torch._GLOBAL_DEVICE_CONTEXT", "the default device around `with torch.device`"),
     PrivateName(
         "torch._C._autograd._top_saved_tensors_default_hooks",
         "captures where a call packs what autograd saves",

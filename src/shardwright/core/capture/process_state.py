@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardwright.core.torch_internals.dispatch import default_device
 from shardwright.errors import CaptureError
 
 _MISSING = "<missing>"
@@ -123,13 +124,9 @@ def _write_warning_filters(before: list[Any]) -> None:
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting(
-        "torch.set_default_device",
-        torch.get_default_device,
-        # Not the recorded device: in a capture it is that of `with torch.device("cpu")`, which must
-        # not become the default of the process.
-        lambda _: torch.set_default_device(None),
-    ),
+    # Not `torch.get_default_device`, which returns the device of `with torch.device("cpu")` in a
+    # capture.
+    Setting("torch.set_default_device", default_device, torch.set_default_device),
     Setting("torch.set_grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
     Setting(
         "torch.use_deterministic_algorithms",

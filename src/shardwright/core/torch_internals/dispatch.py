@@ -44,6 +44,15 @@ def without_function_modes() -> Iterator[None]:
         yield
 
 
+def default_device() -> torch.device | None:
+    """Return the device that `torch.set_default_device` has set, None if there is none.
+
+    Unlike `torch.get_default_device`, not the device of an active `with torch.device`.
+    """
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
 class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Base class of dispatch modes for code that is never compiled.
 
