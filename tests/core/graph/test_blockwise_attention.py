@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,3 +130,19 @@ def test_kernels_of_a_gpu_compute_the_same(window: int, dtype: torch.dtype) -> N
     found = windowed_attention(query, key, value, window, start=100)
     expected = masked(query, key, value, window, None)
     assert_same(found, expected, (query, key, value), rtol=0.05, atol=0.02)
+
+
+def test_results_of_flash_kernels_have_the_declared_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kernel(query: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        return out, torch.zeros(query.shape[0], query.shape[2], query.shape[1])
+
+    monkeypatch.setattr(blockwise_attention, "has_flash", lambda query, value: True)
+    monkeypatch.setattr(
+        blockwise_attention, "aten", SimpleNamespace(_flash_attention_forward=kernel)
+    )
+    read = [tensor.detach() for tensor in tensors(4, 6, 6)]
+    declared = windowed_attention(*(tensor.to("meta") for tensor in read), 3, None)
+    assert windowed_attention(*read, 3, None).stride() == declared.stride()

@@ -69,7 +69,8 @@ def blockwise_attention(
             False,
             **_make_flash_window_arguments(window, scale),
         )
-        return out.transpose(1, 2), lse
+        # Contiguous, as `register_fake` declares the results.
+        return out.transpose(1, 2).contiguous(), lse
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     # Index of the key at the position of query 0, once the keys at negative positions are dropped.
     mask = _BlockMask(tensors, vectors, terms, causal, window, start - max(0, first_key))
