@@ -10,7 +10,6 @@ import hashlib
 import pickle
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -61,8 +60,6 @@ BUFFERS = "buffers of "
 """Prefix of the module path in `attribute_texts` entries of buffers whose values were read."""
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
-_CONTAINERS = (list, tuple, dict, set, deque)
-_DEEPEST = 4
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
 
