@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwright.core.torch_internals import pytree
 from shardwright.core.torch_internals.dtensor import local_tensor, spec_of
@@ -169,14 +169,24 @@ def _write_full_tensor_to_shards(tensor: DTensor, full: Tensor) -> None:
     """Write `full`, equal on all ranks, into the shards of a DTensor."""
     mesh = tensor.device_mesh
     replicated = DTensor.from_local(full, mesh, (Replicate(),) * mesh.ndim, run_check=False)
-    # A partial placement is written below as one term: the value on the first rank, 0 on others.
+    # A partial placement is written below: the value on the first rank, and on the others the
+    # number that does not change the reduction.
     sharded = [Replicate() if p.is_partial() else p for p in tensor.placements]
     shard = local_tensor(replicated.redistribute(placements=sharded))
     coordinates = mesh.get_coordinate() or ()
-    # The first rank has the term of a partial sum, or of the sum in a partial norm.
-    is_first = all(
-        coordinate == 0
+    neutral_numbers = [
+        _NEUTRAL_NUMBERS[placement.reduce_op]
         for placement, coordinate in zip(tensor.placements, coordinates, strict=True)
-        if placement.is_partial() and not placement.is_partial("avg")
+        if isinstance(placement, Partial)
+        and coordinate > 0
+        and placement.reduce_op in _NEUTRAL_NUMBERS
+    ]
+    # The 0 of a sum wins over the 1 of a product, so that axes may be reduced in either order.
+    local_tensor(tensor).copy_(
+        torch.full_like(shard, min(neutral_numbers)) if neutral_numbers else shard
     )
-    local_tensor(tensor).copy_(shard if is_first else torch.zeros_like(shard))
+
+
+_NEUTRAL_NUMBERS = {"sum": 0, "product": 1}
+"""Number that does not change a reduction, by the name of the reduction. Of equal values on all
+ranks, the others (`avg`, `max`, `min`) give the value."""
