@@ -22,6 +22,9 @@ def a_value_written_into_partial_terms_is_the_value_of_their_reduction() -> None
     mesh = init_device_mesh("cpu", (2, 2))
     full = torch.tensor([[-3.0, 5.0], [2.0, -7.0], [0.5, 4.0], [-1.0, -2.0]])
     for placements in product(PLACEMENTS, repeat=2):
+        # DTensor has no partial placements of several reductions.
+        if len({each for each in placements if isinstance(each, Partial)}) > 1:
+            continue
         shards = sum(isinstance(placement, Shard) for placement in placements)
         local = torch.zeros(len(full) // 2**shards, 2)
         written = DTensor.from_local(local, mesh, placements, run_check=False)

@@ -174,6 +174,7 @@ def _write_full_tensor_to_shards(tensor: DTensor, full: Tensor) -> None:
     sharded = [Replicate() if p.is_partial() else p for p in tensor.placements]
     shard = local_tensor(replicated.redistribute(placements=sharded))
     coordinates = mesh.get_coordinate() or ()
+    # DTensor has no partial placements of several reductions, so these are equal numbers.
     neutral_numbers = [
         _NEUTRAL_NUMBERS[placement.reduce_op]
         for placement, coordinate in zip(tensor.placements, coordinates, strict=True)
@@ -181,9 +182,8 @@ def _write_full_tensor_to_shards(tensor: DTensor, full: Tensor) -> None:
         and coordinate > 0
         and placement.reduce_op in _NEUTRAL_NUMBERS
     ]
-    # The 0 of a sum wins over the 1 of a product, so that axes may be reduced in either order.
     local_tensor(tensor).copy_(
-        torch.full_like(shard, min(neutral_numbers)) if neutral_numbers else shard
+        torch.full_like(shard, neutral_numbers[0]) if neutral_numbers else shard
     )
 
 
