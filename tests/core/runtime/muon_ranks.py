@@ -6,14 +6,17 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, init_device_mesh
 
 from shardwright.core.runtime.dtensor import local_part_of
 from shardwright.core.runtime.muon import orthogonalize_full_matrices
+from shardwright.core.torch_internals.distributed import group_timeout
 from shardwright.core.torch_internals.dtensor import StridedShard
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -21,7 +24,7 @@ from torchrun import run_checks
 
 STEPS = 3
 SHAPES = ((16, 8), (8, 24), (12, 12), (4, 4), (32, 8), (8, 24))
-PLACEMENTS: tuple[tuple[Placement, Placement], ...] = (
+PLACEMENTS: tuple[tuple[Placement, ...], ...] = (
     *product((Replicate(), Shard(0), Shard(1)), repeat=2),
     (StridedShard(0, split_factor=2), Shard(0)),
 )
@@ -53,10 +56,11 @@ def muon(parameters: list[nn.Parameter], nesterov: bool) -> torch.optim.Muon:
     return torch.optim.Muon(parameters, lr=rate, momentum=0.5, nesterov=nesterov, **options)  # type: ignore[arg-type]
 
 
-def sharded_matrices_get_the_values_of_one_device() -> None:
+def check_against_one_device(
+    mesh: DeviceMesh, cases: Sequence[tuple[Placement, ...]] = PLACEMENTS
+) -> None:
     orthogonalize_full_matrices()
-    mesh = init_device_mesh("cpu", (2, 2))
-    for number, placements in enumerate(PLACEMENTS):
+    for number, placements in enumerate(cases):
         nesterov = number % 2 == 0
         eager = [nn.Parameter(matrix) for matrix in matrices(0)]
         parameters = [nn.Parameter(sharded(matrix, mesh, placements)) for matrix in matrices(0)]
@@ -72,7 +76,32 @@ def sharded_matrices_get_the_values_of_one_device() -> None:
             torch.testing.assert_close(own.to_local(), shard, rtol=1e-6, atol=1e-6)
 
 
-CHECKS = [sharded_matrices_get_the_values_of_one_device]
+def sharded_matrices_get_the_values_of_one_device() -> None:
+    check_against_one_device(init_device_mesh("cpu", (2, 2)))
+
+
+def shards_are_joined_in_the_order_of_the_mesh_and_not_of_ranks() -> None:
+    check_against_one_device(DeviceMesh("cpu", [[0, 2], [1, 3]]))
+
+
+# Two axes of sizes 1 and 2, whose ranks are half of all.
+PAIR = Shard(0), Shard(1), Replicate()
+
+
+def a_group_over_several_axes_has_the_timeout_of_all_ranks() -> None:
+    with patch.object(dist, "new_group", wraps=dist.new_group) as created:
+        mesh = init_device_mesh("cpu", (1, 2, 2))
+        created.reset_mock()
+        check_against_one_device(mesh, [PAIR])
+    created.assert_called_once()
+    assert created.call_args.kwargs["timeout"] == group_timeout(dist.group.WORLD)
+
+
+CHECKS = [
+    sharded_matrices_get_the_values_of_one_device,
+    shards_are_joined_in_the_order_of_the_mesh_and_not_of_ranks,
+    a_group_over_several_axes_has_the_timeout_of_all_ranks,
+]
 
 if __name__ == "__main__":
     run_checks(CHECKS)

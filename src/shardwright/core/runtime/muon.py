@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from shardwright.core.layout.layout import DeviceMatrix
 from shardwright.core.runtime.dtensor import detached_local, from_placements
 from shardwright.core.torch_internals.distributed import functional_collectives as c10d
+from shardwright.core.torch_internals.distributed import group_timeout
 from shardwright.core.torch_internals.dtensor import StridedShard
 from shardwright.core.torch_internals.muon import (
     MuonStep,
@@ -132,7 +133,7 @@ def _update_shards_of_matrices(
         update = local_grad.lerp(local_buffer, momentum) if nesterov else local_buffer
         assert isinstance(param, DTensor)
         owners = _find_ranks_of_matrix(
-            param.device_mesh, _get_placements(param), tuple(param.shape)
+            *(param.device_mesh, _get_placements(param), tuple(param.shape), _default_group())
         )
         # `torch.optim.Muon` orthogonalizes in bfloat16, so sending float32 would only double the
         # bytes.
@@ -216,10 +217,17 @@ def _exchange_elements(
 
 @cache
 def _find_ranks_of_matrix(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    world: dist.ProcessGroup,
 ) -> _MatrixRanks:
     """Return the ranks over which a matrix is sharded. Collective for these ranks at the first
-    call."""
+    call.
+
+    Args:
+        world: the default process group. Equal meshes of another one have other process groups.
+    """
     sizes = tuple(mesh.shape)
     matrix = DeviceMatrix(sizes, tuple(f"axis{number}" for number in range(len(sizes))))
     layout = from_placements(placements, matrix, len(shape))
@@ -230,19 +238,39 @@ def _find_ranks_of_matrix(
         range(size) if _is_shard_placement(placement) else (index,)
         for size, placement, index in zip(sizes, placements, coordinate, strict=True)
     ]
-    coordinates = list(product(*ranges))
-    ranks = tuple(int(mesh.mesh[each]) for each in coordinates)
-    positions = (
-        sum(c * prod(sizes[dim + 1 :]) for dim, c in enumerate(each)) for each in coordinates
-    )
-    slices = tuple(layout.slices(position, shape) for position in positions)
+    coordinates = {int(mesh.mesh[each]): each for each in product(*ranges)}
     dims = [dim for dim, placement in enumerate(placements) if _is_shard_placement(placement)]
     # The mesh has one group per axis, and none over several axes.
-    group = mesh.get_group(dims[0]) if len(dims) == 1 else _create_process_group(ranks)
+    group = (
+        mesh.get_group(dims[0])
+        if len(dims) == 1
+        else _create_process_group(tuple(sorted(coordinates)), world)
+    )
+    # A process group orders its ranks by number. Along the axes of a mesh numbers may decrease.
+    slices = tuple(
+        layout.slices(_position_in_mesh(coordinates[rank], sizes), shape)
+        for rank in dist.get_process_group_ranks(group)
+    )
     return _MatrixRanks(group, dist.get_group_rank(group, dist.get_rank()), slices)
 
 
+def _position_in_mesh(coordinate: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    return sum(c * prod(sizes[dim + 1 :]) for dim, c in enumerate(coordinate))
+
+
 @cache
-def _create_process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+def _create_process_group(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create the process group of this rank over several mesh axes. Collective for its ranks."""
+    # A communicator takes memory and seconds, so that of all ranks is used again.
+    if len(ranks) == world.size():
+        return world
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), timeout=group_timeout(world), use_local_synchronization=True
+    )
+    return group
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
     return group
