@@ -9,7 +9,10 @@ import pytest
 
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.predict import predict
+from shardwright.core.cost.step_time import activation_seconds, hidden_seconds
+from shardwright.core.cost.time_model import TimeModel
 from shardwright.core.cost.token_routing import routed_shares
+from shardwright.core.partition.overlap import Overlap
 from shardwright.core.partition.partitioned import Partitioned
 from tools.compare.test_published_rows import planned
 
@@ -48,3 +51,22 @@ def test_only_devices_that_send_routed_tokens_are_predicted_so() -> None:
     (gathered,), (routed,) = (predict(plan, each, True).chunks for each in (h100, routing))
     assert routed.forward_redistributions < gathered.forward_redistributions
     assert routed.forward == gathered.forward
+
+
+def test_no_more_of_a_redistribution_is_hidden_than_routed_tokens_take() -> None:
+    plan = partitioned(data_parallel=8, expert_parallel=8)
+    (chunk,) = plan.chunks
+    flow, cuts = chunk.communication, chunk.decisions.cuts
+    h100 = load_cluster("h100")
+    device = replace(h100.device, sends_routed_tokens=True)
+    model = TimeModel(replace(h100, device=device), plan.mesh)
+    shares = routed_shares(chunk.graph, flow, cuts)
+    everything = chunk.graph.ops
+    overlaps = {transfer: Overlap(everything, ()) for transfer in shares}
+    hidden = hidden_seconds(chunk.graph, flow, cuts, model, overlaps)
+    seconds = {
+        transfer: pair for transfer, _, pair in activation_seconds(chunk.graph, flow, cuts, model)
+    }
+    assert any(any(pair) for pair in hidden.values())
+    for transfer, pair in hidden.items():
+        assert all(h <= s for h, s in zip(pair, seconds.get(transfer, pair), strict=True))

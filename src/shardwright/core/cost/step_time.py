@@ -186,7 +186,9 @@ def step_time(
         seconds for *_, seconds in activation_seconds(graph, communication, cuts, model)
     )
     hidden = (
-        _sum_seconds(hidden_seconds(overlaps, cuts, model).values()) if overlaps else (0.0, 0.0)
+        _sum_seconds(hidden_seconds(graph, communication, cuts, model, overlaps).values())
+        if overlaps
+        else (0.0, 0.0)
     )
     buckets: dict[tuple[bool, int], float] = defaultdict(float)
     for _, _, once_per_step, direction, seconds in bucket_seconds(communication, model):
@@ -214,7 +216,11 @@ def step_time(
 
 
 def hidden_seconds(
-    overlaps: Mapping[Transfer, Overlap], cuts: Mapping[str, Cuts], model: TimeModel
+    graph: Graph,
+    communication: Communication,
+    cuts: Mapping[str, Cuts],
+    model: TimeModel,
+    overlaps: Mapping[Transfer, Overlap],
 ) -> dict[Transfer, ForwardBackward]:
     """Return the (forward, backward) seconds of each redistribution that overlap computation.
 
@@ -242,8 +248,9 @@ def hidden_seconds(
         return seconds - remaining
 
     hidden = {}
+    shares = _routed_shares(graph, communication, cuts, model)
     for transfer, overlap in overlaps.items():
-        sent, returned = model.step_seconds(transfer.step, transfer.value, transfer.trained)
+        sent, returned = _transfer_seconds(transfer, shares, model)
         # Of a collective that is pipelined with a product the first or the last part stays exposed.
         sent, returned = overlap.fraction * sent, overlap.fraction * returned
         forward_part = hide(sent, "forward", overlap.overlapping_ops)
@@ -275,21 +282,31 @@ def activation_seconds(
     bucketed = {
         id(t) for b in communication.buckets for member in b.members for t in member.transfers
     }
-    device = model.device
-    shares = (
-        routed_shares(graph, communication, cuts, device.sends_tokens_once)
-        if device.sends_routed_tokens
-        else {}
-    )
+    shares = _routed_shares(graph, communication, cuts, model)
     for transfer in communication.transfers:
         if id(transfer) not in bucketed:
-            share = shares.get(transfer, 1.0)
-            forward_part, backward_part = (
-                share * seconds
-                for seconds in model.step_seconds(transfer.step, transfer.value, transfer.trained)
-            )
+            forward_part, backward_part = _transfer_seconds(transfer, shares, model)
             repeated = forward_part if transfer.is_repeated else 0.0
             yield transfer, transfer.step.axes, (forward_part, backward_part + repeated)
+
+
+def _routed_shares(
+    graph: Graph, communication: Communication, cuts: Mapping[str, Cuts], model: TimeModel
+) -> Mapping[Transfer, float]:
+    """Return the fraction of its bytes that each redistribution to or from experts sends."""
+    device = model.device
+    if not device.sends_routed_tokens:
+        return {}
+    return routed_shares(graph, communication, cuts, device.sends_tokens_once)
+
+
+def _transfer_seconds(
+    transfer: Transfer, shares: Mapping[Transfer, float], model: TimeModel
+) -> ForwardBackward:
+    """Return the (forward, backward) seconds of a redistribution, once each."""
+    share = shares.get(transfer, 1.0)
+    forward, backward = model.step_seconds(transfer.step, transfer.value, transfer.trained)
+    return share * forward, share * backward
 
 
 def bucket_seconds(

@@ -105,7 +105,7 @@ def _chunk_time_parts(
     yield "optimizer", (), time.update, 0.0
     saved_fraction = 1 - time.slowdown
     chunk_cuts = chunk.decisions.cuts
-    hidden_of = hidden_seconds(chunk.overlaps, chunk_cuts, model)
+    hidden_of = hidden_seconds(chunk.graph, communication, chunk_cuts, model, chunk.overlaps)
     for transfer, axes, seconds_pair in activation_seconds(
         chunk.graph, communication, chunk_cuts, model
     ):
