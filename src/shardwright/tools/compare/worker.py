@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwright.core.api import parallelize
 from shardwright.core.graph.serialize import loads
 from shardwright.core.parallel.module import ParallelModule
 from shardwright.core.plan import Plan
+from shardwright.core.runtime.accelerator import seconds_of
 from shardwright.errors import ConfigError, PlanError, ShardwrightError
 from shardwright.models.sizes import Dimensions
 from shardwright.run.config.run import Run
@@ -80,7 +81,7 @@ def measure(order: MeasureOrder, world: World, device: torch.device) -> list[lis
     seconds: list[list[float]] = [[] for _ in steps]
     for round_index in range(order.rounds):
         for plan_index in plan_order(len(steps), round_index):
-            seconds[plan_index].append(_seconds_on_slowest_rank(steps[plan_index]))
+            seconds[plan_index].append(_seconds_on_slowest_rank(steps[plan_index], device))
     return seconds
 
 
@@ -111,14 +112,13 @@ def plan_order(num_plans: int, round_index: int) -> list[int]:
     return [(round_index + step * index) % num_plans for index in range(num_plans)]
 
 
-def _seconds_on_slowest_rank(step: Callable[[], object]) -> float:
+def _seconds_on_slowest_rank(step: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a step on the slowest process."""
     step()  # Untimed: as in training, the timed step follows a step of the same plan.
     # All processes begin the timed step together.
     dist.barrier()
-    started = time.perf_counter()
-    step()
-    seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+    # NCCL reduces tensors of accelerators only, some of which have no float64.
+    seconds = torch.tensor(seconds_of(step, device), dtype=torch.float32, device=device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
@@ -140,7 +140,8 @@ def tiny_run(run: Run, devices: int) -> Run:
     """Scale an expert configuration down to its tiny variant, in float32 on the built-in text.
 
     The numbers of stages and of tensor-parallel devices are taken from the configuration, reduced
-    to divisors of `devices` that the tiny model allows; the rest is data parallelism. If the
+    to divisors of `devices` that the tiny model allows; the rest is data parallelism. Experts are
+    sharded over as many devices as divide both numbers; stages have equal numbers of blocks. If the
     configuration shards optimizer state, parameters of every size are sharded.
 
     Args:
@@ -165,7 +166,14 @@ def tiny_run(run: Run, devices: int) -> Run:
             f"devices={devices}: the micro-batch of the tiny variant has {rows} samples, which"
             f" are not divisible by {data} (data parallelism)\nuse 2, 4 or 8 devices"
         )
-    expert = parallel.expert.model_copy(update={"data_parallel": data, "model_parallel": model})
+    expert = parallel.expert.model_copy(
+        update={
+            "data_parallel": data,
+            "model_parallel": model,
+            "expert_parallel": gcd(parallel.expert.expert_parallel, tiny.num_experts, data * model),
+            "layers": None,
+        }
+    )
     # All parameters of the tiny variant are smaller than the default threshold.
     every_size = {"threshold": 0}
     config = run.config.model_copy(
