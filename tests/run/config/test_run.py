@@ -41,8 +41,9 @@ def test_recompute_is_a_section_or_auto() -> None:
     assert not parse(f"{MODEL}parallel: {{recompute: {{}}}}").parallel.recomputes_as_needed
     with pytest.raises(ConfigError, match="recompute: expected a mapping, got 'all'"):
         parse(f"{MODEL}parallel: {{recompute: all}}")
-    with pytest.raises(ConfigError, match="`auto: true` conflicts with the other keys"):
-        parse(f"{MODEL}parallel: {{recompute: {{auto: true, operators: [silu]}}}}")
+    for key in ("operators: [silu]", "whole_blocks: [0]", "communication: false"):
+        with pytest.raises(ConfigError, match="`auto: true` conflicts with the other keys"):
+            parse(f"{MODEL}parallel: {{recompute: {{auto: true, {key}}}}}")
 
 
 def test_recompute_auto_asks_the_plan_to_fit_into_memory(tmp_path: Path) -> None:
