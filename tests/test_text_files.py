@@ -76,6 +76,13 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     ]
 
 
+def test_a_name_of_as_many_bytes_as_file_systems_allow_is_written(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 125 + ".json")
+    write_text(path, "content")
+    assert path.read_text(encoding="utf-8") == "content"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_an_edit_is_noticed_and_another_layout_of_the_file_is_not() -> None:
     data = {"a": [1, 0.1, None], "b": {"c": "é"}}
     written = {**data, "digest": content_digest(data)}

@@ -111,7 +111,9 @@ def write_text(path: str | Path, text: str) -> None:
     # Through links, so that a rename replaces the file and not the link to it.
     target = target.resolve()
     # In the same folder, since a rename is atomic only within a file system.
-    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
+    # File systems limit names to 255 bytes, and a character may have several.
+    prefix = os.fsencode(target.name)[:200].decode(errors="ignore")
+    partial = target.with_name(f".{prefix}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
