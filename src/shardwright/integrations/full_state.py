@@ -40,7 +40,8 @@ def full_model_state(net: nn.Module) -> OrderedDict[str, Any]:
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        key = (value.data_ptr(), value.storage_offset(), value.shape)
+        # Views of one memory, such as a matrix and its transpose, may differ in strides only.
+        key = (value.data_ptr(), value.dtype, value.shape, value.stride())
         return copies.setdefault(key, value.detach().cpu().clone())
 
     # Entries of either, with the full tensor where the module's own state has a shard.
