@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from shardwright.core.graph.graph import Graph, Op, Origin, Value
+from shardwright.core.graph.graph import Op, Origin, Value
 from shardwright.core.layout.layout import DeviceMatrix, TensorLayout
 from shardwright.core.layout.redistribution import RedistributionStep, redistribution_steps
 from shardwright.core.partition.communication import InnerReduction
-from shardwright.core.partition.decisions import Outputs
 from shardwright.core.rules import rule_of as rule_of
 from shardwright.core.rules.rule import Cuts, Dims, ShardingRule
 from shardwright.core.search.indexed_graph import replicated_outputs
 from shardwright.core.search.nearby_cuts import layouts_of
-from shardwright.core.search.request import CutsOfGraph
+from shardwright.core.search.request import CutsOfGraph, SearchRequest
 
 SharedRedistribution = tuple[TensorLayout, TensorLayout, Sequence[TensorLayout]]
 """Source layout and target layout of the redistribution of a value, and the target layouts of other
@@ -178,17 +177,18 @@ class DecidedLayouts:
             (operator name, input index).
     """
 
-    def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
-        self.graph = graph
-        self.mesh = mesh
-        self.outputs = outputs
+    def __init__(self, request: SearchRequest) -> None:
+        graph, mesh = request.graph, request.mesh
+        self.graph, self.mesh, self.outputs = graph, mesh, request.outputs
         self.cuts: CutsOfGraph = {}
         # Looked up once, as the layouts of an operator are computed many times.
         self.rules = {op.name: rule_of(op) for op in graph.ops}
-        # Every rank receives full inputs, buffers and constants; callers replace the layouts of
-        # inputs that arrive sharded.
+        # Every rank receives full inputs, buffers and constants, except inputs that arrive sharded.
         passed_in = (*graph.input_values, *graph.buffers, *graph.constants)
         self.initial_layouts = {value: mesh.replicated(len(value.shape)) for value in passed_in}
+        for value in graph.input_values:
+            if value.name in request.arrivals:
+                self.initial_layouts[value] = TensorLayout(mesh, request.arrivals[value.name])
         self.consumer_layouts: dict[Value, dict[tuple[str, int], TensorLayout]] = {
             value: {} for value in graph.values()
         }

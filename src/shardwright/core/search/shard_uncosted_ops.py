@@ -18,7 +18,6 @@ from shardwright.core.cost.symbolic import REDISTRIBUTION_PER_ELEMENT
 from shardwright.core.graph.graph import Op, Origin
 from shardwright.core.layout.axes import Axes
 from shardwright.core.layout.collective_spec import COLLECTIVES
-from shardwright.core.layout.layout import TensorLayout
 from shardwright.core.rules.rule import Cuts, ShardingRule
 from shardwright.core.search.decided_layouts import (
     DecidedLayouts,
@@ -85,12 +84,7 @@ class _UncostedOps(DecidedLayouts):
     """
 
     def __init__(self, request: SearchRequest, cuts: Mapping[str, Cuts]) -> None:
-        super().__init__(request.graph, request.mesh, request.outputs)
-        # `DecidedLayouts` takes inputs as replicated.
-        for value in self.graph.input_values:
-            if value.name in request.arrivals:
-                arrival = TensorLayout(self.mesh, request.arrivals[value.name])
-                self.initial_layouts[value] = arrival
+        super().__init__(request)
         self.factors_by_axis: dict[str, FactorOfAxis] = {}
         self.neighbor_names = {
             op.name: tuple(dict.fromkeys(self._neighbor_names(op))) for op in self.graph.ops

@@ -417,3 +417,17 @@ def test_neither_propagation_nor_the_search_changes_random_pins(seed: int) -> No
     for cuts in (propagate(request), search_recursively(request)):
         for pinned, asked in pins.items():
             assert cuts.get(pinned, {}) == asked
+
+
+def test_operators_follow_an_input_that_arrives_sharded() -> None:
+    net = GraphBuilder()
+    few = net.linear("few", net.input("x", 32, 784), 8)
+    net.linear("pinned", few, 4)
+    cuts = {
+        arrival: propagate(
+            SearchRequest(net.build(), prime_mesh(2), {"pinned": {}}, arrivals={"x": arrival})
+        )
+        for arrival in (((), ()), ((0,), ()))
+    }
+    # A gather of 8 features is cheaper than one of 784.
+    assert cuts == {((), ()): {}, ((0,), ()): {"few": {"b": (0,)}}}

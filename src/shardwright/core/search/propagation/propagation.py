@@ -17,8 +17,6 @@ from typing import ClassVar
 
 from shardwright.core.graph.graph import Graph, Op, Value
 from shardwright.core.layout.axes import Axes
-from shardwright.core.layout.layout import DeviceMatrix
-from shardwright.core.partition.decisions import Outputs
 from shardwright.core.rules.rule import Cuts
 from shardwright.core.search.baselines import semi_auto
 from shardwright.core.search.decided_layouts import DecidedLayouts, tensor_context
@@ -45,7 +43,7 @@ def propagate(request: SearchRequest) -> CutsOfGraph:
             "pin operators with `sw.shard(module, strategy)`, or use"
             ' mode="recursive_programming", which needs no pins'
         )
-    propagation = _CutsPropagation(graph, request.mesh, request.outputs)
+    propagation = _CutsPropagation(request)
     for op in graph.ops:
         if op.name in pinned:
             propagation.decide(op, pinned[op.name])
@@ -81,9 +79,9 @@ over all operators."""
 class _CutsPropagation(DecidedLayouts):
     """Cuts and layouts of the decided operators, to which propagation adds further operators."""
 
-    def __init__(self, graph: Graph, mesh: DeviceMatrix, outputs: Outputs) -> None:
-        super().__init__(graph, mesh, outputs)
-        self.data_values = _values_that_depend_on_inputs(graph)
+    def __init__(self, request: SearchRequest) -> None:
+        super().__init__(request)
+        self.data_values = _values_that_depend_on_inputs(request.graph)
         self._cached_cuts: dict[tuple[object, ...], dict[str, Axes]] = {}
 
     def propagate(self) -> None:
