@@ -50,11 +50,18 @@ def another_matrix_of_the_same_ranks_has_the_same_groups() -> None:
     assert groups.calls == 2
 
 
+def another_matrix_belongs_to_the_same_model() -> None:
+    devices = Devices.of_process(Layout((4,), ("a",)), torch.device("cpu"))
+    devices.model = 2
+    assert devices.with_matrix(MESH, ((0,), (1,))).model == 2
+
+
 if __name__ == "__main__":
     run_checks(
         [
             a_rank_makes_its_own_groups_only,
             another_matrix_of_the_same_ranks_has_the_same_groups,
+            another_matrix_belongs_to_the_same_model,
             a_group_of_some_ranks_hinders_no_others,
         ]
     )

@@ -197,6 +197,7 @@ class Devices:
                         self._subgroups,
                         self.named_ranges,
                     ),
+                    model=self.model,
                     waits=self.waits,
                 )
             )
