@@ -142,7 +142,8 @@ def _multiply_by_factor(
 ) -> Tensor:
     # Detached: the gradient flows through the factors alone.
     detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
-    y, backward, _ = called(function, detached, kwargs)
+    output, backward, _ = called(function, detached, kwargs)
+    y: Tensor = output
     products = [
         # With the derivative `factor` with respect to `x`.
         (x * factor.detach()).to(y.dtype)
@@ -153,7 +154,8 @@ def _multiply_by_factor(
         return y
     source: Tensor = sum(products[1:], products[0])
     if not in_transform():
-        return with_gradient_of(source, y)
+        result: Tensor = with_gradient_of(source, y)
+        return result
     # Transforms have no rules for that operator. The difference is 0, or NaN if `source` is not
     # finite; the gradient of `where` is then 0.
     difference = source - source.detach()

@@ -403,9 +403,8 @@ def _restore_contents(value: Any, read: Callable[[Any], Parts], before: Parts, n
         for key in {**now, **before}:
             old = before.get(key, MISSING)
             name = key.name if isinstance(key, Attribute) else key
-            # Other keys of a container are those of its elements.
-            is_attribute = isinstance(name, str) and (name is not key or not is_container)
-            if is_attribute and old is not now.get(key, MISSING):
+            is_element = is_container and name is key
+            if isinstance(name, str) and not is_element and old is not now.get(key, MISSING):
                 owner.set(name, old)
 
 

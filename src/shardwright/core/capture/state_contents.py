@@ -90,7 +90,7 @@ def contents_of(value: Any) -> Parts:
             if value_type in of_kind:
                 return held
             attributes = attributes_of(value).items()
-            return {**held, **{Attribute(name): each for name, each in attributes}}
+            return {**held, **{Attribute(str(name)): each for name, each in attributes}}
     return attributes_of(value)
 
 

@@ -273,7 +273,8 @@ class RecomputeSection(Section, frozen=True):
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> Self:
-        if self.auto and self != RecomputeSection(auto=True):
+        others = (n for n, f in type(self).model_fields.items() if getattr(self, n) != f.default)
+        if self.auto and set(others) != {"auto"}:
             raise ValueError("`auto: true` conflicts with the other keys of `recompute`; remove it")
         if self.modules is not None and (self.blocks is not None or self.whole_blocks):
             raise ValueError("`modules` conflicts with `blocks` and `whole_blocks`; remove one")
