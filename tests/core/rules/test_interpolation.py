@@ -36,6 +36,20 @@ def test_repeated_pixels(target, x, arguments) -> None:
 @pytest.mark.parametrize(
     ("target", "x", "arguments"),
     [
+        (aten.upsample_nearest1d.vec, image(1, 1, 4), (None, [3.2])),
+        (aten._upsample_nearest_exact1d.vec, image(1, 1, 4), (None, [3.2])),
+        (aten.upsample_nearest1d.default, image(1, 1, 4), ([8], 1.5)),
+        (aten.upsample_nearest1d.vec, image(1, 1, 4).float(), ([164], None)),
+    ],
+    ids=operator_name,
+)
+def test_pixels_that_are_not_repeated_equally_often_stay_whole(target, x, arguments) -> None:
+    assert "s" not in check(target, x, *arguments).factors
+
+
+@pytest.mark.parametrize(
+    ("target", "x", "arguments"),
+    [
         (aten.upsample_linear1d.vec, LINE, ([16], False, None)),
         (aten.upsample_linear1d.vec, LINE, ([12], True, None)),
         (aten.upsample_linear1d.vec, LINE, (None, False, [0.5])),

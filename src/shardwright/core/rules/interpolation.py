@@ -177,8 +177,9 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
     exchange halos."""
 
     def rule(op: Op) -> ShardingRule:
+        leading = ("b", "c")[: len(op.output.shape) - num_spatial]
         axes = _resized_spatial_dims(op, num_spatial)
-        dims: Dims = (*("b", "c")[: len(op.output.shape) - num_spatial], *spatial_factors(axes))
+        dims: Dims = (*leading, *spatial_factors(axes))
         # No row beyond the image is read, so that shards at its ends have no padding.
         halos = InputHalos(axes, dims, padding_value=None)
         return sharding_rule(
@@ -265,17 +266,21 @@ def _build_resize_kernel(
 
 def nearest_rule(num_spatial: int) -> RuleMaker:
     """Make a builder of rules `b c s t -> b c s t` for nearest-neighbor resizing; a dimension can
-    be sharded if its size grows by an integer factor."""
+    be sharded if each row is repeated equally often."""
 
     def rule(op: Op) -> ShardingRule:
         x, count = op.inputs[0], len(op.output.shape) - num_spatial
         multiples = {
             factor: old
-            for factor, old, new in zip(
-                SPACE, x.shape[count:], op.output.shape[count:], strict=False
+            for factor, old, new, scale in zip(
+                SPACE,
+                x.shape[count:],
+                op.output.shape[count:],
+                _scale_arguments(op, num_spatial),
+                strict=False,
             )
             # Each original row becomes new / old rows of its own shard.
-            if new % old == 0
+            if _is_repeated_equally(op, old, new, scale)
         }
         space = tuple(factor if factor in multiples else None for factor in SPACE[:num_spatial])
         dims: Dims = (*("b", "c")[:count], *space)
@@ -284,6 +289,28 @@ def nearest_rule(num_spatial: int) -> RuleMaker:
         )
 
     return rule
+
+
+def _is_repeated_equally(op: Op, size: int, count: int, scale: float | None) -> bool:
+    """Whether nearest-neighbor resizing of `size` rows to `count` repeats each row `count / size`
+    times."""
+    # A scale that is passed has priority over the sizes. It is compared, as PyTorch's CPU kernels
+    # ignore it for `count == 2 * size`, and those of GPUs do not.
+    if count % size or scale not in (None, count // size):
+        return False
+    # PyTorch rounds the number by which it multiplies indices: enlarged 41 times, 4 rows
+    # are repeated 42, 41, 40 and 41 times.
+    exact = "exact" in op.short_name
+    operator = "_upsample_nearest_exact1d" if exact else "upsample_nearest1d"
+    resize = getattr(torch.ops.aten, operator)
+    expected = torch.arange(size, device="cpu").repeat_interleave(count // size)
+    return all(
+        torch.equal(
+            resize.default(torch.arange(size, dtype=dtype, device="cpu").view(1, 1, -1), [count]),
+            expected.to(dtype).view(1, 1, -1),
+        )
+        for dtype in _POSITION_DTYPES
+    )
 
 
 def _build_nearest_resize_kernel(op: Op, local: LocalSharding) -> Callable[..., Any]:
