@@ -48,6 +48,21 @@ def test_pixels_that_are_not_repeated_equally_often_stay_whole(target, x, argume
 
 
 @pytest.mark.parametrize(
+    "target",
+    [
+        aten.upsample_bilinear2d.vec,
+        aten.upsample_bicubic2d.vec,
+        aten._upsample_bilinear2d_aa.vec,
+        aten._upsample_bicubic2d_aa.vec,
+    ],
+    ids=operator_name,
+)
+def test_resized_integers_are_rounded_as_on_one_device(target) -> None:
+    x = torch.randint(0, 256, (2, 8, 8, 8), dtype=torch.uint8)
+    assert check(target, x, [12, 4], False, None).factors == ("b", "c")
+
+
+@pytest.mark.parametrize(
     ("target", "x", "arguments"),
     [
         (aten.upsample_linear1d.vec, LINE, ([16], False, None)),

@@ -178,6 +178,11 @@ def interpolation_rule(num_spatial: int) -> RuleMaker:
 
     def rule(op: Op) -> ShardingRule:
         leading = ("b", "c")[: len(op.output.shape) - num_spatial]
+        if not op.inputs[0].dtype.is_floating_point:
+            # PyTorch resizes integers in fixed-point arithmetic, whose rounding weights in floating
+            # point do not reproduce.
+            integer_dims: Dims = (*leading, *(None,) * num_spatial)
+            return sharding_rule(op, (integer_dims,), (integer_dims,))
         axes = _resized_spatial_dims(op, num_spatial)
         dims: Dims = (*leading, *spatial_factors(axes))
         # No row beyond the image is read, so that shards at its ends have no padding.
