@@ -460,7 +460,8 @@ class _ProgramEmitter:
             return False
         consumers = self.graph.consumers[op.output]
         # Another reader needs the product without the bias.
-        if len(consumers) != 1 or op.output in self.graph.output_values:
+        results = {*self.graph.output_values, *(value for _, value in self.graph.updates)}
+        if len(consumers) != 1 or op.output in results:
             return False
         add, index = consumers[0]
         return (
