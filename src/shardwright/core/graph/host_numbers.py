@@ -126,16 +126,23 @@ def _find_item_calls(
         on_host = {*items, *later, output}
         # If an operator on tensors reads an item, operations that combine it with other items are
         # not on the host either, so repeat until nothing changes.
-        remaining = [item for item in items if not _is_read_outside(item, on_host)]
+        read_outside = _find_nodes_read_outside(graph, on_host)
+        remaining = [item for item in items if item not in read_outside]
         if remaining == items:
             return tuple(items), later
         items = remaining
 
 
-def _is_read_outside(node: fx.Node, on_host: Collection[fx.Node]) -> bool:
-    """Whether an operation outside of `on_host` reads the node or a number computed from it."""
     # The recursion ends at the output node, which has no users.
-    return any(user not in on_host or _is_read_outside(user, on_host) for user in node.users)
+def _find_nodes_read_outside(graph: fx.Graph, on_host: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that an operation outside of `on_host` reads, or a number computed from
+    them."""
+    found: set[fx.Node] = set()
+    # Users come after the node, so that one pass from the end suffices.
+    for node in reversed(graph.nodes):
+        if any(user not in on_host or user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _reads_tensor_value(node: fx.Node) -> bool:
