@@ -11,7 +11,8 @@ from torch import nn
 import shardwright as sw
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.memory import bytes_text
-from shardwright.core.cost.predict import predict
+from shardwright.core.cost.optimizer_state import orthogonalized_parameters
+from shardwright.core.cost.predict import chunk_times, predict
 from shardwright.errors import PlanError
 
 
@@ -147,3 +148,25 @@ def test_muon_takes_the_products_of_matrices_and_their_exchanges_longer_than_ada
     assert added["replicated"] == pytest.approx(4 * products, rel=0.1)
     exchanged = 2 * 4096 * 4096 * 2 / cluster.levels[0].rate
     assert products < added["sharded"] < products + 1.5 * exchanged + 1e-3
+
+
+def test_muon_over_one_of_equal_stages_takes_longer_in_that_stage_only() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        x = torch.empty(4096, 1024)
+    partitioned = sw.plan(
+        net, (x,), devices=4, mode="stand_alone", stages=4, micro_batches=4
+    ).partitioned
+    # By shape, parameters are counted in the order of the model.
+    muon = torch.optim.Muon([net[1].weight])
+    names = orthogonalized_parameters(muon, partitioned.graph)
+    assert len(names) == 1
+    updates = {
+        tuple(value.name in names for value in chunk.graph.parameters): time.step.update
+        for chunk, time in zip(
+            partitioned.chunks,
+            chunk_times(partitioned, load_cluster("h100"), optimizer=muon),
+            strict=True,
+        )
+    }
+    assert updates[True,] > updates[False,]

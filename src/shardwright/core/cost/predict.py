@@ -87,7 +87,13 @@ def chunk_times(
     for chunk in chunks:
         # Most chunks of a deep model differ only in names; these are predicted once.
         # A single chunk has no duplicates, so its key is not computed.
-        key = chunk_key(chunk) if len(chunks) > 1 else None
+        # Most chunks of a deep model differ only in names; these are predicted once. By name,
+        # Muon may orthogonalize the parameters of some of them only.
+        key = (
+            (chunk_key(chunk), tuple(v.name in orthogonalized for v in chunk.graph.parameters))
+            if len(chunks) > 1
+            else None
+        )
         if key not in cached_times:
             cached_times[key] = step_time(
                 chunk.graph,
