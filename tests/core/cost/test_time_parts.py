@@ -10,6 +10,7 @@ from sample_models import llama
 from shardwright.core.cost.cluster import Cluster
 from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.predict import predict
+from shardwright.core.cost.product_overlap import product_overlaps
 from shardwright.core.cost.time_parts import COMMUNICATION, TimePart, time_parts, utilization
 
 STAGES = {"stages": 2, "micro_batches": 4}
@@ -48,6 +49,26 @@ def test_the_parts_add_up_to_the_step(options: dict[str, Any], shared: bool) -> 
     assert all(part.seconds >= 0 and part.hidden >= 0 for part in parts)
     if shared:
         assert not any(part.hidden for part in parts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"blocking": True}, {"blocking": False}, {"repeats_segments": True}],
+    ids=str,
+)
+def test_the_parts_add_up_where_kernels_overlap_products_and_segments_run_to_their_end(
+    options: dict[str, bool],
+) -> None:
+    net, args, kwargs = llama(layers=2)
+    sw.recompute(net.model.layers[0])
+    partitioned = sw.plan(net, args, kwargs, devices=4).partitioned
+    h100 = load_cluster("h100")
+    cluster = replace(h100, device=replace(h100.device, overlaps_products=True))
+    predicted = predict(partitioned, cluster, **options)
+    (chunk,) = partitioned.chunks
+    assert product_overlaps(chunk.graph, chunk.communication)
+    parts = time_parts(partitioned, predicted)
+    assert sum(part.seconds for part in parts) == pytest.approx(predicted.seconds, rel=1e-9)
 
 
 def test_gradients_are_reduced_over_the_axis_that_cuts_the_batch_and_hidden_in_part() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -101,7 +102,7 @@ def chunk_times(
                 chunk.decisions.cuts,
                 model,
                 micro_batches=pipeline.micro_batches,
-                overlaps=_overlaps_of_chunk(chunk, blocking, model.device.overlaps_products),
+                overlaps=overlaps_of_chunk(chunk, model, blocking),
                 orthogonalized=orthogonalized,
                 repeats_segments=repeats_segments,
             )
@@ -131,14 +132,19 @@ def _chunk_seconds(
         yield ChunkSeconds(forward, backward, send=send)
 
 
-def _overlaps_of_chunk(
-    chunk: Chunk, blocking: bool, overlaps_products: bool
-) -> Mapping[Transfer, Overlap] | None:
-    if overlaps_products:
-        pipelined = product_overlaps(chunk.graph, chunk.communication)
-        # Kernels that pipeline a product with its collective need no early start.
-        return pipelined if blocking else {**chunk.overlaps, **pipelined}
-    return None if blocking else chunk.overlaps
+def overlaps_of_chunk(
+    chunk: Chunk, model: TimeModel, blocking: bool = False
+) -> Mapping[Transfer, Overlap]:
+    """Return the computation that overlaps each redistribution of a chunk on the model's cluster.
+
+    Args:
+        blocking: whether redistributions of activations are not started early.
+    """
+    started_early = {} if blocking else chunk.overlaps
+    if not model.device.overlaps_products:
+        return started_early
+    # Kernels that pipeline a product with its collective need no early start.
+    return {**started_early, **product_overlaps(chunk.graph, chunk.communication)}
 
 
 @dataclass(frozen=True)
@@ -150,12 +156,15 @@ class Predicted:
         chunks: seconds of each chunk in the step, in model order.
         timeline: timeline of the stages; None for a single stage.
         seconds: seconds of the step.
+        blocking, repeats_segments: arguments of `predict`.
     """
 
     cluster: Cluster
     chunks: tuple[StepTime, ...]
     timeline: Timeline | None
     seconds: float
+    blocking: bool = False
+    repeats_segments: bool = False
 
     @property
     def bubble(self) -> float:
@@ -228,9 +237,12 @@ def predict(
     if times is None:
         times = chunk_times(partitioned, cluster, blocking, optimizer, repeats_segments)
     steps = tuple(time.step for time in times)
+    predicted = partial(
+        Predicted, cluster, steps, blocking=blocking, repeats_segments=repeats_segments
+    )
     if pipeline.stages == 1:
         # A single stage has a single chunk, whose seconds include all micro-batches.
-        return Predicted(cluster, steps, None, steps[0].seconds)
+        return predicted(None, steps[0].seconds)
     seconds_of_chunks = list(_chunk_seconds(times, pipeline, model))
     stages = timeline(pipeline, seconds_of_chunks)
     once_per_step = _shared_gradient_seconds(partitioned, model)
@@ -244,8 +256,8 @@ def predict(
         # Twice: outputs forward and their gradients backward.
         sent = 2 * pipeline.micro_batches * sum(chunk.send for chunk in seconds_of_chunks)
         seconds = average_busy + (sent + sum(once_per_step)) / pipeline.stages
-        return Predicted(cluster, steps, stages, seconds)
-    return Predicted(cluster, steps, stages, stages.seconds + max(once_per_step))
+        return predicted(stages, seconds)
+    return predicted(stages, stages.seconds + max(once_per_step))
 
 
 def _shared_gradient_seconds(partitioned: Partitioned, model: TimeModel) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwright.core.cost.flops import work_of
-from shardwright.core.cost.predict import Predicted
+from shardwright.core.cost.predict import Predicted, overlaps_of_chunk
 from shardwright.core.cost.step_time import (
     StepTime,
     activation_seconds,
@@ -61,7 +61,7 @@ def time_parts(partitioned: Partitioned, predicted: Predicted) -> tuple[TimePart
     model = TimeModel(predicted.cluster, partitioned.mesh, pipeline.stages)
     stages: list[_Parts] = [defaultdict(float) for _ in range(pipeline.stages)]
     for chunk, time in zip(partitioned.chunks, predicted.chunks, strict=True):
-        for component, axes, seconds, hidden in _chunk_time_parts(chunk, time, model):
+        for component, axes, seconds, hidden in _chunk_time_parts(chunk, time, model, predicted):
             stages[chunk.stage][component, tuple(sorted(axes)), False] += seconds - hidden
             stages[chunk.stage][component, tuple(sorted(axes)), True] += hidden
     # Stages on separate devices run at the same time, so the slowest stage determines the step.
@@ -91,21 +91,25 @@ def _exposed_seconds(seconds_of: _Parts) -> float:
 
 
 def _chunk_time_parts(
-    chunk: Chunk, time: StepTime, model: TimeModel
+    chunk: Chunk, time: StepTime, model: TimeModel, predicted: Predicted
 ) -> Iterator[tuple[str, Axes, float, float]]:
     """Yield (`TimePart.kind`, axes, exposed seconds, overlapped seconds) for each operator and each
     collective of a chunk in a step."""
     communication, times = chunk.communication, time.micro_batches
+    repeated_ops = (
+        communication.recomputed_ops if predicted.repeats_segments else communication.repeated_ops
+    )
     for op in chunk.graph.ops:
         cuts = chunk.decisions.cuts.get(op.name, {})
         forward, backward = model.operator_seconds(op, cuts)
         yield work_of(op).category, (), times * (forward + backward), 0.0
-        if op.name in communication.repeated_ops:
+        if op.name in repeated_ops:
             yield "recomputation", (), times * model.recompute_seconds(op, cuts), 0.0
     yield "optimizer", (), time.update, 0.0
     saved_fraction = 1 - time.slowdown
     chunk_cuts = chunk.decisions.cuts
-    hidden_of = hidden_seconds(chunk.graph, communication, chunk_cuts, model, chunk.overlaps)
+    overlaps = overlaps_of_chunk(chunk, model, predicted.blocking)
+    hidden_of = hidden_seconds(chunk.graph, communication, chunk_cuts, model, overlaps)
     for transfer, axes, seconds_pair in activation_seconds(
         chunk.graph, communication, chunk_cuts, model
     ):
