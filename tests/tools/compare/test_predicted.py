@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -158,4 +159,30 @@ def test_no_way_is_faster_than_the_bound_by_which_it_may_be_left_out(tmp_path: P
 def test_only_an_experts_configuration_is_compared(tmp_path: Path) -> None:
     file = written(tmp_path, 8, 1, 1, parallel__parallel_mode=2)
     with pytest.raises(ConfigError, match="not an expert configuration"):
+        compare_predicted(file, CLUSTER)
+
+
+def test_the_experts_plan_has_the_stages_and_shards_of_experts_of_its_file(tmp_path: Path) -> None:
+    experts = {"moe_config__expert_num": 8, "moe_config__num_experts_chosen": 2}
+    changes = {
+        "model__model_config__num_layers": 5,
+        "model__model_config__offset": [1, 0],
+        "parallel_config__expert_parallel": 4,
+    }
+    run = expert_run(written(tmp_path, 4, 1, 2, **experts, **changes))
+    _, plan = GridComparison(run, load_cluster(CLUSTER), 8).expert()
+    assert [plan.row(f"model.layers.{n}.mlp.experts").stage for n in range(5)] == [0, 0, 0, 1, 1]
+    sizes = plan.mesh.device_matrix
+    axes = plan.cuts["model.layers.0.mlp.experts"]["e"]
+    assert prod(sizes[axis] for axis in axes) == 4
+
+
+def test_schedules_of_several_chunks_are_not_compared(tmp_path: Path) -> None:
+    interleaved = {
+        "model__model_config__num_layers": 4,
+        "model__model_config__pp_interleave_num": 2,
+        "parallel__pipeline_config__pipeline_interleave": True,
+    }
+    file = written(tmp_path, 4, 1, 2, **interleaved)
+    with pytest.raises(ConfigError, match="interleaved_1f1b has several chunks per stage"):
         compare_predicted(file, CLUSTER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ def expert_run(file: str | Path) -> Run:
     """Read an expert configuration of a language model.
 
     Raises:
-        ConfigError: if the file is not an expert configuration, or has context parallelism.
+        ConfigError: if the file is not an expert configuration, or has context parallelism or a
+            pipeline schedule with several chunks per stage.
     """
     run = Run.from_file(file)
     if run.foreign is None or run.config.parallel.expert is None:
@@ -97,6 +98,15 @@ def expert_run(file: str | Path) -> Run:
         raise ConfigError(
             f"{file}: parallel_config.context_parallel: `compare` does not support context"
             " parallelism\nset it to 1"
+        )
+    parallel = run.config.parallel
+    schedule = SCHEDULES.get(parallel.schedule)
+    # The stages of Megatron-style plans have one chunk each.
+    if schedule is not None and schedule.min_chunks > 1 and parallel.stages != 1:
+        raise ConfigError(
+            f"{file}: the pipeline schedule {parallel.schedule} has several chunks per stage, which"
+            " `compare` does not support\nset `pipeline_scheduler: 1f1b` and `pipeline_interleave:"
+            " False` in `parallel.pipeline_config`"
         )
     return run
 
@@ -151,8 +161,10 @@ class GridComparison:
         degrees = expert.data_parallel, expert.model_parallel, stages
         plan = self.megatron_plan(
             degrees,
-            seq_parallel=parallel.expert.seq_parallel,
-            vocab_emb_dp=parallel.expert.vocab_emb_dp,
+            seq_parallel=expert.seq_parallel,
+            vocab_emb_dp=expert.vocab_emb_dp,
+            expert_parallel=expert.expert_parallel,
+            layers=expert.layers,
         )
         return degrees, plan
 
@@ -242,6 +254,8 @@ class GridComparison:
         degrees: GridPoint,
         seq_parallel: bool | None = None,
         vocab_emb_dp: bool = False,
+        expert_parallel: int = 1,
+        layers: Sequence[int] | None = None,
         hsdp: Mapping[str, Any] | None = None,
     ) -> Plan:
         """Plan with data, tensor and pipeline parallelism as in Megatron-LM.
@@ -251,6 +265,8 @@ class GridComparison:
             seq_parallel: whether to shard norms and residuals along the sequence; by default only
                 with tensor parallelism.
             vocab_emb_dp: whether to replicate the embedding over tensor-parallel devices.
+            expert_parallel: number of shards of the experts.
+            layers: number of blocks in each stage; by default the same number in all.
             hsdp: ZeRO settings; by default the ones in the configuration.
         """
         data, model, stages = degrees
@@ -259,6 +275,7 @@ class GridComparison:
             data_parallel=data,
             model_parallel=model,
             # Sequence parallelism sends as much and needs less memory (Korthikanti et al., 2022).
+            expert_parallel=expert_parallel,
             seq_parallel=model > 1 if seq_parallel is None else seq_parallel,
             vocab_emb_dp=vocab_emb_dp,
         )
@@ -271,7 +288,7 @@ class GridComparison:
             cluster=self.cluster,
             # Plans over the limit are compared as well, and excluded afterwards.
             memory_limit=NO_LIMIT,
-            stage_config=expert_stages(self.net, stages) if stages > 1 else None,
+            stage_config=expert_stages(self.net, stages, layers) if stages > 1 else None,
             on_progress=nested_progress(self.run.on_progress, "·".join(map(str, degrees))),
             **{**self._shared_plan_options(), **({} if hsdp is None else {"hsdp": hsdp})},
         )
