@@ -104,6 +104,18 @@ def test_report_plans_a_configuration_and_compares_it_with_others(
     }
 
 
+def test_report_names_plans_of_equal_file_names_by_their_paths(saved: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "plan.json").write_bytes(saved.read_bytes())
+    options = [each for folder in folders for each in ("--against", str(folder / "plan.json"))]
+    out = tmp_path / "page.html"
+    CliRunner().invoke(app, ["report", str(saved), *options, "--out", str(out)])
+    html = out.read_text(encoding="utf-8").partition('id="others"')[2]
+    assert all(f'<th scope="row">{folder / "plan.json"}' in html for folder in folders)
+
+
 def test_report_compares_a_plan_with_the_best_of_other_kinds(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
