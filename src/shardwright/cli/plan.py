@@ -306,7 +306,7 @@ def report_command(
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
         stems = [file.stem for file in files]
         for file in files:
-        # Here, with progress, what the page would otherwise compute without it.
+            # Here, with progress, what the page would otherwise compute without it.
             # The whole path where a stem, such as `plan` of two folders, names several plans.
             is_unique = stems.count(file.stem) == 1 and file.stem not in other_plans
             name = file.stem if is_unique else str(file)

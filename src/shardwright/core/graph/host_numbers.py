@@ -132,8 +132,9 @@ def _find_item_calls(
             return tuple(items), later
         items = remaining
 
-
     # The recursion ends at the output node, which has no users.
+
+
 def _find_nodes_read_outside(graph: fx.Graph, on_host: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes that an operation outside of `on_host` reads, or a number computed from
     them."""
