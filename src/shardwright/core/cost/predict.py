@@ -86,10 +86,9 @@ def chunk_times(
     cached_times: dict[object, StepTime] = {}
     times = []
     for chunk in chunks:
-        # Most chunks of a deep model differ only in names; these are predicted once.
-        # A single chunk has no duplicates, so its key is not computed.
         # Most chunks of a deep model differ only in names; these are predicted once. By name,
-        # Muon may orthogonalize the parameters of some of them only.
+        # Muon may orthogonalize the parameters of some of them only. A single chunk has no
+        # duplicates, so its key is not computed.
         key = (
             (chunk_key(chunk), tuple(v.name in orthogonalized for v in chunk.graph.parameters))
             if len(chunks) > 1
