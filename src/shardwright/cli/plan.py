@@ -306,11 +306,11 @@ def report_command(
             other_plans |= planned.preset_plans() if len(files) < len(against or ()) else ()
         stems = [file.stem for file in files]
         for file in files:
-            # Here, with progress, what the page would otherwise compute without it.
             # The whole path where a stem, such as `plan` of two folders, names several plans.
             is_unique = stems.count(file.stem) == 1 and file.stem not in other_plans
             name = file.stem if is_unique else str(file)
             other_plans[name] = _load_or_search_plan(file, plan.devices, cluster, on_progress)
+        # Here, with progress, what the page would otherwise compute without it.
         plan.derive(on_progress)
         on_progress("page")
         page = out or page

@@ -12,6 +12,7 @@ from shardwright.core.cost.clusters import load_cluster
 from shardwright.core.cost.predict import predict
 from shardwright.core.cost.product_overlap import product_overlaps
 from shardwright.core.cost.time_parts import COMMUNICATION, TimePart, time_parts, utilization
+from tools.compare.test_published_rows import planned
 
 STAGES = {"stages": 2, "micro_batches": 4}
 
@@ -59,9 +60,10 @@ def test_the_parts_add_up_to_the_step(options: dict[str, Any], shared: bool) -> 
 def test_the_parts_add_up_where_kernels_overlap_products_and_segments_run_to_their_end(
     options: dict[str, bool],
 ) -> None:
-    net, args, kwargs = llama(layers=2)
-    sw.recompute(net.model.layers[0])
-    partitioned = sw.plan(net, args, kwargs, devices=4).partitioned
+    sharding = {"data_parallel": 2, "tensor_parallel": 4, "sequence_parallel": True}
+    run = planned(**sharding, sharded="none", recompute="full")
+    partitioned = run.candidate.partitioned
+    assert partitioned.decisions.recompute
     h100 = load_cluster("h100")
     cluster = replace(h100, device=replace(h100.device, overlaps_products=True))
     predicted = predict(partitioned, cluster, **options)

@@ -132,18 +132,16 @@ def _find_item_calls(
             return tuple(items), later
         items = remaining
 
-    # The recursion ends at the output node, which has no users.
-
 
 def _find_nodes_read_outside(graph: fx.Graph, on_host: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes that an operation outside of `on_host` reads, or a number computed from
     them."""
-    found: set[fx.Node] = set()
+    read_outside: set[fx.Node] = set()
     # Users come after the node, so that one pass from the end suffices.
     for node in reversed(graph.nodes):
-        if any(user not in on_host or user in found for user in node.users):
-            found.add(node)
-    return found
+        if any(user not in on_host or user in read_outside for user in node.users):
+            read_outside.add(node)
+    return read_outside
 
 
 def _reads_tensor_value(node: fx.Node) -> bool:
