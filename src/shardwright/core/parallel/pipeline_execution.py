@@ -78,7 +78,8 @@ class PipelineExecution(Execution):
         # steps.
         seed = self.random_seed + self.random_step
         inputs = StepInputs(stored_shards(parameters), buffers, leaves, seed, dims)
-        local_outputs, changed = stages.evaluate(inputs)
+        with self._guard.explaining_errors(), self._caller_autocast.disabled():
+            local_outputs, changed = stages.evaluate(inputs)
         self._guard.check_step()
         bound.tensors.write(changed)
         graph = stages.partitioned.graph
