@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from shardwright.core.partition.fold_axes import dtensor_axes
 from shardwright.core.planner import candidate
 from shardwright.core.search import baselines
 from shardwright.core.search.request import CutsOfGraph
+from tools.compare.test_published_rows import planned
 
 
 @pytest.mark.parametrize("devices", [24, 40, 48])
@@ -74,3 +77,18 @@ def test_a_search_that_fails_is_not_repeated_for_other_options(
         batch = torch.empty(12, 4096), torch.empty(12, 4096)
     sw.plan(net, batch, devices=8, cluster="h100", memory_limit="64MiB")
     assert searched == [(2, 2, 2)]
+
+
+def test_schedules_with_one_and_with_two_backward_passes_share_no_predicted_seconds() -> None:
+    searched = planned(
+        stages=2, chunks=2, layers=4, sequence_parallel=True, tensor_parallel=2, data_parallel=2
+    ).candidate
+    predicted = []
+    for schedules in (("zero_bubble_v",), ("interleaved_1f1b", "zero_bubble_v")):
+        model = replace(searched.model, chunk_times={})
+        for schedule in schedules:
+            pipeline = replace(searched.pipeline, schedule=schedule)
+            last = replace(searched, model=model, pipeline=pipeline).predicted
+        assert last is not None
+        predicted.append(last.seconds)
+    assert predicted[0] == predicted[1]

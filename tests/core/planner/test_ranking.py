@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwright as sw
 from sample_models import Stack
 from shardwright.core.plan.ranked import LeftOut, PlanKind, RankedPlans
+from shardwright.core.planner.memory_search import MemorySearch
 
 OPTIONS: dict[str, Any] = {"devices": 4, "cluster": "ascend910b", "stages": "auto"}
 
@@ -54,6 +55,15 @@ def test_the_first_is_the_plan_and_each_kind_is_there_once_in_the_order_of_time(
         assert (each.pipeline.stages, each.pipeline.micro_batches) == (kind.stages, 4)
         assert bool(each.recompute) == kind.recomputes
         assert ("" if each.sharding is None else each.sharding.level).startswith(kind.level)
+
+
+def test_plans_that_fit_although_estimates_ruled_them_out_are_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {**OPTIONS, "stages": 2, "micro_batches": 4, "memory_limit": limit()}
+    monkeypatch.setattr(MemorySearch, "_may_fit_in_memory", lambda *_: False)
+    plans = list(sw.best_plans(net(), batch(), **options, top=50).plans.values())
+    assert plans and plans[0].step_time == plan(stages=2, memory_limit=limit()).step_time
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

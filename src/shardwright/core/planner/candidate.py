@@ -68,7 +68,7 @@ class CapturedModel:
         chunk_assignments: cached chunk index of each operator, by the arguments of the search, the
             index of the search result and the number of chunks.
         chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
-            chunks; a list, as decisions are not hashable. Different searches often return equal
+            chunks and whether the schedule splits the backward pass; a list, as decisions are not hashable. Different searches often return equal
             cuts.
     """
 
@@ -136,7 +136,8 @@ class Candidate:
         cluster, pipeline = self.options.resolved_cluster, self.pipeline
         optimizer = self.options.optimizer
         key = (self.mesh, self.decisions, pipeline.chunk_of, cluster, optimizer)
-        counts = pipeline.stages, pipeline.chunks
+        # A schedule that splits the backward pass starts fewer redistributions early.
+        counts = pipeline.stages, pipeline.chunks, pipeline.schedule_spec.splits_backward
         cached = self.model.chunk_times.setdefault(counts, [])
         # Compared one by one, as decisions have dicts and cannot be hashed; few are cached.
         times = next((value for cached_key, value in cached if cached_key == key), None)

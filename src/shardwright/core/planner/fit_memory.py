@@ -110,12 +110,12 @@ def _run_search_phases(
     if below < float("inf"):
         return None
     # Nothing fits: first postponed options, then candidates that estimates have ruled out.
-    if search.resume_postponed():
+    fitted = search.run(below) if search.resume_postponed() else None
+    if fitted is None:
+        search.measure_dropped()
         fitted = search.run(below)
-        if fitted is not None:
-            return fitted
-    search.measure_dropped()
-    fitted = search.run(below)
+    if fitted is not None and ranking is not None:
+        search.rank(fitted, ranking)
     if fitted is not None or search.queue:
         return fitted
     raise search.error()
