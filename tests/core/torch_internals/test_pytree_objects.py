@@ -196,6 +196,21 @@ def test_a_field_of_which_nothing_is_known_is_refused_where_it_is_read() -> None
         bool(field)
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_tensors_in_a_set_are_refused_where_they_are_read(kind: type[Any]) -> None:
+    @dataclass
+    class Tensors:
+        members: Any
+
+    class Reader(Net):
+        def forward(self, x: Tensor, tensors: Tensors) -> Tensor:
+            return self.linear(x).sum() * sum(tensors.members)
+
+    sw.plan(Reader(), (X, Tensors(kind({2.0}))), devices=1)
+    with pytest.raises(CaptureError, match=f"reads a field of class {kind.__name__}"):
+        sw.plan(Reader(), (X, Tensors(kind({torch.ones(())}))), devices=1)
+
+
 def test_an_object_that_contains_itself_is_refused() -> None:
     made = Plain(X, Y)
     made.__dict__["self"] = made

@@ -458,8 +458,10 @@ def _is_child_of_structure(value: Any) -> bool:
 
 def _is_constant_field(value: Any) -> bool:
     """Whether the value of a field, which is not a child, cannot change."""
-    if isinstance(value, (*_CONSTANT_TYPES, *_LEAF_TYPES, type, range, slice, frozenset)):
+    if isinstance(value, (*_CONSTANT_TYPES, *_LEAF_TYPES, type, range, slice)):
         return True
+    if isinstance(value, frozenset):
+        return not _has_tensor(value)
     return callable(value) and not isinstance(value, nn.Module) and hasattr(value, "__qualname__")
 
 
@@ -469,8 +471,10 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
     if depth > _MAX_DEPTH or type(value) in _LEAF_TYPES:
         return False
     contents: Iterable[Any] = ()
-    if (
-        isinstance(value, (dict, list, tuple, set))
+    if isinstance(value, (set, frozenset)):
+        contents = value
+    elif (
+        isinstance(value, (dict, list, tuple))
         or _builtin_base_of_user_class(type(value)) is not None
     ):
         contents = (*_items_by_key(value).values(), *_attributes_by_name(value).values())
