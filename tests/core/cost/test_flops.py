@@ -225,3 +225,19 @@ def test_bilinear_layers_are_counted_as_torch_counts_them() -> None:
     with FlopCounterMode(display=False) as counter:
         nn.Bilinear(3, 5, 4, bias=False)(torch.zeros(6, 3), torch.zeros(6, 5))
     assert work_of(graph.ops[-1]).forward_flops == counter.get_total_flops()
+
+
+class AddedToProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(6, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.baddbmm(self.offset, x, x.mT @ x).mean()
+
+
+def test_the_gradient_of_an_added_tensor_is_no_product() -> None:
+    graph = capture(AddedToProduct(), (torch.randn(6, 4, 8, requires_grad=True),))
+    (work,) = (work_of(op) for op in graph.ops if op.short_name == "baddbmm")
+    assert work.backward_flops == 2 * work.forward_flops == 2 * 2 * 6 * 4 * 8 * 8
+    assert [size for size, _ in work.sides] == [4, 8, 8]

@@ -143,8 +143,10 @@ def _compute_work(
     category: WorkCategory = "matrix products" if flops else "other operators"
     if rule is None and not is_view(op):
         flops = max(flops, float(sum(value.numel for value in (*op.inputs, *op.outputs))))
-    # A product has one gradient product for each input that needs a gradient.
-    backward_ratio: float = num_gradients
+    # A product has one gradient product for each operand that needs a gradient. The gradients of
+    # tensors that are added to the product are sums.
+    operands = _operands_of_product(op)
+    backward_ratio: float = sum(needs_gradient[operands]) if differentiable else 0
     moved: tuple[MovedBytes, MovedBytes] = (), ()
     if op.target in _ATTENTION:
         backward_ratio = ATTENTION_BACKWARD
@@ -168,6 +170,12 @@ def _compute_work(
         category="attention" if op.target in _ATTENTION else category,
         traffic=_memory_traffic_type(op),
     )
+
+
+def _operands_of_product(op: Op) -> slice:
+    """Return the range of the inputs of `op` that a product multiplies. Biases of layers are
+    operators of their own."""
+    return slice(int(op.target in _WITH_ADDED_TENSOR), None)
 
 
 def _memory_traffic_type(op: Op) -> MemoryTraffic:
@@ -205,7 +213,7 @@ def _matmul_dims(
         )
     lhs_factors, rhs_factors, out = (
         frozenset(name for name in dims if name is not None)
-        for dims in (*rule.inputs[:2], rule.outputs[0])
+        for dims in (*rule.inputs[_operands_of_product(op)][:2], rule.outputs[0])
     )
     # By einsum's roles: in all three tensors a batch of products, in the right and the result n.
     batch, columns = lhs_factors & rhs_factors & out, (rhs_factors & out) - lhs_factors
@@ -405,6 +413,10 @@ _TRANSPOSED = set(overloads("conv_transpose1d", "conv_transpose2d", "conv_transp
 _CONVOLUTIONS = _TRANSPOSED | set(overloads("conv1d", "conv2d", "conv3d", "convolution"))
 # By name, as the operator is registered only when `transformers` is imported.
 _PRODUCTS_BY_NAME = {"transformers.grouped_mm_fallback.default"}
+_WITH_ADDED_TENSOR = {
+    *(aten.addmm.default, aten.addmv.default, aten.addbmm.default, aten.baddbmm.default)
+}
+"""Operators whose first input is added to the product of the other two."""
 _PRODUCTS = {
     *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default),
     *(aten.mv.default, aten.dot.default, aten.addmm.default, aten.addmv.default),

@@ -92,7 +92,8 @@ def check_call(graph: Graph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
                     f" called with {got}\npass a tensor of shape {value.shape}, or capture the"
                     " model again"
                 )
-        elif leaf != value:
+        # A tensor would compare its elements.
+        elif isinstance(leaf, Tensor) or leaf != value:
             raise CaptureError(
                 f"the model was captured for the argument {value!r}, but called with {leaf!r}\n"
                 f"pass {value!r}, or capture the model again"

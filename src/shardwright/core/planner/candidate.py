@@ -68,8 +68,8 @@ class CapturedModel:
         chunk_assignments: cached chunk index of each operator, by the arguments of the search, the
             index of the search result and the number of chunks.
         chunk_times: cached (decisions, seconds of each chunk) pairs, by numbers of stages and of
-            chunks and whether the schedule splits the backward pass; a list, as decisions are not hashable. Different searches often return equal
-            cuts.
+            chunks, and whether the schedule splits the backward pass; a list, as decisions are not
+            hashable. Different searches often return equal cuts.
     """
 
     graph: Graph
