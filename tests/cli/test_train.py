@@ -1,4 +1,4 @@
-"""`shardwright train --profile`: what it writes, and what it refuses."""
+"""`shardwright train`: what it writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from forked import python
+from mindformers.files import small
 from shardwright.cli import app
 from shardwright.core.plan.measured import PROFILE_FILE, Measured
+from shardwright.run.config.run import Run
 
 CONFIG = """
 model: {target: "profiled_net:Net"}
@@ -102,3 +104,14 @@ def test_a_profiled_run_sends_the_bytes_that_were_predicted(
     assert len(exposed) == 3 and all(seconds > 0 for seconds in exposed)
     # The profile also counts what starts a collective and joins what it gave.
     assert exposed[1] < 1.1 * measured.ranks[0].component_seconds["communication"] + 1e-3
+
+
+def test_strategies_of_a_saved_plan_are_saved_too(tmp_path: Path) -> None:
+    config, plan = tmp_path / "run.yaml", tmp_path / "plan.json"
+    parallel = {"parallel_mode": 2, "full_batch": True, "strategy_ckpt_save_file": "cuts.json"}
+    text = small(model__model_config__num_layers=1, only_save_strategy=True, parallel=parallel)
+    config.write_text(str(text))
+    Run.from_file(config).plan(devices=2).save(plan)
+    result = CliRunner().invoke(app, ["train", str(config), "--plan", str(plan)])
+    assert result.exit_code == 0, result.output
+    assert "lm_head" in (tmp_path / "cuts.json").read_text()

@@ -270,6 +270,8 @@ def _load_or_search_plan(
     run.check_data()
     print_batch_formula(run, options.config, devices)
     if saved is not None:
+        if world.rank == 0:
+            run.save_strategies(saved)
         return run, saved
     # A single process is this command, which starts the ranks itself.
     if world.size not in (1, devices):

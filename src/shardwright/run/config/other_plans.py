@@ -76,7 +76,8 @@ class AlternativePlanner:
             yield self._plan_with_options(name, devices, memory_limit=limit // 2)
         # Reuses the graph; only plans for another batch size, as below, need another.
         yield self._plan_with_options("twice the devices", 2 * devices)
-        yield self._plan_with_batch_size("half the batch", batch_size // 2)
+        if batch_size > 1:
+            yield self._plan_with_batch_size("half the batch", batch_size // 2)
         yield self._plan_with_batch_size("twice the batch", 2 * batch_size)
 
     def preset_plans(self) -> Iterator[tuple[str, Plan | str]]:
@@ -115,7 +116,9 @@ class AlternativePlanner:
 
     def _plan_with_batch_size(self, name: str, batch_size: int) -> tuple[str, Plan | str]:
         data = self.run.config.data.model_copy(update={"batch_size": batch_size})
-        config = self.run.config.model_copy(update={"data": data})
+        # The graphs that the configuration asks for are those of its own plan.
+        parallel = self.run.config.parallel.model_copy(update={"save_graphs": None})
+        config = self.run.config.model_copy(update={"data": data, "parallel": parallel})
         # `foreign` would recompute the batch size from the number of devices.
         run = replace(self.run, config=config, foreign=None)
         return _plan_or_error_message(run, name, partial(run.plan, self.plan.devices))
