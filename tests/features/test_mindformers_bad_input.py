@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "no shard": (
         {"parallel__parallel_optimizer_config": {"optimizer_weight_shard_size": 0}},
         8,
-        "optimizer_weight_shard_size: there is no sharding over 0 devices\nuse at least 1",
+        "optimizer_weight_shard_size: cannot shard over 0 devices\nuse at least 1",
     ),
     "heads that do not divide": (
         {**SEMI, "parallel_config__model_parallel": 3},

@@ -73,7 +73,7 @@ def test_a_pattern_that_matches_nothing_has_a_note() -> None:
         ({"[": True}, "is not a regular expression"),
         (
             {r"feed_forward\.mul": [1, 0], r"attention\.mul": [0, 1]},
-            "has other blocks than another pattern of mul",
+            "another pattern of mul have different blocks",
         ),
         ([[1, 1], [1, 1]], "does not fit 2 stages"),
     ],

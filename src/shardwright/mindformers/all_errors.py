@@ -1,4 +1,4 @@
-"""Report all errors of a file at once."""
+"""Report all errors of a configuration file at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AllErrors:
     _wrong_keys: list[str] = field(default_factory=list)
 
     def read(self, reader: Callable[[], _Result]) -> _Result | None:
-        """Call `reader`, and again after each invalid key with the key treated as missing; return
+        """Call `reader` until no key is invalid, each time treating one more key as missing; return
         its result, or None if an error remains.
 
         An error whose message names an earlier invalid key may be a consequence, and is dropped.

@@ -12,13 +12,13 @@ _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "aux_loss_factor": "the loss has no load-balancing term",
     "z_loss_factor": "the loss has no router z-loss term",
 }
-"""Reason why a key of `moe_config` has no effect, by key."""
+"""Reasons why keys of `moe_config` have no effect, by key."""
 
 
 def read_experts(
     section: Keys, config: Keys, family: str, notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
-    """Read `moe_config`, and determine the model family from experts and QKV biases.
+    """Read the mixture-of-experts options, and choose the model family by experts and QKV biases.
 
     MindFormers has one LLaMA architecture with options; Shardwright has separate families: Qwen
     (biases), Mixtral (experts) and Qwen-MoE (both).

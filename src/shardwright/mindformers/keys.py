@@ -1,4 +1,4 @@
-"""Typed access to the nested keys of a file, which records the keys that are never read."""
+"""Read typed values of the nested keys of a configuration file, and record which keys are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InvalidKeyError(ConfigError):
 
 @dataclass(frozen=True)
 class Keys:
-    """Reader of the keys of one section.
+    """Reader of the keys of one section of a configuration file.
 
     Values are parsed leniently: `1e-8` is a string in YAML 1.1 but a number here; `None`, `"None"`
     and an empty value count as a missing key.

@@ -183,7 +183,8 @@ def _read_dimensions(
 
 
 def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[str, Any]:
-    """Read arguments of `transformers` configurations: biases, tied weights, RoPE scaling."""
+    """Read the arguments of the model's `transformers` configuration: biases, tied weights, RoPE
+    scaling."""
     config_type = config.string("type")
     # MindFormers' defaults.
     biases = {"InternLMConfig": ("has_bias", True), "InternLM2Config": ("has_bias", False)}
@@ -207,7 +208,7 @@ def _read_hf_arguments(config: Keys, family: str, positions: Positions) -> dict[
 
 
 def _read_rope_scaling(config: Keys) -> dict[str, Any]:
-    """Read `rope_parameters` of `transformers`, for contexts beyond the pretraining length."""
+    """Convert RoPE scaling beyond the pretraining length to `rope_parameters` of `transformers`."""
     method = config.string("extend_method", "None", valid=("None", "NTK", *_ROPE_SCALING))
     # NTK changes only the base; see `_read_rope_base`.
     if method in ("None", "NTK"):
@@ -269,7 +270,7 @@ def read_dtype(config: Keys, name: str, default: str, notes: list[str]) -> str:
     """Read a dtype; float16 is replaced with bfloat16, whose range needs no loss scaling.
 
     Args:
-        default: dtype of a missing key.
+        default: dtype if the key is missing.
         notes: receives a note if the dtype is replaced.
     """
     requested = config.string(name, default, valid=list(_DTYPES))

@@ -29,7 +29,7 @@ WITHOUT_OPERATOR_PARALLEL = ("stand_alone", "data_parallel")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Parallel degrees and options of a file.
+    """Parallel degrees and options of a MindFormers file.
 
     Args:
         mode: `stand_alone`, `data_parallel`, `semi_auto` (Megatron-style degrees, or a strategy
@@ -72,7 +72,7 @@ class Parallelism:
 
     @property
     def shards_by_degrees(self) -> bool:
-        """Whether the degrees decide how operators are sharded, directly or by propagation."""
+        """Whether the parallel degrees determine all shardings, directly or by propagation."""
         return self.mode in ("semi_auto", "sharding_propagation") and not self.strategies
 
     @property
@@ -220,7 +220,7 @@ def _read_zero_options(parallel: Keys) -> OptimizerParallel | None:
     if size == 0:
         raise config.error(
             "optimizer_weight_shard_size",
-            "there is no sharding over 0 devices\nuse at least 1, or -1 for all",
+            "cannot shard over 0 devices\nuse at least 1, or -1 for all",
         )
     # Sharded gradient accumulation is ZeRO stage 2.
     level = "level2" if config.flag("gradient_accumulation_shard", False) else "level1"

@@ -12,8 +12,8 @@ from shardwright.mindformers.keys import Keys
 from shardwright.models.sizes import MAX_LAYERS
 
 StageBlocks = bool | tuple[int, ...]
-"""Blocks to which a setting applies: True for all, False for none, or the number of leading blocks
-of each stage or of each chunk, chunks in model order."""
+"""Transformer blocks to recompute: True for all, False for none, or the number of leading blocks of
+each pipeline stage, or of each chunk in model order."""
 
 _OP_TYPES: Mapping[str, str | None] = {
     "feed_forward.mul": "mul",
@@ -41,14 +41,14 @@ save no tensor."""
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Activation checkpointing options of a file.
+    """Activation checkpointing options of a MindFormers file.
 
     Args:
         blocks: blocks that are recomputed fully.
         selective: blocks in which only activation functions and the softmax of attention are
             recomputed.
-        operators: blocks in which an operator type is recomputed, by type; with patterns instead of
-            `selective`.
+        operators: by operator type, the blocks in which operators of this type are recomputed;
+            set instead of `selective` if the file has name patterns of operators.
         communication: whether communication inside blocks is recomputed too.
         gathers: whether sharded parameters are gathered again in the backward pass (ZeRO stage 3).
     """
@@ -69,11 +69,11 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
         notes: receives a note for each key without effect.
 
     Raises:
-        ConfigError: if a value is none of these: a flag, numbers of blocks, or name patterns of
+        ConfigError: if a value is neither a flag, nor numbers of blocks, nor name patterns of
             operators.
     """
     name = "select_comm_recompute"
-    patterns = _read_patterns(section, name, stages, chunks)
+    patterns = _read_operator_patterns(section, name, stages, chunks)
     if patterns is None:
         # One entry without a pattern, for the check below.
         patterns = {"": _read_blocks(section, name, stages, chunks)}
@@ -84,7 +84,7 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
             " fully recomputed blocks"
         )
     name = "select_recompute"
-    patterns = _read_patterns(section, name, stages, chunks)
+    patterns = _read_operator_patterns(section, name, stages, chunks)
     return Recomputation(
         blocks=_read_blocks(section, "recompute", stages, chunks),
         selective=_read_blocks(section, name, stages, chunks) if patterns is None else False,
@@ -95,11 +95,11 @@ def read_recomputation(section: Keys, stages: int, chunks: int, notes: list[str]
 
 
 def leading_blocks(layers: Sequence[int], stages: int, blocks: StageBlocks) -> list[int]:
-    """Return indices of the leading blocks of each chunk, counted over all chunks.
+    """Return the indices, within the model, of the leading transformer blocks of each chunk.
 
     Args:
         layers: number of blocks of each chunk, in model order.
-        stages: number of stages; chunk i belongs to stage i modulo `stages`.
+        stages: number of pipeline stages; chunk i belongs to stage i modulo `stages`.
         blocks: number of leading blocks of each chunk or of each stage; a stage's number is divided
             equally among its chunks, as in MindFormers.
     """
@@ -141,7 +141,12 @@ def _read_blocks(section: Keys, name: str, stages: int, chunks: int) -> StageBlo
 
 
 def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int) -> StageBlocks:
-    """Parse a flag, a list of numbers of blocks by stage, or a list of such lists by chunk."""
+    """Parse the blocks to recompute: a flag for all blocks, a list with a number of blocks for each
+    pipeline stage, or for each chunk of a stage such a list.
+
+    Raises:
+        ConfigError: if the value has another form.
+    """
     if not isinstance(value, list):
         # As a section with this one key, so that an error names it.
         return Keys({name: value}, section.path, section.file).flag(name, False)
@@ -161,12 +166,13 @@ def _parse_blocks(section: Keys, name: str, value: Any, stages: int, chunks: int
     return tuple(MAX_LAYERS if each is True else int(each) for each in numbers)
 
 
-def _read_patterns(
+def _read_operator_patterns(
     section: Keys, name: str, stages: int, chunks: int
 ) -> Mapping[str, StageBlocks] | None:
-    """Read patterns of operators with their blocks; None if the value has no patterns.
+    """Read the blocks in which operators are recomputed, by name pattern of the operators.
 
-    A list of patterns without blocks applies to all blocks.
+    Patterns in a list apply to all blocks. Returns None if the key has neither a mapping nor a list
+    of patterns.
     """
     value = section.any(name)
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
@@ -183,10 +189,11 @@ def _read_patterns(
 def _match_op_types(
     section: Keys, patterns: Mapping[str, StageBlocks], notes: list[str]
 ) -> dict[str, StageBlocks]:
-    """Return the recomputed blocks of each operator type that a pattern matches, by type.
+    """Return, for each operator type that a name pattern matches, the blocks in which it is
+    recomputed.
 
     Raises:
-        ConfigError: if patterns of one operator type have different blocks.
+        ConfigError: if two patterns match one operator type, but have different blocks.
     """
     blocks_of_types: dict[str, StageBlocks] = {}
     for pattern, blocks in patterns.items():
@@ -203,15 +210,17 @@ def _match_op_types(
             if blocks_of_types.setdefault(op_type, blocks) != blocks:
                 raise section.error(
                     "select_recompute",
-                    f"{pattern} has other blocks than another pattern of {op_type}\n"
+                    f"{pattern} and another pattern of {op_type} have different blocks\n"
                     "set the same blocks for both",
                 )
     return blocks_of_types
 
 
 def _matches_operator_path(section: Keys, pattern: str, path: str) -> bool:
-    """Whether a pattern matches a path as in MindFormers: each part, divided at escaped dots, is a
-    regular expression for one name."""
+    """Whether a MindFormers pattern matches an operator's path, such as `feed_forward.mul`.
+
+    Escaped dots split the pattern into one regular expression for each name in the path.
+    """
     expressions, names = pattern.split(r"\."), path.split(".")
     try:
         return len(expressions) == len(names) and all(

@@ -216,8 +216,8 @@ def _check_num_stages(config: Keys, parallelism: Parallelism, sizes: Dimensions)
 
 
 def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) -> tuple[int, ...]:
-    """Return the number of blocks in each chunk, chunks in model order; a stage has one chunk, or
-    `pp_interleave_num` chunks with an interleaved schedule.
+    """Return the number of transformer blocks in each pipeline chunk, in model order; a stage has
+    one chunk, or `pp_interleave_num` chunks with an interleaved schedule.
 
     With the key `offset`, each chunk has layers // chunks blocks plus its offset; without it, the
     remainder of the division is spread over the chunks.
@@ -247,7 +247,7 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
             remedy += ", or `pp_interleave_num` to the number of chunks of a stage"
         raise config.error("offset", f"{offset} is not supported, because {reason}\n{remedy}")
     layers_per_chunk, remainder = divmod(layers, chunks)
-    offsets = _offsets_of_chunks(offset, stages, interleave)
+    offsets = _expand_chunk_offsets(offset, stages, interleave)
     # Every chunk must keep at least one layer.
     if offsets is None or sum(offsets) != remainder or min(offsets) <= -layers_per_chunk:
         lists = f"{interleave} lists of {stages} numbers" if interleave > 1 else f"{stages} numbers"
@@ -260,19 +260,24 @@ def _read_layers_per_chunk(keys: Keys, parallelism: Parallelism, layers: int) ->
     return tuple(layers_per_chunk + each for each in offsets)
 
 
-def _offsets_of_chunks(offset: Any, stages: int, interleave: int) -> list[int] | None:
-    """Return the offset of each chunk, in model order; None if the numbers of offsets and chunks
-    differ.
+def _expand_chunk_offsets(offset: Any, stages: int, chunks_per_stage: int) -> list[int] | None:
+    """Expand MindFormers' `offset` to the number of extra blocks of each chunk, in model order.
 
     Args:
         offset: a number for all chunks, a list with a number for each stage, or a list of such
             lists for each chunk of a stage.
+        stages: number of pipeline stages.
+        chunks_per_stage: number of chunks of each stage (`pp_interleave_num`).
+
+    Returns:
+        The extra blocks of each chunk, possibly negative; None if there are not as many integers
+        as chunks.
     """
     # One number stands for all stages, and one list of numbers for every chunk.
     row = offset if isinstance(offset, list) else [offset] * stages
     is_nested = all(isinstance(each, list) for each in row)
-    rows = row if is_nested else [row] * interleave
-    fits = len(rows) == interleave and all(len(each) == stages for each in rows)
+    rows = row if is_nested else [row] * chunks_per_stage
+    fits = len(rows) == chunks_per_stage and all(len(each) == stages for each in rows)
     offsets = [each for row in rows for each in row]
     # `type` instead of `isinstance`, because a bool is an int.
     return offsets if fits and all(type(each) is int for each in offsets) else None

@@ -35,7 +35,7 @@ _DEFAULT_CLIP_NORM = 1.0
 
 @dataclass(frozen=True)
 class Training:
-    """Training options of a file.
+    """Training options of a MindFormers file.
 
     Args:
         seed: seed of initial weights and sample order.
@@ -198,7 +198,7 @@ def _read_lr_schedule(keys: Keys) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Batch size of a MindFormers file, as factors of the global batch size.
+    """Factors of the global batch size in a MindFormers file.
 
         pipeline   full_batch   global batch = batch_size · interleave ·
         no         False        devices · gradient_accumulation_steps
@@ -243,7 +243,8 @@ class Batch:
         )
 
     def _accumulation_key_and_steps(self) -> tuple[str, int]:
-        """Return the key and the value of the number of micro-batches or accumulation steps."""
+        """Return the configuration key and value of the number of micro-batches, or without a
+        pipeline of the gradient accumulation steps."""
         if self.parallelism.pipelined:
             return "micro_batch_num", self.parallelism.micro_batch_num
         return "gradient_accumulation_steps", self.gradient_accumulation_steps

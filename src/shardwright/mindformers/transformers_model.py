@@ -58,7 +58,7 @@ _KEYS_WITHOUT_EFFECT: Mapping[str, str] = {
     "num_nextn_predict_layers": "the loss has no term of multi-token prediction",
     "mtp_num_layers": "the loss has no term of multi-token prediction",
 }
-"""Reason why a key that changes only the training loss has no effect, by key."""
+"""Reasons why keys that change only the training loss have no effect, by key."""
 
 
 def has_transformers_keys(keys: Keys) -> bool:
@@ -86,7 +86,7 @@ def read_transformers_model(keys: Keys, notes: list[str]) -> MindFormersModel:
     model_config = keys.section("model").section("model_config")
     config = model_config.with_defaults(_read_pretrained_config(keys, model_config))
     model_type = _read_model_type(config)
-    _check_only_values(config, model_type)
+    _check_supported_values(config, model_type)
     return MindFormersModel(
         sizes=_read_dimensions(config, model_type, _read_seq_length(keys, config), notes),
         attention="fused" if config.flag("use_flash_attention", True) else "explicit",
@@ -123,7 +123,7 @@ def _read_model_type(config: Keys) -> str:
     name = architectures[0] if isinstance(architectures, list) and architectures else architectures
     # `model_type` wins over the class in `architectures`.
     if not config.has("model_type"):
-        types = {_class_prefix(model_type): model_type for model_type in valid}
+        types = {_remove_underscores(model_type): model_type for model_type in valid}
         # `Qwen3MoeForCausalLM` is the class of `qwen3_moe`.
         prefix = str(name).removesuffix("ForCausalLM").lower()
         if prefix in types:
@@ -144,11 +144,11 @@ def _read_model_type(config: Keys) -> str:
     )
 
 
-def _class_prefix(model_type: str) -> str:
+def _remove_underscores(model_type: str) -> str:
     return model_type.replace("_", "")
 
 
-def _check_only_values(config: Keys, model_type: str) -> None:
+def _check_supported_values(config: Keys, model_type: str) -> None:
     # Qwen3 always normalizes queries and keys.
     only_values = {**_ONLY_VALUES, **({"qk_layernorm": True} if "qwen3" in model_type else {})}
     for name, value in only_values.items():
@@ -169,7 +169,8 @@ def _check_only_values(config: Keys, model_type: str) -> None:
 
 
 def _read_seq_length(keys: Keys, config: Keys) -> int:
-    """Read `seq_length` of the model, else of the dataset, else `max_position_embeddings`."""
+    """Read the sequence length: `seq_length` of the model, else of the dataset, else
+    `max_position_embeddings`."""
     if config.has("seq_length"):
         return config.integer("seq_length")
     loader = keys.section("train_dataset").section("data_loader")
@@ -242,7 +243,7 @@ def _read_rope_base(config: Keys) -> float:
 
 
 def _read_rope_scaling(config: Keys) -> dict[str, Any]:
-    """Read the scaling of rotary positions as `rope_parameters` of `transformers`."""
+    """Convert the scaling of rotary positions to `rope_parameters` of `transformers`."""
     name = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
     section = config.section(name)
     # `rope_theta` is not scaling; `_read_rope_base` reads it.

@@ -20,7 +20,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
     """
     run.check_devices(devices)
     content: dict[str, Any] = {
-        "model": _model_section(run),
+        "model": _make_model_section(run),
         "data": {
             "name": "text",
             "seq_length": run.model.sizes.seq_length,
@@ -29,9 +29,9 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
         },
         "optimizer": run.training.optimizer,
         "parallel": {
-            **_parallel_section(run),
-            **_hsdp_and_recompute_sections(run),
-            **_compute_dtype_key(run.model),
+            **_make_parallel_section(run),
+            **_make_hsdp_and_recompute_sections(run),
+            **_make_compute_dtype_key(run.model),
             "memory_limit": run.memory_limit,
             # A missing key is "" in `LanguageRun`, and None in a configuration.
             "save_strategies": run.strategy_file or None,
@@ -44,7 +44,7 @@ def translate_run(run: LanguageRun, devices: int) -> Config:
     return validate_config(content, run.file)
 
 
-def _model_section(run: LanguageRun) -> dict[str, Any]:
+def _make_model_section(run: LanguageRun) -> dict[str, Any]:
     section: dict[str, Any] = {
         "sizes": vars(run.model.sizes),
         "arguments": {"attention": run.model.attention},
@@ -56,7 +56,7 @@ def _model_section(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _parallel_section(run: LanguageRun) -> dict[str, Any]:
+def _make_parallel_section(run: LanguageRun) -> dict[str, Any]:
     parallelism = run.parallelism
     section: dict[str, Any] = {
         # Degrees are the section `expert`, which needs this mode.
@@ -83,7 +83,7 @@ def _parallel_section(run: LanguageRun) -> dict[str, Any]:
     return section
 
 
-def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
+def _make_hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
     sharding, recompute = run.parallelism.sharding, run.training.recompute
     section: dict[str, Any] = {}
     if sharding is not None:
@@ -91,11 +91,11 @@ def _hsdp_and_recompute_sections(run: LanguageRun) -> dict[str, Any]:
         # pass, which is ZeRO stage 3.
         section["hsdp"] = vars(replace(sharding, level="level3") if recompute.gathers else sharding)
     if recompute.blocks or recompute.selective or recompute.operators:
-        section["recompute"] = _recompute_section(run)
+        section["recompute"] = _make_recompute_section(run)
     return section
 
 
-def _recompute_section(run: LanguageRun) -> dict[str, Any]:
+def _make_recompute_section(run: LanguageRun) -> dict[str, Any]:
     recompute, stages = run.training.recompute, run.parallelism.stages
     fully_recomputed = leading_blocks(run.layers, stages, recompute.blocks)
 
@@ -114,7 +114,7 @@ def _recompute_section(run: LanguageRun) -> dict[str, Any]:
     if any(blocks_by_op_type.values()):
         return section | {"operators": blocks_by_op_type, "whole_blocks": fully_recomputed}
     if selective := partly_recomputed(recompute.selective):
-        operators = _recomputed_op_types(run.model)
+        operators = _list_recomputed_op_types(run.model)
         return section | {
             "blocks": selective,
             "operators": operators,
@@ -124,14 +124,15 @@ def _recompute_section(run: LanguageRun) -> dict[str, Any]:
     return section | {"blocks": fully_recomputed}
 
 
-def _compute_dtype_key(model: MindFormersModel) -> dict[str, str]:
-    """Return the key `compute_dtype` for float32 parameters and 16-bit matrix products, else {}."""
+def _make_compute_dtype_key(model: MindFormersModel) -> dict[str, str]:
+    """Return the key `compute_dtype` with its value for mixed precision (float32 parameters, 16-bit
+    matrix products); otherwise an empty dict."""
     if model.param_dtype == "float32" and model.compute_dtype != "float32":
         return {"compute_dtype": model.compute_dtype}
     return {}
 
 
-def _recomputed_op_types(model: MindFormersModel) -> list[str]:
+def _list_recomputed_op_types(model: MindFormersModel) -> list[str]:
     """Return a block's operator types whose outputs are large and cheap to recompute."""
     # Fused attention saves no softmax output.
     sizes, softmax = model.sizes, ["softmax"] if model.attention == "explicit" else []
