@@ -182,7 +182,8 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 _ALIBI_BLOCK = 64
-"""Block size into which positions are split; blocks and offsets are exact in bfloat16."""
+"""Positions per block in ALiBi: a position is split into the index of its block and the offset in
+the block, which both are exact in bfloat16."""
 
 
 def alibi_features(
@@ -190,10 +191,11 @@ def alibi_features(
 ) -> tuple[Tensor, Tensor]:
     """Append features to queries and keys, such that their product is the ALiBi bias.
 
-    Softmax is invariant to adding a constant to a row, so the bias `slope * (j - i)` is equivalent
-    to `slope * j`, which is the product of `(64 * slope, slope)` and `(j // 64, j % 64)`. This
-    avoids a bias tensor `[heads, positions, positions]`; each device computes the features of its
-    own heads. Sizes are padded to a multiple of 8, as fast kernels require.
+    Softmax is invariant to adding a constant to a row, so the bias `slope * (j - i)` of query i and
+    key j is equivalent to `slope * j`, which is the product of `(64 * slope, slope)` and
+    `(j // 64, j % 64)`. This avoids a bias tensor `[heads, positions, positions]`; each device
+    computes the features of its own heads. Sizes are padded to a multiple of 8, as fast kernels
+    require.
 
     Args:
         query, key: `[batch, heads, positions, size]`.

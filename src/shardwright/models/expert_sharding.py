@@ -86,12 +86,16 @@ def pin_expert(
         if name in COLUMN:
             shard(
                 # Weights of linear layers are `[outputs, inputs]`.
-                _base_linear(module),
+                _unwrap_lora_linear(module),
                 (_column_input_layout(net, path, layout), layout("mp", "None")),
             )
         elif name in ROW:
             # The partial sums of a row-parallel layer are reduced into the layout of the residual.
-            shard(_base_linear(module), (layout("dp", "cp", "mp"), layout("None", "mp")), (output,))
+            shard(
+                _unwrap_lora_linear(module),
+                (layout("dp", "cp", "mp"), layout("None", "mp")),
+                (output,),
+            )
             has_row_layers = True
         elif _has_expert_weights(module):
             shard(module, _expert_layouts(module, expert_layout))
@@ -121,7 +125,8 @@ def _has_expert_weights(module: nn.Module) -> bool:
 
 
 def _expert_layouts(module: nn.Module, layout: Layout) -> tuple[TensorLayout | None, ...]:
-    """Return the layouts of an expert layer's tokens, routing, both projections and both biases."""
+    """Return the layouts of an expert layer's inputs (tokens, expert ids, routing weights) and
+    parameters (projections, then biases); None for a layout to be propagated."""
     # Gate and up projections share a dimension: (2, width) if concatenated, (width, 2) if
     # interleaved. Only the width is sharded.
     width_dimensions = (
@@ -159,9 +164,9 @@ def tensor_parallel_dimensions(
     for path, module in net.named_modules():
         name = path.rpartition(".")[2]
         if name in COLUMN:
-            yield path, "outputs", _base_linear(module).weight.shape[0]
+            yield path, "outputs", _unwrap_lora_linear(module).weight.shape[0]
         elif name in ROW:
-            yield path, "inputs", _base_linear(module).weight.shape[1]
+            yield path, "inputs", _unwrap_lora_linear(module).weight.shape[1]
         elif isinstance(module, nn.Embedding) and name == "embed_tokens" and not vocab_emb_dp:
             yield path, "entries", module.num_embeddings
         elif isinstance(module, nn.Linear) and name == "lm_head":
@@ -234,7 +239,7 @@ def paths_of_blocks(net: nn.Module) -> Iterator[str]:
             yield path
 
 
-def _base_linear(module: nn.Module) -> nn.Linear:
+def _unwrap_lora_linear(module: nn.Module) -> nn.Linear:
     """Return the linear layer itself, without a LoRA wrapper of `peft`."""
     base = getattr(module, "base_layer", module)
     assert isinstance(base, nn.Linear)

@@ -65,7 +65,7 @@ class Dimensions:
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._check_sizes_and_choices()
+        self._check_sizes_and_options()
         # With `head_dim`, the sizes of all heads need not add up to the hidden size.
         if self.hidden_size % self.num_heads and "head_dim" not in self.hf:
             raise ConfigError(
@@ -95,7 +95,7 @@ class Dimensions:
                 "use at least 2"
             )
 
-    def _check_sizes_and_choices(self) -> None:
+    def _check_sizes_and_options(self) -> None:
         literals = (("positions", Positions), ("activation", Gelu))
         for name, valid in ((name, get_args(literal)) for name, literal in literals):
             if getattr(self, name) not in valid:
