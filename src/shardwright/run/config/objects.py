@@ -165,7 +165,7 @@ def mark_recomputed(net: nn.Module, section: schema.RecomputeSection) -> None:
 def _recomputed_op_types_by_path(
     net: nn.Module, section: schema.RecomputeSection
 ) -> dict[str, list[str] | None]:
-    """Return the operator types to recompute in each module, by module path; None for all types."""
+    """Return the operator types to recompute in each module, by path; None for all types."""
     if section.modules is not None:
         # The schema refuses a mapping of operators together with `modules`.
         assert not isinstance(section.operators, dict)
@@ -176,7 +176,7 @@ def _recomputed_op_types_by_path(
             "parallel.recompute: the model has no transformer blocks\n"
             "set the key `modules` to paths of modules, for example `modules: [encoder]`"
         )
-    types_of_block = _op_types_of_blocks(section, len(blocks))
+    types_of_block = _recomputed_op_types_by_block(section, len(blocks))
     # Checked here, not in the schema, which does not know the number of blocks.
     if (last := max((*types_of_block, *section.whole_blocks), default=0)) >= len(blocks):
         raise ConfigError(
@@ -188,7 +188,7 @@ def _recomputed_op_types_by_path(
     return op_types | dict.fromkeys(blocks[index] for index in section.whole_blocks)
 
 
-def _op_types_of_blocks(
+def _recomputed_op_types_by_block(
     section: schema.RecomputeSection, num_blocks: int
 ) -> dict[int, list[str] | None]:
     """Return the operator types to recompute in each block, by block index; None for all types."""

@@ -36,7 +36,7 @@ NO_SEARCH: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class AlternativePlanner:
-    """Planner of alternatives to a run's plan, which reuses the captured graph where possible.
+    """Planner of alternatives to the chosen plan of a run; reuses the captured graph if possible.
 
     Args:
         unplanned: the run as configured, before the number of micro-batches was chosen.
@@ -90,12 +90,11 @@ class AlternativePlanner:
             yield self._plan_with_options(name, self.plan.devices, hsdp=hsdp, **NO_SEARCH)
 
     def best_plans(self, top: int) -> Iterator[tuple[str, Plan | str]]:
-        """Plan the fastest strategy of each of the `top` fastest kinds of plans, except `plan`.
-
-        A kind is a combination of stages, storage, recomputation and micro-batches.
+        """Plan the `top` fastest strategies that differ in stages, parameter storage, recomputation
+        or micro-batches, without the chosen plan.
 
         Yields:
-            Each kind as text, and its plan, or the reason why it has no plan.
+            These decisions as text, and the plan with them, or the reason why there is no plan.
 
         Raises:
             ShardwrightError: if the configuration names no cluster, so step times cannot be

@@ -30,7 +30,7 @@ def plan_options(config: Config, model: nn.Module) -> dict[str, Any]:
     }
     if _has_megatron_stages(config) and isinstance(parallel.stages, int) and parallel.stages > 1:
         layers = parallel.expert.layers if parallel.expert else None
-        chunks = len(layers) // parallel.stages if layers and _has_chunks(config) else 1
+        chunks = len(layers) // parallel.stages if layers and _sets_layers_per_chunk(config) else 1
         stage_config = expert_stages(model, parallel.stages, layers, chunks, parallel.schedule)
         # The stages are in `stage_config`, so the planner has none to choose.
         options |= {"stages": 1, "stage_config": stage_config}
@@ -44,13 +44,13 @@ def _has_megatron_stages(config: Config) -> bool:
     # Interleaved schedules have several chunks per stage, which the planner assigns unless the
     # configuration has the number of blocks in each.
     is_assigned = schedule is not None and (
-        not schedule.allows_several_chunks or _has_chunks(config)
+        not schedule.allows_several_chunks or _sets_layers_per_chunk(config)
     )
     return is_manual and is_assigned
 
 
-def _has_chunks(config: Config) -> bool:
-    """Whether the configuration has the number of blocks in each of several chunks of a stage."""
+def _sets_layers_per_chunk(config: Config) -> bool:
+    """Whether the configuration sets the number of blocks of each chunk, not only of each stage."""
     parallel = config.parallel
     layers = parallel.expert.layers if parallel.expert else None
     has_several = layers is not None and isinstance(parallel.stages, int) and parallel.stages > 1

@@ -200,14 +200,14 @@ class Run:
         # Adjusted first: the batch size of a foreign file may depend on the number of devices.
         run, folder = self.for_devices(devices), self.config.parallel.save_graphs
         if folder is None:
-            return run._plan(devices)
+            return run._search_plan(devices)
         files = SavedGraphs(self.folder / folder)
         with files.saving_errors():
-            plan = run._plan(devices, files)
+            plan = run._search_plan(devices, files)
             files.plan(plan)
         return plan
 
-    def _plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
+    def _search_plan(self, devices: int, files: SavedGraphs | None = None) -> Plan:
         if self.config.parallel.chooses_micro_batches:
             candidate = self._search_fastest_candidate(devices)
             if files is not None:
@@ -220,7 +220,7 @@ class Run:
         return self.plan_graph(model, graph, devices)
 
     def planned(self, devices: int) -> tuple[Run, nn.Module, Graph, Plan]:
-        """Return the run with its number of micro-batches, its model, the graph and the plan.
+        """Return the run with the number of micro-batches set, its model, graph and plan.
 
         Raises:
             ShardwrightError: if the model cannot be built, captured or planned.
@@ -249,9 +249,8 @@ class Run:
         )
 
     def best_plans(self, devices: int, top: int) -> RankedPlans:
-        """Plan the fastest strategy of each of the `top` fastest kinds of plans.
-
-        A kind is a combination of stages, storage, recomputation and micro-batches.
+        """Plan the `top` fastest strategies that differ in stages, parameter storage, recomputation
+        or micro-batches.
 
         Raises:
             ShardwrightError: if the model cannot be built, captured or planned, or the
@@ -265,7 +264,7 @@ class Run:
         """Search for the fastest plan, and the number of micro-batches if the planner chooses it.
 
         Args:
-            ranking: receives the candidates, to rank the kinds of plans; None for no ranking.
+            ranking: receives all candidates, to rank them; None for no ranking.
 
         Returns:
             The fastest candidate.
@@ -406,7 +405,7 @@ class Run:
     def deferred_model(self) -> nn.Module:
         """Build the model with deferred parameters: each rank initializes only its own shards.
 
-        Falls back to ordinary parameters if the code of a target reads their values.
+        Falls back to ordinary parameters if the model's code reads parameter values.
         """
         # If the error is that of the model itself, the second attempt raises it again.
         with suppress(ShardwrightError), no_init_parameters():

@@ -74,7 +74,7 @@ class ModelSection(Section, frozen=True):
         return self.target is None
 
     @model_validator(mode="after")
-    def _check_one_source(self) -> Self:
+    def _check_one_model_source(self) -> Self:
         sources = {"target": self.target, "name": self.name, "sizes": self.sizes, "hf": self.hf}
         used_keys = [key for key, value in sources.items() if value is not None]
         if len(used_keys) != 1:
@@ -113,7 +113,7 @@ class DataSection(Section, frozen=True):
     seed: Seed = 0
 
     @model_validator(mode="after")
-    def _check_one_source(self) -> Self:
+    def _check_one_data_source(self) -> Self:
         if self.name is not None and self.target is not None:
             raise ValueError("the keys `name` and `target` conflict; remove one of them")
         if self.arguments and self.target is None:
@@ -135,7 +135,7 @@ class DataSection(Section, frozen=True):
         return self
 
 
-def _option_error(expected: str) -> PydanticCustomError:
+def _make_option_error(expected: str) -> PydanticCustomError:
     return PydanticCustomError("option_error", "expected {expected}", {"expected": expected})
 
 
@@ -164,7 +164,7 @@ class ScheduleSection(Section, frozen=True):
     power: Positive = 1.0
 
     @model_validator(mode="after")
-    def _check_one_warmup(self) -> Self:
+    def _check_one_warmup_key(self) -> Self:
         if self.warmup_steps and self.warmup_ratio is not None:
             raise ValueError("the keys `warmup_steps` and `warmup_ratio` conflict; remove one")
         return self
@@ -193,7 +193,7 @@ class OptimizerSection(Section, frozen=True):
         if value not in OPTIMIZERS:
             *names, last = (repr(name) for name in OPTIMIZERS)
             expected = f"{', '.join(names)} or {last}"
-            raise _option_error(expected)
+            raise _make_option_error(expected)
         return value
 
     @model_validator(mode="after")
@@ -309,7 +309,7 @@ class ParallelSection(Section, FileOptions, frozen=True):
         # Not of `FileOptions`, which has no requirement for `mode`.
         requirement = requirements(PlanOptions)[str(info.field_name)]
         if not requirement.accepts(value):
-            raise _option_error(requirement.valid_values)
+            raise _make_option_error(requirement.valid_values)
         return value
 
     @property

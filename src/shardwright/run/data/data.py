@@ -179,8 +179,8 @@ def mnist(folder: str | Path | None = None) -> tuple[Tensor, Tensor]:
             f"(plain or .gz)"
         )
     images_path, labels_path = (
-        _find_plain_or_gzipped(path, IMAGES_FILE),
-        _find_plain_or_gzipped(path, LABELS_FILE),
+        _find_plain_or_gzipped_file(path, IMAGES_FILE),
+        _find_plain_or_gzipped_file(path, LABELS_FILE),
     )
     pixels, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
     if len(pixels) != len(labels):
@@ -266,7 +266,7 @@ def _read_idx_shape(path: Path, header: bytes, ndim: int) -> tuple[int, ...]:
     return struct.unpack(f">{ndim}I", header[4:])
 
 
-def _find_plain_or_gzipped(folder: Path, name: str) -> Path:
+def _find_plain_or_gzipped_file(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path

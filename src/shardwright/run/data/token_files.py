@@ -36,7 +36,7 @@ class TokenArray:
         source: name of the file or folder, for error messages.
         values: token ids, integers [tokens].
         first: index within `source` of the array's first token.
-        checked: the file with its checksums; None without checksums.
+        checked: reader that verifies the file's checksums; None if the file has no checksums.
     """
 
     source: str
@@ -228,7 +228,7 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
                     " np.save(file, np.ascontiguousarray(tokens, np.uint32))"
                 )
             return array.reshape(-1)
-        token_dtype, offset = _read_dtype_and_offset(file, dtype)
+        token_dtype, offset = _read_dtype_and_header_size(file, dtype)
         size = file.stat().st_size - offset
         if size % np.dtype(token_dtype).itemsize:
             raise DataError(
@@ -256,7 +256,7 @@ def _map_token_file(file: Path, dtype: str | None) -> NDArray[Any]:
     return array
 
 
-def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
+def _read_dtype_and_header_size(file: Path, dtype: str | None) -> tuple[str, int]:
     """Return the token dtype of a `.bin` file, and the length of its header in bytes."""
     index = file.with_suffix(".idx")
     # An explicit dtype wins, for a token file with an index of something else beside it.
@@ -270,7 +270,7 @@ def _read_dtype_and_offset(file: Path, dtype: str | None) -> tuple[str, int]:
 
 
 def _read_megatron_dtype(index: Path, file: Path) -> str:
-    """Return the token dtype of a Megatron-LM dataset.
+    """Return the token dtype of a Megatron-LM dataset, and check that index and token file match.
 
     The index has no checksum. Instead, its last sequence must end where the token file ends; it
     does not if the dtype is wrong or one of the files is incomplete.
@@ -302,15 +302,15 @@ def _read_megatron_dtype(index: Path, file: Path) -> str:
     return dtype
 
 
-def _read_end_of_last_sequence(index: BinaryIO, sequences: int, itemsize: int) -> int:
+def _read_end_of_last_sequence(index_file: BinaryIO, num_sequences: int, itemsize: int) -> int:
     """Return the byte of the token file at which the last sequence of a Megatron-LM index ends."""
-    if sequences == 0:
+    if num_sequences == 0:
         return 0
     # First the lengths of all sequences in 32 bits, then where they start in 64 bits.
-    index.seek(MEGATRON_HEADER.size + 4 * (sequences - 1))
-    (length,) = struct.unpack("<i", index.read(4))
-    index.seek(MEGATRON_HEADER.size + 12 * sequences - 8)
-    (first,) = struct.unpack("<q", index.read(8))
+    index_file.seek(MEGATRON_HEADER.size + 4 * (num_sequences - 1))
+    (length,) = struct.unpack("<i", index_file.read(4))
+    index_file.seek(MEGATRON_HEADER.size + 12 * num_sequences - 8)
+    (first,) = struct.unpack("<q", index_file.read(8))
     return int(first + length * itemsize)
 
 

@@ -177,7 +177,7 @@ def launch_node(
         try:
             elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as error:
-            ends = _ends_of_failed_ranks(error.failures, logs)
+            ends = _convert_to_rank_ends(error.failures, logs)
             raise requested_stop(ends) or first_failure(ends, logs) from None
         except SignalException as error:
             raise StoppedError(error.sigval) from None
@@ -187,10 +187,10 @@ def launch_node(
                 f"start the command on each node, with --rdzv {node.endpoint}"
             ) from None
         except RendezvousError:
-            raise RankFailedError(_no_answer_message(node)) from None
+            raise RankFailedError(_format_no_answer_message(node)) from None
 
 
-def _ends_of_failed_ranks(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
+def _convert_to_rank_ends(failures: Mapping[int, ProcessFailure], logs: LogFolder) -> list[RankEnd]:
     """Convert the agent's report of failed ranks to one `RankEnd` per rank.
 
     After a failure, the agent sends SIGTERM to the other ranks, then SIGKILL to ranks that do not
@@ -318,11 +318,11 @@ def _send_heartbeats(store: Store, node: Node, timeout: timedelta, ended: thread
 def _exit_without_cleanup(node: Node) -> None:
     # Exits without cleanup, which would wait for the store. The kernel kills the ranks when this
     # process ends.
-    print(printable(f"error: {_no_answer_message(node)}"), file=sys.stderr, flush=True)
+    print(printable(f"error: {_format_no_answer_message(node)}"), file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _no_answer_message(node: Node) -> str:
+def _format_no_answer_message(node: Node) -> str:
     return (
         f"node 0 no longer answers at {node.endpoint}: it has ended, or cannot be reached\n"
         "check the log of node 0, and the network between the nodes"

@@ -78,7 +78,7 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     """
     checker = _NonFiniteChecker()
     order, finding = NO_FINDING, ""
-    for index, (name, tensor) in enumerate(_step_inputs(net, batch)):
+    for index, (name, tensor) in enumerate(_iterate_named_step_inputs(net, batch)):
         value = non_finite_value(detached_local(tensor))
         if value is not None:
             order, finding = min((order, finding), (index, f"{name} contains {value}"))
@@ -92,8 +92,10 @@ def first_non_finite(net: ParallelModule, batch: Sequence[Tensor]) -> str | None
     return earliest_finding(net, order, finding)
 
 
-def _step_inputs(net: ParallelModule, batch: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name for messages, tensor) of each sample of the batch, then of each parameter."""
+def _iterate_named_step_inputs(
+    net: ParallelModule, batch: Sequence[Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each sample of the batch, then each parameter, with its name for messages."""
     for index, tensor in enumerate(batch):
         # A tensor without dimensions cannot be iterated.
         for row, values in enumerate(tensor if tensor.ndim else tensor.view(1)):

@@ -92,7 +92,7 @@ def follow_files(on_line: Mapping[Path, Callable[[str], None]]) -> Iterator[None
 
 
 class _FollowedFile:
-    """A growing file, possibly replaced by a new one, with its last unfinished line."""
+    """Reader of the lines appended to a file, which may be replaced by a new one meanwhile."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path, self._on_line = path, on_line
@@ -101,7 +101,7 @@ class _FollowedFile:
 
     def read(self) -> None:
         """Call `on_line` with each line appended to the file, and to a file that replaced it."""
-        for file in self._unread_files():
+        for file in self._open_files_to_read():
             # A read may end within a line, or within a character of several bytes.
             *lines, self._unfinished = (self._unfinished + file.read()).split(b"\n")
             for line in lines:
@@ -116,10 +116,10 @@ class _FollowedFile:
             self._file.close()
             self._file = None
 
-    def _unread_files(self) -> Iterator[BinaryIO]:
+    def _open_files_to_read(self) -> Iterator[BinaryIO]:
         if self._file is not None:
             # Checked before reading, so that nothing written before the replacement is missed.
-            is_replaced = self._is_replaced(self._file)
+            is_replaced = self._was_replaced(self._file)
             yield self._file
             if not is_replaced:
                 return
@@ -128,7 +128,7 @@ class _FollowedFile:
             self._file = self._path.open("rb")
             yield self._file
 
-    def _is_replaced(self, file: BinaryIO) -> bool:
+    def _was_replaced(self, file: BinaryIO) -> bool:
         try:
             return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:

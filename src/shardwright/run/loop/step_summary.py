@@ -51,7 +51,7 @@ class _EventContext:
 
 @dataclass
 class StepSummary:
-    """Averages over the profiled steps.
+    """Average time and communication of the profiled steps.
 
     Args:
         seconds_of: seconds per step, by category.
@@ -99,7 +99,7 @@ class StepSummary:
 
         Args:
             self_seconds: self time of the event, divided by the number of steps.
-            weight: 1 / number of steps.
+            weight: 1 / number of steps, by which counts and bytes are multiplied.
         """
         seconds = weight * event.time_range.elapsed_us() / 1e6
         if context.category:
@@ -141,11 +141,11 @@ def _is_host_event(event: Any) -> bool:
     return bool(event.device_type.name == "CPU")
 
 
-def _events_with_contexts(host: Sequence[Any]) -> Iterator[tuple[Any, _EventContext]]:
-    """Yield host events with their contexts, parents before their children."""
+def _events_with_contexts(host_events: Sequence[Any]) -> Iterator[tuple[Any, _EventContext]]:
+    """Yield profiler events of the host with their contexts, parents before their children."""
     stack = [
         (event, _EventContext())
-        for event in host
+        for event in host_events
         # PyTorch nests only events that begin and end on one thread; the others would count twice.
         if event.cpu_parent is None and not event.is_async
     ]
