@@ -26,7 +26,8 @@ TOLERANCE = 0.05
 """Assumed relative error of published throughput, the unit of the residuals."""
 
 PRIOR_WEIGHT, PRIOR_WEIGHT_FEW_RUNS = 0.3, 1.0
-"""Weights of the prior: residual of a figure whose logarithm is `log_spread` off its initial value.
+"""Weights of the prior: the residual of a figure that differs from its initial value by a factor of
+exp(`log_spread`).
 The second weight applies if there are fewer runs than figures, which then determine each figure
 less."""
 
@@ -42,7 +43,7 @@ MAX_EVALUATIONS, CONVERGENCE_TOLERANCE = 60, 1e-4
 
 @dataclass(frozen=True)
 class Figure:
-    """One fitted figure of a cluster file.
+    """One fitted figure of a cluster file, such as an efficiency or a latency.
 
     Args:
         name: a field of `Device`, or of the `LinkLevel` with index `level`.

@@ -69,7 +69,9 @@ def measure_cluster(processes: int, on_progress: OnProgress = ignore_progress) -
         ConfigError: if `scipy` is not installed.
     """
     if processes < 2:
-        raise ValueError(f"links need at least 2 processes, got {processes}\nuse processes=2")
+        raise ValueError(
+            f"measuring links needs at least 2 processes, got {processes}\nuse processes=2"
+        )
     # Imported early, so that a missing package is reported before minutes of measuring.
     with needs_extra("tools", "calibrating this machine needs `scipy`", ConfigError):
         import scipy.optimize  # noqa: F401

@@ -219,7 +219,7 @@ def _named_plans(comparison: GridComparison) -> Iterator[tuple[str, Plan]]:
         yield f"{alternative_name(DATA_PARALLEL, data)} level3", sharded
 
 
-def _have_equal_programs(plan: Plan, other: Plan) -> bool:
+def _have_equal_programs(first_plan: Plan, second_plan: Plan) -> bool:
     """Whether two plans lower to the same program, even if their pins differ."""
 
     def runtime_decisions(plan: Plan) -> tuple[object, ...]:
@@ -227,7 +227,7 @@ def _have_equal_programs(plan: Plan, other: Plan) -> bool:
         stored = plan.storage, plan.sharding, plan.recompute, plan.pipeline
         return plan.cuts, *stored, plan.bytes, plan.step_time
 
-    return runtime_decisions(plan) == runtime_decisions(other)
+    return runtime_decisions(first_plan) == runtime_decisions(second_plan)
 
 
 def _save_measure_order(

@@ -168,8 +168,8 @@ class PlannedRun:
         return replace(candidate, decisions=replace(candidate.decisions, recompute=recompute_marks))
 
     def _capture_blocks(self) -> tuple[nn.Module, Graph, list[str]]:
-        """Return the model as captured, the graph of the model at full size, and the paths of its
-        blocks."""
+        """Capture a model with few blocks; return it, the graph extended to all blocks, and the
+        paths of all blocks."""
         layers = self.run.layers
         # Further arguments may alternate different blocks.
         if layers > CAPTURED_BLOCKS and not self.run.hf:
@@ -235,10 +235,10 @@ class PlannedRun:
 def _block_ops_to_recompute(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
-    """Yield the names of operators that torchtitan's selective checkpointing recomputes.
+    """Yield the operators that torchtitan's selective checkpointing recomputes, by name.
 
-    These are all operators of a block except attention and every second matrix product. Each is
-    yielded with its recomputed segment, the block.
+    These are all operators of a block except attention and every second matrix product. The block
+    is the recomputed segment.
     """
     products = dict.fromkeys(blocks, 0)
     for op in graph.ops:
@@ -256,11 +256,11 @@ def _block_ops_to_recompute(
 def _attention_ops_to_recompute(
     graph: Graph, blocks: Collection[str]
 ) -> Iterator[tuple[str, Recompute]]:
-    """Yield the names of operators that Megatron-LM's selective checkpointing recomputes.
+    """Yield the operators that Megatron-LM's selective checkpointing recomputes, by name.
 
-    These are the operators from the first to the last matrix product of explicit attention, each
-    with its recomputed segment, the block (Korthikanti et al., "Reducing activation recomputation
-    in large transformer models", 2022). Fused attention recomputes its scores by itself.
+    These are the operators from the first to the last matrix product of explicit attention; the
+    block is the recomputed segment (Korthikanti et al., "Reducing activation recomputation in large
+    transformer models", 2022). Fused attention recomputes its scores by itself.
     """
     ops_of_block: dict[str, list[Op]] = {}
     for op in graph.ops:

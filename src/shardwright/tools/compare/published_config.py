@@ -122,7 +122,7 @@ class PlannedConfiguration:
 
 
 def read_configured(file: str | Path) -> tuple[list[ConfiguredRun], dict[str, str]]:
-    """Read the list `mindformers` of a JSON file.
+    """Read the published runs in the list `mindformers` of a JSON file.
 
     Returns:
         The runs, and the reason for each omitted run, by file name: its configuration is missing or

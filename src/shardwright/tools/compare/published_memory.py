@@ -74,10 +74,10 @@ def unsaved_bytes(chunk: Chunk, software: Software) -> float:
 
 
 def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield the bytes of each output of an activation function that only products read.
+    """Yield the bytes of each activation function's output that a fused kernel does not save.
 
-    A kernel that computes both, such as SwiGLU, saves the inputs of the activation function and of
-    the product.
+    A kernel that computes both activation function and product, such as SwiGLU, saves their inputs
+    only.
     """
     graph = chunk.graph
     readers: dict[Value, list[Op]] = {}
@@ -95,8 +95,8 @@ def _fused_activation_bytes(chunk: Chunk) -> Iterator[float]:
 
 
 def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
-    """Return the bytes of two outputs in a mixture of experts: of the gate's activation function,
-    and of its product with the up projection before the routing weight scales it."""
+    """Return the bytes per device of two outputs inside a mixture of experts, which fused kernels
+    do not save: of the gate's activation function, and of its product with the up projection."""
     arguments = call_arguments(op)
     inner: int = arguments["down"].shape[-1]
     rule = rule_of(op)
@@ -108,7 +108,7 @@ def _fused_bytes_of_experts(op: Op, chunk: Chunk) -> float:
 
 
 def _gathered_activation_bytes(chunk: Chunk) -> Iterator[float]:
-    """Yield, for each all-gathered input of linear layers, its bytes in excess of its shard.
+    """Yield, for each all-gathered input of linear layers, the bytes by which it exceeds its shard.
 
     With sequence parallelism Megatron-LM saves the shard, and gathers it again in the backward
     pass, during the gradient of the input (Korthikanti et al., "Reducing activation recomputation

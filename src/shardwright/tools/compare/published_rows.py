@@ -342,7 +342,7 @@ def model_flops_utilization(sizes: Dimensions, tokens: float, rate: float) -> fl
 
 
 def read_published(file: str | Path) -> list[PublishedRun]:
-    """Read the list `rows` of a JSON file.
+    """Read the published training runs in the list `rows` of a JSON file.
 
     Raises:
         ConfigError: if a key is missing or invalid; the message names the file, the row and the

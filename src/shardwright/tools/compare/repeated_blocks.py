@@ -1,4 +1,4 @@
-"""Extend the graph of a model with three blocks to a model with more blocks of the same kind.
+"""Extend the graph of a model with three blocks to that of a model with more of these blocks.
 
 Capturing dozens of equal blocks takes most of the time of planning a large model. The middle block
 is copied instead, under the names of the omitted blocks.
@@ -16,13 +16,13 @@ CAPTURED_BLOCKS = 3
 """Number of blocks of the captured model: the first, one that is copied, and the last."""
 
 
-def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph | None:
+def with_more_blocks(graph: Graph, blocks: Sequence[str], num_blocks: int) -> Graph | None:
     """Return the graph of the same model with more blocks.
 
     Args:
         graph: graph of the model with `CAPTURED_BLOCKS` blocks, none of which updates a buffer.
         blocks: paths of the blocks, which end in their indices.
-        number: number of blocks of the result, at least `CAPTURED_BLOCKS`.
+        num_blocks: number of blocks of the result, at least `CAPTURED_BLOCKS`.
 
     Returns:
         The graph, whose other values and operators are those of `graph`; None if the second and the
@@ -49,7 +49,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
     # From a value of the middle block to its counterpart in the latest block.
     latest: Mapping[Value, Value] = {value: value for value in middle_values}
     # Blocks 0 and 1 stay; block 2 becomes the last one.
-    for index in range(2, number - 1):
+    for index in range(2, num_blocks - 1):
         rename = _make_path_renamer(blocks[1], f"{parent}.{index}")
         copy = {value: replace(value, name=rename(value.name)) for value in middle_values}
         # Outputs of the first block stand for those of the latest one, which the copy reads.
@@ -57,7 +57,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         copies += [_copy_op(op, {**copy, **chained}, rename) for op in middle]
         new_values.append(copy)
         latest = copy
-    rename = _make_path_renamer(blocks[2], f"{parent}.{number - 1}")
+    rename = _make_path_renamer(blocks[2], f"{parent}.{num_blocks - 1}")
     last_block_values = {
         steps[value]: replace(steps[value], name=rename(steps[value].name))
         for value in middle_values
@@ -83,7 +83,7 @@ def with_more_blocks(graph: Graph, blocks: Sequence[str], number: int) -> Graph 
         parameters=extend(graph.parameters),
         buffers=extend(graph.buffers),
         constants=constants,
-        module_tags=_extended_tags(graph, blocks, number),
+        module_tags=_extended_tags(graph, blocks, num_blocks),
     )
 
 
@@ -99,22 +99,28 @@ def _is_in_block(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
-def _run_consecutively(graph: Graph, spans: Sequence[Sequence[Op]]) -> bool:
+def _run_consecutively(graph: Graph, blocks: Sequence[Sequence[Op]]) -> bool:
     """Whether the blocks run one after the other, without operators of other modules in between."""
-    block_of = {op: number for number, span in enumerate(spans) for op in span}
-    order = [number for number, _ in groupby(graph.ops, lambda op: block_of.get(op))]
-    numbers = [*range(len(spans))]
+    block_of = {op: index for index, ops in enumerate(blocks) for op in ops}
+    order = [index for index, _ in groupby(graph.ops, lambda op: block_of.get(op))]
+    numbers = [*range(len(blocks))]
     # From the first block on, no other module may come between the blocks.
     return [each for each in order if each is not None] == numbers and (
-        order[order.index(0) :][: len(spans)] == numbers
+        order[order.index(0) :][: len(blocks)] == numbers
     )
 
 
 def _corresponding_values(
     graph: Graph, middle: Sequence[Op], last: Sequence[Op], previous: Mapping[Value, Value]
 ) -> dict[Value, Value] | None:
-    """Return the counterpart in the last block of each value that the middle block reads or
-    returns; None if the two blocks differ."""
+    """Return, for each tensor that the middle block reads or computes, its counterpart in the last
+    block; None if the two blocks differ.
+
+    Args:
+        graph: the graph with both blocks.
+        middle, last: operators of the blocks, in order.
+        previous: counterparts in the middle block of the first block's outputs.
+    """
     counterparts: dict[Value, Value] = {}
     if len(middle) != len(last):
         return None
@@ -149,28 +155,32 @@ def _copy_op(op: Op, values: Mapping[Value, Value], rename: Callable[[str], str]
     )
 
 
-def _make_path_renamer(old: str, new: str) -> Callable[[str], str]:
-    """Return a function that renames a block in a path."""
+def _make_path_renamer(old_path: str, new_path: str) -> Callable[[str], str]:
+    """Return a function that moves a module or operator path from block `old_path` to `new_path`.
+
+    Paths outside the block stay as they are.
+    """
 
     def rename(path: str) -> str:
         # Names of repeated calls end in `@2`, `@3`, ….
-        return new + path[len(old) :] if _is_in_block(path.partition("@")[0], old) else path
+        is_in_block = _is_in_block(path.partition("@")[0], old_path)
+        return new_path + path[len(old_path) :] if is_in_block else path
 
     return rename
 
 
 def _extended_tags(
-    graph: Graph, blocks: Sequence[str], number: int
+    graph: Graph, blocks: Sequence[str], num_blocks: int
 ) -> dict[str, tuple[object, ...]]:
     parent = blocks[1].rpartition(".")[0]
     result = {}
     # The last block takes its tags to its new index; copies have those of the middle block.
     for path, tags in graph.module_tags.items():
         if _is_in_block(path, blocks[2]):
-            result[_make_path_renamer(blocks[2], f"{parent}.{number - 1}")(path)] = tags
+            result[_make_path_renamer(blocks[2], f"{parent}.{num_blocks - 1}")(path)] = tags
             continue
         result[path] = tags
         if _is_in_block(path, blocks[1]):
-            for index in range(2, number - 1):
+            for index in range(2, num_blocks - 1):
                 result[_make_path_renamer(blocks[1], f"{parent}.{index}")(path)] = tags
     return result

@@ -60,7 +60,7 @@ HEADER = ("predicted", "measured", "of predicted")
 
 
 def _busiest_stage(measured: Measured) -> tuple[int, list[MeasuredRank]]:
-    """Return the stage with the longest computation, which predictions describe, and its ranks."""
+    """Return the pipeline stage with the longest measured computation, and its ranks."""
     stages: dict[int, list[MeasuredRank]] = {}
     for rank in measured.ranks:
         stages.setdefault(rank.stage, []).append(rank)

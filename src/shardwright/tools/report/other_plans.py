@@ -1,4 +1,4 @@
-"""Compare the plan of a page with other plans."""
+"""Section of a report page that compares its plan with other plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THIS_PLAN = "this plan"
 
 
 def other_plans(plan: PlanData, others: Mapping[str, PlanData | str]) -> Iterator[OtherPlan]:
-    """Yield the plan of the page and the plans to compare it with, with bars on one scale.
+    """Yield a comparison entry for each plan, first that of the page, with bars on a shared scale.
 
     Args:
         others: for each plan to compare with, by name, the plan or the reason why it could not be
@@ -50,7 +50,7 @@ def _peak_bytes(plan: PlanData) -> int:
 
 
 def _plan_stacks(
-    plan: PlanData, max_seconds: float, max_memory: int, max_sent: int
+    plan: PlanData, max_seconds: float, max_peak_bytes: int, max_sent_bytes: int
 ) -> Iterator[Stack]:
     # Without a cluster, plans have no step time.
     if plan.step_time is not None and max_seconds:
@@ -58,11 +58,12 @@ def _plan_stacks(
     peak_bytes, limit = _peak_bytes(plan), plan.memory_limit
     if peak_bytes:
         size_text = bytes_text(peak_bytes) + ", does not fit" * plan.over_limit
-        limit_position = None if limit is None else limit / max_memory
+        limit_position = None if limit is None else limit / max_peak_bytes
         state = "bad" if plan.over_limit else ""
-        yield _single_bar_stack("memory", size_text, peak_bytes / max_memory, limit_position, state)
+        length = peak_bytes / max_peak_bytes
+        yield _single_bar_stack("memory", size_text, length, limit_position, state)
     # On one device nothing is sent.
-    yield _single_bar_stack("sent", bytes_text(plan.bytes), plan.bytes / (max_sent or 1))
+    yield _single_bar_stack("sent", bytes_text(plan.bytes), plan.bytes / (max_sent_bytes or 1))
 
 
 def _single_bar_stack(
@@ -73,7 +74,7 @@ def _single_bar_stack(
 
 
 def _differences_table(plan: PlanData, other: PlanData) -> Chart:
-    """Return the table of differences between the plan of the page and another plan."""
+    """Return the table of differences between the plan of the report page and another plan."""
     # "model" is a difference of fingerprints, which depend on the batch size too.
     changes = [each for each in differences(plan, other) if each.what != "model"]
     table = []

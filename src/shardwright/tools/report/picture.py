@@ -65,7 +65,7 @@ def picture(layout: TensorLayout) -> Picture:
         block=(1 / min(mesh.size(columns), 64), 1 / min(mesh.size(rows), 64)),
         sheets=tuple(sheets[:MAX_SHEETS]),
         summed=bool(layout.partial),
-        lines=tuple(_dimension_lines(layout)),
+        lines=tuple(_describe_dimensions(layout)),
     )
 
 
@@ -81,7 +81,7 @@ def _axis_borders(mesh: DeviceMatrix, axes: Axes) -> Iterator[Border]:
         yield from ((index / blocks, axis) for index in range(1, blocks) if index % step)
 
 
-def _dimension_lines(layout: TensorLayout) -> Iterator[str]:
+def _describe_dimensions(layout: TensorLayout) -> Iterator[str]:
     mesh = layout.layout
     for dim, axes in enumerate(layout.axes):
         shards = prod(mesh.device_matrix[axis] for axis in axes)

@@ -106,7 +106,7 @@ def plan_page(
         axes=tuple(_mesh_axes(plan)),
         tree=tree,
         pictures=pictures,
-        origin=_plan_origin_text(plan),
+        origin=_format_plan_origin(plan),
     )
 
 
@@ -139,7 +139,7 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
     # Shapes of `plan.parameters` are those of full tensors.
     count = sum(prod(shape) for shape, _ in plan.parameters.values())
     stored = f"{bytes_text(plan.parameter_bytes)} stored per device"
-    yield Headline("Parameters", _param_count_text(count), stored)
+    yield Headline("Parameters", _format_param_count(count), stored)
     yield _memory_headline(plan)
     sent = f"{bytes_text(plan.forward_bytes)} forward, {bytes_text(plan.backward_bytes)} backward"
     yield Headline("Sent per device", bytes_text(plan.bytes), f"a step: {sent}")
@@ -151,11 +151,13 @@ def _key_figures(plan: PlanData) -> Iterator[Headline]:
         yield Headline("Global batch", f"{plan.global_batch:,} {unit}", ", ".join(details))
 
 
-def _param_count_text(count: int) -> str:
+def _format_param_count(count: int) -> str:
     """Format a number of parameters.
 
-    >>> _param_count_text(68_976_648_192), _param_count_text(1_250_000), _param_count_text(9_000)
-    ('69.0 billion', '1.2 million', '9,000')
+    >>> _format_param_count(68_976_648_192), _format_param_count(1_250_000)
+    ('69.0 billion', '1.2 million')
+    >>> _format_param_count(9_000)
+    '9,000'
     """
     for unit, size in (("billion", 1e9), ("million", 1e6)):
         if count >= size:
@@ -192,9 +194,9 @@ def _step_time_chart(plan: PlanData) -> Chart:
     starts = accumulate((time_part.seconds for time_part in time_parts), initial=0.0)
     bars = tuple(
         Bar(
-            label=_time_part_label(time_part),
+            label=_format_time_part_label(time_part),
             category=time_part.kind,
-            size_text=_seconds_and_share(time_part.seconds, total),
+            size_text=_format_seconds_and_share(time_part.seconds, total),
             start=start / total,
             length=time_part.seconds / total,
             # Not beyond the left edge of the chart.
@@ -224,13 +226,13 @@ def _measured_charts(plan: PlanData, measured: Measured) -> Iterator[Chart]:
     yield ranks_chart(plan, measured)
 
 
-def _seconds_and_share(seconds: float, total: float) -> str:
+def _format_seconds_and_share(seconds: float, total: float) -> str:
     return f"{seconds_text(seconds)}, {seconds / total:.1%}" if seconds else ""
 
 
 def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
-    """Yield computation, communication and waiting time, the only components of step time in plan
-    files of earlier releases."""
+    """Yield the components of step time in plan files of earlier releases: computation,
+    communication and waiting time."""
     yield TimePart("computation", (), step.computation)
     yield TimePart("communication", (), step.communication)
     remaining = step.seconds - step.computation - step.communication
@@ -238,7 +240,7 @@ def _time_parts_of_old_plan(step: StepRow) -> Iterator[TimePart]:
         yield TimePart(WAITING, (), remaining)
 
 
-def _time_part_label(time_part: TimePart) -> str:
+def _format_time_part_label(time_part: TimePart) -> str:
     over = f" over {'·'.join(time_part.axes)}" if time_part.axes else ""
     return time_part.kind if time_part.kind in COMPUTATION else f"{time_part.kind}{over}"
 
@@ -413,14 +415,15 @@ def _other_plans_chart(plan: PlanData, others: Mapping[str, PlanData | str]) -> 
     if not others:
         return Chart()
     header = ("", "devices", "step", "of this", "speed", "memory", "sent", "parallelism")
-    rows = ((name, *_plan_cells(other, plan)) for name, other in others.items())
+    rows = ((name, *_format_plan_row(other, plan)) for name, other in others.items())
     note = "All are predicted. “of this” is the step time relative to this plan's."
-    table = (("this plan", *_plan_cells(plan, plan)), *rows)
+    table = (("this plan", *_format_plan_row(plan, plan)), *rows)
     return Chart(note=note, header=header, table=table)
 
 
-def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
-    """Return the row of a plan; for a plan that does not exist, empty cells and the reason."""
+def _format_plan_row(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
+    """Format a plan as a row of the comparison with the page's plan; for a plan that does not
+    exist, the row has empty cells and the reason."""
     if isinstance(plan, str):
         # The reason is in the last column, that of the parallelism.
         return ("", "", "", "", "", "", plan)
@@ -438,7 +441,7 @@ def _plan_cells(plan: PlanData | str, page_plan: PlanData) -> tuple[str, ...]:
     )
 
 
-def _plan_origin_text(plan: PlanData) -> str:
+def _format_plan_origin(plan: PlanData) -> str:
     return (
         f"{plan.mode}({plan.options_text}); captured in {plan.capture_seconds:.2f} s, searched in"
         f" {plan.search_seconds:.2f} s; fingerprint of the model {plan.fingerprint}"
