@@ -186,15 +186,17 @@ def explain_command(
     echo(plan.explain(name))
 
 
-def _check_planning_options(source: Path, devices: int | None, planning: Sequence[object]) -> None:
+def _check_planning_options(
+    source: Path, devices: int | None, planning_options: Sequence[object]
+) -> None:
     """Raise `typer.BadParameter` for a saved plan with planning options, or without --devices.
 
     Args:
         source: a saved plan (`.json`), or a configuration, which needs `devices`.
-        planning: values of further planning options, such as `--cluster`; None where not given.
+        planning_options: values of further options, such as `--cluster`; None where not given.
     """
     if source.suffix == ".json":
-        if any(each is not None for each in (devices, *planning)):
+        if any(each is not None for each in (devices, *planning_options)):
             raise typer.BadParameter(
                 f"{source} is a saved plan, which takes no --devices or other planning options\n"
                 "remove these options, or pass the YAML configuration"

@@ -1,4 +1,4 @@
-"""Common parts of the strategies of Lightning's `Trainer` and `Fabric`."""
+"""Base class of the strategies of Lightning's `Trainer` and `Fabric`."""
 
 from __future__ import annotations
 

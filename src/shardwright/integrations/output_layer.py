@@ -28,16 +28,16 @@ class OutputLayer:
     """
 
     def __init__(self, layer: nn.Module, shards: DataShards) -> None:
-        self._planned = layer
+        self._planned_layer = layer
         # Ranks with equal samples have equal gradients of this layer.
         self._ranks_per_shard = len(shards.owners[0])
-        self._full: dict[str, Tensor] = {}
+        self._full_parameters: dict[str, Tensor] = {}
         # Without `__init__`, which would allocate and initialize parameters.
-        self._layer: Any = object.__new__(type(layer))
+        self._layer_copy: Any = object.__new__(type(layer))
         # The planned model sets a `forward` on its submodules that explains errors.
         state = {name: value for name, value in vars(layer).items() if name != "forward"}
         without_values = dict.fromkeys(vars(layer)["_parameters"])
-        vars(self._layer).update(state | {"_parameters": without_values})
+        vars(self._layer_copy).update(state | {"_parameters": without_values})
 
     @staticmethod
     def of(layer: nn.Module | None, shards: DataShards) -> OutputLayer | None:
@@ -59,17 +59,17 @@ class OutputLayer:
         return full
 
     def __call__(self, inputs: Tensor) -> Any:
-        if not self._full:
-            for name, parameter in self._planned.named_parameters():
+        if not self._full_parameters:
+            for name, parameter in self._planned_layer.named_parameters():
                 full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 # A leaf, in whose `grad` autograd adds up the gradients of all chunks.
-                self._full[name] = full.detach().requires_grad_(parameter.requires_grad)
-        for name, full in self._full.items():
+                self._full_parameters[name] = full.detach().requires_grad_(parameter.requires_grad)
+        for name, full in self._full_parameters.items():
             # Cast in each call, so that these gradients are of the full parameter's dtype.
-            self._layer._parameters[name] = full.to(inputs.dtype)
-        outputs = self._layer(inputs)
+            self._layer_copy._parameters[name] = full.to(inputs.dtype)
+        outputs = self._layer_copy(inputs)
         # The copy must not keep the result of the cast alive.
-        self._layer._parameters.update(dict.fromkeys(self._full))
+        self._layer_copy._parameters.update(dict.fromkeys(self._full_parameters))
         return outputs
 
     def add_gradients(self) -> None:
@@ -77,8 +77,8 @@ class OutputLayer:
 
         Collective.
         """
-        for name, full in self._full.items():
-            parameter = self._planned.get_parameter(name)
+        for name, full in self._full_parameters.items():
+            parameter = self._planned_layer.get_parameter(name)
             if not parameter.requires_grad:
                 continue
             # A rank without a gradient must still take part in the all-reduce.
@@ -93,4 +93,4 @@ class OutputLayer:
 
     def free(self) -> None:
         """Free the full parameters that a forward pass has gathered."""
-        self._full.clear()
+        self._full_parameters.clear()

@@ -100,7 +100,7 @@ class DataShards:
             DataError: if a sampler divides samples, but the plan needs the full batch on every rank
                 or another shard on this rank.
         """
-        for sampler, (count, index) in _loader_divisions(loader):
+        for sampler, (count, index) in _iterate_loader_divisions(loader):
             # Undivided samples, or divided as planned.
             if (count, index) in ((1, 0), (self.count, self.index)):
                 continue
@@ -124,7 +124,9 @@ class DataShards:
                 or a sampler divides them differently than the plan.
         """
         self.check_loader(loader)
-        if self.count > 1 and all(division[0] == 1 for _, division in _loader_divisions(loader)):
+        if self.count > 1 and all(
+            division[0] == 1 for _, division in _iterate_loader_divisions(loader)
+        ):
             raise DataError(
                 "the loader gives every rank the full batch, but the plan's `dataset_strategy`"
                 f" divides the batch into {self.count} shards\nlet the framework set up the"
@@ -132,12 +134,12 @@ class DataShards:
             )
 
 
-def _data_shards(mesh: Layout, arrivals: Mapping[str, CutAxes]) -> DataShards:
+def _data_shards(mesh: Layout, input_cuts: Mapping[str, CutAxes]) -> DataShards:
     # The first entry has the axes that shard the batch dimension.
-    axes = {cut[0] for cut in arrivals.values() if any(cut)}
+    axes = {cut[0] for cut in input_cuts.values() if any(cut)}
     if not axes:
         return _unsharded_batch()
-    if len(axes) > 1 or any(any(cut[1:]) for cut in arrivals.values()):
+    if len(axes) > 1 or any(any(cut[1:]) for cut in input_cuts.values()):
         raise DataError(
             "`dataset_strategy` of the plan shards inputs along different axes or other dimensions"
             " than the batch, which a loader cannot do\nplan with"
@@ -161,7 +163,7 @@ LOADER_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
 """Attributes of a loader or batch sampler that may have a sampler which divides samples."""
 
 
-def _loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
+def _iterate_loader_divisions(loader: Any) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the class name, number of shards and shard index of each sampler that divides samples.
 
     `DistributedSampler` has the attributes `num_replicas` and `rank`; samplers and datasets of

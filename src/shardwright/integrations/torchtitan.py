@@ -79,10 +79,10 @@ def parallelize_fn(
         for settings in (parallelism, parallel_dims):
             settings.spmd_backend = ORDINARY_TENSORS
         set_spmd_backend(ORDINARY_TENSORS)
-        world = dist.get_world_size()
+        num_ranks = dist.get_world_size()
         # torchtitan gives each data-parallel rank a loader of its own; other ranks share it.
-        loader_shards = _shards_of_loader(
-            world, parallel_dims.dp_replicate * parallel_dims.dp_shard
+        loader_shards = _divide_batch_over_loaders(
+            num_ranks, parallel_dims.dp_replicate * parallel_dims.dp_shard
         )
         if user_plan is None:
             # A finished plan already tells what is recomputed.
@@ -137,15 +137,15 @@ def _check_torchtitan_settings(training: Any, parallelism: Any) -> None:
         )
 
 
-def _shards_of_loader(world: int, num_loaders: int) -> DataShards:
-    """Return the shards of a batch that torchtitan's loaders read on the ranks.
+def _divide_batch_over_loaders(num_ranks: int, num_loaders: int) -> DataShards:
+    """Return the shards into which torchtitan's loaders divide a batch over the ranks.
 
     Args:
-        world: number of ranks.
+        num_ranks: number of ranks.
         num_loaders: number of loaders with different samples; neighboring ranks share a loader's
             samples.
     """
-    ranks_per_loader = world // num_loaders
+    ranks_per_loader = num_ranks // num_loaders
     owners = tuple(
         tuple(range(loader * ranks_per_loader, (loader + 1) * ranks_per_loader))
         for loader in range(num_loaders)

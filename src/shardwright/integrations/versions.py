@@ -27,14 +27,14 @@ def require_version(package: str, oldest: str, feature: str) -> None:
             f"'{package}>={oldest}'"
         ) from None
     # Without suffixes, so that a pre-release counts as its release.
-    if _release_numbers(installed) < _release_numbers(oldest):
+    if _parse_release_numbers(installed) < _parse_release_numbers(oldest):
         raise ConfigError(
             f"{feature} needs `{package}` {oldest} or newer, but {installed} is installed\n"
             f"pip install -U '{package}>={oldest}'"
         )
 
 
-def _release_numbers(text: str) -> tuple[int, ...]:
+def _parse_release_numbers(text: str) -> tuple[int, ...]:
     """Return the release numbers of a version: `(2, 5)` of `2.5rc1`."""
     release = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(number) for number in release[0].split(".")) if release else ()
